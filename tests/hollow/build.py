@@ -116,7 +116,8 @@ def build(library: str, functions: set[str], out: Path) -> None:
     ours = {line.split()[-1] for line in symbols if " T " in line}
     if library == "libcuda.so.1":  # no stub is newer than what is written out
         functions = {name for name in functions if without_version(name) not in map(without_version, ours)}
-    lines = [f"STUB({name})" for name in sorted(functions - ours)]
+    moving = re.compile(r"cu(da)?Mem(cpy|set)(?!.*(Node|Params))")  # except those that describe nodes of graphs
+    lines = [f"{'REFUSAL' if moving.match(name) else 'STUB'}({name})" for name in sorted(functions - ours)]
     stubs = out / "objects" / f"{library}.c"
     stubs.write_text("\n".join(['#include "hollow.h"', *lines, ""]))
     versions = out / "objects" / f"{library}.map"

@@ -24,6 +24,31 @@ def test_a_launch_does_the_captured_work_on_new_numbers() -> None:
     assert (y.tolist(), zeros.tolist(), total.item()) == ([7.0] * 4, [28.0] * 3, 2)
 
 
+def test_copies_are_captured() -> None:
+    x, y = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
+    kept, pinned = torch.empty(4, device="cuda"), torch.zeros(4).pin_memory()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept.copy_(x)
+        x.copy_(y)
+        y.copy_(kept)
+        pinned.copy_(x, non_blocking=True)
+    assert (x.sum().item(), y.sum().item(), pinned.sum().item()) == (0, 4, 0), "what is captured is not done at once"
+    graph.replay()
+    assert (x.sum().item(), y.sum().item(), pinned.sum().item()) == (4, 0, 4)
+
+
+def test_work_of_a_stream_that_is_not_captured_is_done_at_once() -> None:
+    x, other, graph = torch.ones(4, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        y = x + 1
+        with torch.cuda.stream(other):
+            z = x + 2
+    assert z.tolist() == [3.0] * 4
+    graph.replay()
+    assert y.tolist() == [2.0] * 4
+
+
 def test_a_kernel_of_triton_is_captured() -> None:
     from tests.hollow.kernels import scaled_product
 

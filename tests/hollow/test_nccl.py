@@ -131,6 +131,22 @@ def of_ranks() -> dict[str, Any]:
     return {"average": average.cpu(), "part": part.cpu(), "pair": of_pair.item()}
 
 
+def in_groups() -> list[float]:
+    """Return sums of collectives that are called in groups, after many of them. Runs on every rank."""
+    from torch.distributed.distributed_c10d import _coalescing_manager
+
+    x = [torch.ones(3, device="cuda") for _ in range(3)]
+    for _ in range(20):
+        with _coalescing_manager(async_ops=True) as manager:
+            for each in x:
+                dist.all_reduce(each.fill_(1.0))
+        manager.wait()
+    parts = [torch.empty(rank + 1, device="cuda") for rank in range(SIZE)]
+    for _ in range(20):
+        dist.all_gather(parts, torch.full((dist.get_rank() + 1,), 2.0, device="cuda"))
+    return [each.sum().item() for each in (*x, *parts)]
+
+
 def captured() -> list[Tensor]:
     """Return what two launches of a graph with collectives give. Runs on every rank."""
     rank = dist.get_rank()
@@ -165,6 +181,10 @@ def test_averages_parts_and_groups(pool: RankPool) -> None:
         assert torch.equal(found["average"], everyone.mean(0))
         assert torch.equal(found["part"], everyone.sum(0)[rank : rank + 1])
         assert found["pair"] == (2 if rank % 2 == 0 else 4)
+
+
+def test_a_group_of_collectives_may_be_read_late(pool: RankPool) -> None:
+    assert pool.run(SIZE, in_groups) == [[12.0] * 3 + [2.0 * (rank + 1) for rank in range(SIZE)]] * SIZE
 
 
 def test_a_captured_collective_is_done_at_each_launch(pool: RankPool) -> None:

@@ -74,6 +74,13 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "zeros": lambda x: (torch.empty_like(x).fill_(7), torch.zeros_like(x))[1],
     "gradient": gradient,
     "inference": in_inference_mode,
+    "transpose_in_place": lambda x: x[:, :5].clone().t_() + 1,
+    "transpose_other_sizes_in_place": lambda x: x.t_().unsqueeze_(0) + 1,
+    "conjugate": lambda x: torch.view_as_real((torch.view_as_complex(x.view(15, 2)).conj() * 2j).resolve_conj()),
+    "negative": lambda x: torch.view_as_complex(x.view(15, 2)).conj().imag + 1,
+    "repeat": lambda x: x.repeat_interleave(torch.tensor([1, 0, 2, 1, 3], device=x.device), dim=0),
+    "causal": lambda x: scaled_dot_product_attention(x[None, :3], x[None], x[None], is_causal=True),
+    "scale_of_zero": lambda x: scaled_dot_product_attention(x[None], x[None], x[None], scale=0.0),
     "thread": in_another_thread,
     "optimizer": fused_update,
 }
@@ -87,6 +94,21 @@ def test_an_operation_has_the_numbers_of_the_cpu(name: str) -> None:
         assert torch.equal(found.cpu(), expected)
     else:
         assert found == expected
+
+
+def test_a_tensor_that_has_lost_its_memory_cannot_be_read() -> None:
+    x = torch.ones(1000, device="cuda")
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="has lost its memory"):
+        x + 1
+
+
+def test_the_gradient_of_a_bias_of_attention_is_an_error() -> None:
+    query, key, value = (numbers(1, 2, 8, 16, seed=seed).cuda().requires_grad_() for seed in range(3))
+    bias = torch.zeros(1, 2, 8, 8, device="cuda", requires_grad=True)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    with pytest.raises(NotImplementedError, match="backward has no kernel of the CPU"):
+        out.sum().backward()
 
 
 def test_a_tensor_shows_its_numbers() -> None:

@@ -3,10 +3,12 @@
 Triton decides at its import whether it interprets, so this needs a process of its own.
 """
 
+from collections.abc import Callable
 from itertools import product
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megarl.learner import softmax
 from megarl.learner.kernels import norm as norm_kernels
@@ -40,18 +42,31 @@ def compare(num_rows: int, dtype: torch.dtype, entropy_weight: float | None) -> 
     of_entropy = list[Tensor]()
     if entropy_weight is not None:
         of_entropy = [normalizer - sums[3] / sums[2], entropy_weight * upstream[1]]
-    found = kernels.gradient(logits, targets, normalizer, upstream[0], of_entropy, dtype)
+    expanded = upstream[0, :1].expand(num_rows)
+    for slopes in (upstream[0], expanded, torch.stack([upstream[0], expanded], 1)[:, 0]):
+        found = kernels.gradient(logits, targets, normalizer, slopes, of_entropy, dtype)
+        expected = softmax.gradient(logits.clone(), targets, normalizer, slopes, of_entropy, dtype)
+        torch.testing.assert_close(found, expected)
     assert found.dtype == dtype
-    expected = softmax.gradient(logits, targets, normalizer, upstream[0], of_entropy, dtype)
-    torch.testing.assert_close(found, expected)
 
 
-def compare_norm(num_rows: int, num_columns: int, *, is_view: bool) -> None:
-    """Compare a norm and its gradients, also of rows that are views of longer ones."""
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda x: x,
+    "of longer rows": lambda x: pad(x, (0, 3))[:, : x.shape[1]],
+    "every second column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "expanded": lambda x: x.new_tensor(0.5).expand(x.shape),
+}
+"""Tensors of the same shape whose numbers lie differently in memory."""
+
+
+def compare_norm(num_rows: int, num_columns: int, layouts: tuple[str, str]) -> None:
+    """Compare a norm and its gradients if input and gradient lie in memory as `layouts` name it."""
     generator = torch.Generator().manual_seed(num_rows)
-    x, slope = (torch.randn(num_rows, num_columns + 3 * is_view, generator=generator) for _ in range(2))
-    x, slope, weight = x[:, :num_columns], slope[:, :num_columns], torch.randn(num_columns, generator=generator)
+    x, slope = (torch.randn(num_rows, num_columns, generator=generator) for _ in range(2))
+    weight = torch.randn(num_columns, generator=generator)
     x[:1] = 0.0  # only epsilon is left
+    x, slope = LAYOUTS[layouts[0]](x), LAYOUTS[layouts[1]](slope)
     leaves = [x.clone().requires_grad_(), weight.requires_grad_()]
     expected = Normalization.apply(*leaves, 1e-3)
     found, scale = norm_kernels.normalise(x, weight.detach(), 1e-3)
@@ -80,9 +95,10 @@ def main() -> None:
     cases = list(product((6, 0), (torch.float32, torch.bfloat16), (1.0, 0.0, None)))
     for case in cases:
         compare(*case)
-    norms = list(product((7, 1, 0), (12, 40), (True, False)))
-    for num_rows, num_columns, is_view in norms:
-        compare_norm(num_rows, num_columns, is_view=is_view)
+    layouts = [("whole", name) for name in LAYOUTS] + [(name, "whole") for name in LAYOUTS]
+    norms = list(product((7, 1, 0), (12, 40), layouts))
+    for norm in norms:
+        compare_norm(*norm)
     rotations = list(product((5, 0), (1, 3), (3, 4), (True, False)))
     for num_tokens, num_heads, num_pairs, neighbours in rotations:
         compare_rotation(num_tokens, num_heads, num_pairs, neighbours=neighbours)

@@ -13,7 +13,7 @@ PROGRAMS = 512
 
 def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the normalised [..., n] `x`, and 1 / rms(x) in float32 for each row."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = _rows(x)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     scale = torch.empty(len(rows), dtype=torch.float32, device=x.device)
     if len(rows):
@@ -26,7 +26,7 @@ def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def gradients(x: Tensor, weight: Tensor, scale: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of `x` and `weight`."""
-    rows, of_out = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, x.shape[-1])
+    rows, of_out = _rows(x), _rows(gradient)
     of_rows = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     tile, width, warps = _tile(rows.shape[1])
     num_programs = min(PROGRAMS, triton.cdiv(len(rows), tile))
@@ -37,6 +37,12 @@ def gradients(x: Tensor, weight: Tensor, scale: Tensor, gradient: Tensor) -> tup
         of_each = weight, scale, of_rows, of_weight
         gradient_rows[(num_programs,)](rows, of_out, *strides, *of_each, *sizes, num_warps=warps)
     return of_rows.view(x.shape), of_weight.sum(0).to(weight.dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return [..., n] as rows whose numbers lie side by side; a transposed or expanded tensor is copied."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _tile(num_columns: int) -> tuple[int, int, int]:

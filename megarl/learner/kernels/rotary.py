@@ -20,6 +20,7 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, *, from_neighbours: bool, 
         to_neighbours: the same of the result.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
+    cosines, sines = cosines.contiguous(), sines.contiguous()
     num_tokens, heads, head_dim = x.shape
     pairs = cosines.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

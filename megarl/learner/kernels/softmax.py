@@ -33,7 +33,8 @@ def gradient(
     num_rows, num_columns = logits.shape
     grad = torch.empty(num_rows, num_columns, dtype=dtype, device=logits.device)
     if num_rows:
-        per_row = (targets, normalizer, grad_log_probs, *(of_entropy or (normalizer, normalizer)))
+        of_rows = (targets, normalizer, grad_log_probs, *(of_entropy or (normalizer, normalizer)))
+        per_row = [numbers.contiguous() for numbers in of_rows]  # a gradient may be one number, expanded
         grid = (num_rows, triton.cdiv(num_columns, BLOCK))
         sizes = num_columns, bool(of_entropy), BLOCK
         gradient_of_block[grid](logits, logits.stride(0), grad, *per_row, *sizes)

@@ -1,7 +1,8 @@
 /* Communicators of the hollow NCCL: who is in them, and how contributions reach all ranks.
  *
- * In every collective each rank posts one letter and reads all letters. A rank that has read the letters of one
- * collective knows that all have read those of the collective before it, and discards its own.
+ * In every collective each rank posts one letter and reads all letters. A rank posts the letters of a group of collectives
+ * before it reads any. So a rank that has read all letters of one collective knows that all have read those of the groups
+ * before, and discards its own.
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -81,8 +82,8 @@ enum result exchange_end(struct order *order, void **letters) {
         name_letter(name, of, order->number, rank);
         result = receive(name, order, rank, &letters[rank]);
     }
-    if (result == SUCCESS && order->number > 0) {
-        name_letter(name, of, order->number - 1, of->rank);
+    for (; result == SUCCESS && of->discarded < of->group_start; of->discarded++) {
+        name_letter(name, of, of->discarded, of->rank);
         mail_discard(name);
     }
     return result;
@@ -95,6 +96,7 @@ static enum result exchange_ints(struct communicator *of, int mine, int *all) {
     void *letters[of->size];
     memset(letters, 0, sizeof letters);
     struct order order = {.of = of, .call = SETUP, .bytes = sizeof mine, .payload = &mine};
+    of->group_start = of->calls;
     enum result result = exchange_begin(&order);
     if (result == SUCCESS)
         result = exchange_end(&order, letters);
@@ -115,7 +117,7 @@ static struct communicator *make(const char *name, int rank, int size) {
     return made;
 }
 
-/* The last letter stays, because a slower rank may not have read it. */
+/* The letters of the last group stay, because a slower rank may not have read them. */
 static void destroy(struct communicator *of) {
     free(of->sent);
     free(of->received);

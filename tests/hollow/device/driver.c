@@ -43,36 +43,54 @@ PUBLIC CUresult cuMemFree(CUdeviceptr start) {
     return checked(hollow_release((void *)start));
 }
 
+static CUresult to_device(CUdeviceptr to, const void *from, size_t size, bool waits) {
+    void *target = (void *)to;
+    return checked(hollow_is_on_device(target, size, "the target of a copy to the device") &&
+                   hollow_copy(target, from, size, waits));
+}
+
+static CUresult to_host(void *to, CUdeviceptr from, size_t size, bool waits) {
+    const void *source = (const void *)from;
+    return checked(hollow_is_on_device(source, size, "the source of a copy from the device") &&
+                   hollow_copy(to, source, size, waits));
+}
+
 PUBLIC CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t size) {
-    return checked(hollow_copy((void *)to, from, size, true));
+    return to_device(to, from, size, true);
 }
 
 PUBLIC CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t size) {
-    return checked(hollow_copy(to, (void *)from, size, true));
+    return to_host(to, from, size, true);
 }
 
 PUBLIC CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t size, CUstream stream) {
     (void)stream;
-    return checked(hollow_copy((void *)to, from, size, false));
+    return to_device(to, from, size, false);
 }
 
 PUBLIC CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t size, CUstream stream) {
     (void)stream;
-    return checked(hollow_copy(to, (void *)from, size, false));
+    return to_host(to, from, size, false);
+}
+
+PUBLIC CUresult cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, size_t size) {
+    const void *source = (const void *)from;
+    bool is_right = hollow_is_on_device(source, size, "the source of a copy within the device");
+    return is_right ? to_device(to, source, size, false) : checked(false);
 }
 
 PUBLIC CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
     (void)stream;
-    return checked(hollow_copy((void *)to, (void *)from, size, false));
+    return cuMemcpyDtoD(to, from, size);
 }
 
 PUBLIC CUresult cuMemsetD8(CUdeviceptr to, unsigned char value, size_t size) {
-    return checked(hollow_set((void *)to, value, size));
+    return checked(hollow_is_on_device((void *)to, size, "a fill") && hollow_set((void *)to, value, size));
 }
 
 PUBLIC CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t size, CUstream stream) {
     (void)stream;
-    return checked(hollow_set((void *)to, value, size));
+    return cuMemsetD8(to, value, size);
 }
 
 PUBLIC CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr pointer) {

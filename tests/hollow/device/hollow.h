@@ -79,6 +79,13 @@ void hollow_complain(const char *format, ...) __attribute__((format(printf, 1, 2
     } while (0)
 #define COUNT(label) COUNT_BY(label, 1)
 
+/* One line of the generated stubs: a function that would have moved bytes. */
+#define REFUSAL(function)                              \
+    PUBLIC int function(void) {                        \
+        hollow_complain(#function " is not written out"); \
+        return 801; /* not supported */                \
+    }
+
 /* One line of the generated stubs: a function that succeeds and is counted. */
 #define STUB(function)                                                      \
     PUBLIC int function(void) {                                             \

@@ -104,6 +104,8 @@ static enum result finish(struct order *order) {
 /* All contributions are posted before any is awaited, as a group of NCCL promises. */
 static enum result run(struct order *orders, int count) {
     enum result result = SUCCESS;
+    for (int i = 0; i < count; i++)
+        orders[i].of->group_start = orders[i].of->calls;
     for (int i = 0; i < count && result == SUCCESS; i++)
         result = begin(&orders[i]);
     for (int i = 0; i < count && result == SUCCESS; i++)

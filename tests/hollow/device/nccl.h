@@ -16,6 +16,8 @@ struct communicator {
     char name[UNIQUE_ID_BYTES]; /* the directory of its letters */
     int rank, size, device;
     unsigned long calls;            /* collectives begun */
+    unsigned long group_start;      /* the first collective of the latest group */
+    unsigned long discarded;        /* own letters discarded */
     unsigned long *sent, *received; /* letters by peer */
     volatile int is_aborted;
 };

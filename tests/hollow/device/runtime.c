@@ -231,26 +231,29 @@ PUBLIC cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cuda
     return checked(is_kept(kind, to, from, size) && hollow_copy(to, from, size, true));
 }
 
+/* A copy that is captured is checked, and moves nothing: the solid device does it at each launch. */
+static bool copy_later(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
+    return is_kept(kind, to, from, size) && (is_captured(stream) || hollow_copy(to, from, size, false));
+}
+
 PUBLIC cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind,
                                    cudaStream_t stream) {
-    (void)stream;
-    return checked(is_kept(kind, to, from, size) && hollow_copy(to, from, size, false));
+    return checked(copy_later(to, from, size, kind, stream));
 }
 
 PUBLIC cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t size,
                                        cudaStream_t stream) {
-    (void)to_device, (void)from_device, (void)stream;
-    return checked(is_kept(cudaMemcpyDeviceToDevice, to, from, size) && hollow_copy(to, from, size, false));
+    (void)to_device, (void)from_device;
+    return checked(copy_later(to, from, size, cudaMemcpyDeviceToDevice, stream));
 }
 
 PUBLIC cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                                      size_t height, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    (void)stream;
     bool is_right = true;
     for (size_t row = 0; row < height && is_right; row++) {
         char *target = (char *)to + row * to_pitch;
         const char *source = (const char *)from + row * from_pitch;
-        is_right = is_kept(kind, target, source, width) && hollow_copy(target, source, width, false);
+        is_right = copy_later(target, source, width, kind, stream);
     }
     return checked(is_right);
 }
@@ -260,6 +263,7 @@ PUBLIC cudaError_t cudaMemset(void *to, int value, size_t size) {
 }
 
 PUBLIC cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t stream) {
-    (void)stream;
+    if (is_captured(stream))
+        return checked(hollow_is_on_device(to, size, "a fill"));
     return cudaMemset(to, value, size);
 }

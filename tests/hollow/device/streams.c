@@ -68,6 +68,10 @@ static unsigned long long capture_of(cudaStream_t stream) {
     return is_own(stream) && is_active(stream->capture) ? stream->capture : 0;
 }
 
+bool is_captured(cudaStream_t stream) {
+    return capture_of(stream) != 0;
+}
+
 PUBLIC cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     if (is_own(stream))
         free(stream);

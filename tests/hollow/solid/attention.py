@@ -12,12 +12,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
+def scaled(query: Tensor, scale: float | None) -> float:
+    """Return the factor of the scores: by default 1 / sqrt(D)."""
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
 def scores(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
     """Return [..., queries, keys] float32 scaled scores of [..., queries, D] and [..., keys, D].
 
     The mask is aligned with the last key: the last query sees all keys. Equal lengths are torch's causal mask.
     """
-    found = query.float() @ key.float().transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
+    found = query.float() @ key.float().transpose(-1, -2) * scaled(query, scale)
     if bias is not None:
         found = found + bias
     if is_causal:
@@ -34,7 +39,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *of_scores: Any) -> tuple[
 
 def gradients(upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, *of_scores: Any) -> tuple[Tensor, ...]:
     """Return the gradients of queries, keys and values, in their types."""
-    scale = of_scores[-1] or query.shape[-1] ** -0.5
+    scale = scaled(query, of_scores[-1])
     weights = scores(query, key, *of_scores).softmax(-1)
     of_weights = upstream.float() @ value.float().transpose(-1, -2)
     of_scaled = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
@@ -45,6 +50,16 @@ def gradients(upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, *of_s
 
 
 # ---- one grid: aten's kernels of scaled_dot_product_attention ----
+
+
+def later(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor | None:
+    """Return the bias with -inf for keys after a query: torch aligns a causal mask with the first key."""
+    if not is_causal:
+        return bias
+    mask = torch.zeros(query.shape[-2], key.shape[-2]).masked_fill(
+        torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).triu(1), -torch.inf
+    )
+    return mask if bias is None else bias + mask
 
 
 def efficient(
@@ -59,8 +74,8 @@ def efficient(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute `aten::_scaled_dot_product_efficient_attention`; the sums are empty unless asked for."""
-    assert dropout == 0.0
-    out, sums = attend(query, key, value, bias, is_causal, scale)
+    assert dropout == 0.0, "dropout in attention is not written out"
+    out, sums = attend(query, key, value, later(query, key, bias, is_causal), False, scale)
     seed = torch.zeros((), dtype=torch.int64)
     padded = pad(sums, (0, -sums.shape[-1] % 32), value=torch.inf)  # as the kernel's warps write them
     return out, padded if with_sums else sums[..., :0], seed, seed
@@ -75,9 +90,11 @@ def efficient_backward(
     *rest: Any,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Compute the gradients of `efficient`, except that of the bias."""
-    is_causal = isinstance(rest[-1], bool) and rest[-1]  # an argument that is left out is false
-    return *gradients(upstream, query, key, value, bias, is_causal, scale), None
+    """Compute the gradients of `efficient`."""
+    wanted, is_causal = rest[5], len(rest) > 6 and rest[6]  # an argument that is left out is false
+    if wanted[3]:
+        raise NotImplementedError("the gradient of the bias of attention is not written out")
+    return *gradients(upstream, query, key, value, later(query, key, bias, is_causal), False, scale), None
 
 
 def flash(

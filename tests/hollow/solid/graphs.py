@@ -12,16 +12,16 @@ _captured: list[Work] | None = None  # by the graph that is being captured
 
 
 def is_capturing() -> bool:
-    """Return whether a graph is being captured."""
-    return _captured is not None
+    """Return whether a graph captures the current stream of this thread."""
+    return _captured is not None and torch.cuda.is_current_stream_capturing()
 
 
 def do(work: Work) -> None:
     """Do some work, or keep it for the graph that is being captured."""
-    if _captured is None:
-        work()
-    else:
+    if _captured is not None and is_capturing():
         _captured.append(work)
+    else:
+        work()
 
 
 def refuse(what: str) -> None:
@@ -39,7 +39,8 @@ def keep_collectives(captured: int) -> None:
         status = NCCL.hollow_launch_collectives(collectives)
         assert status == 0, f"a captured collective has failed with code {status}"
 
-    do(work)
+    assert _captured is not None
+    _captured.append(work)  # NCCL has streams of its own
 
 
 def keep_captured_work() -> None:

@@ -31,10 +31,16 @@ def alias(tensor: Tensor) -> Tensor:
     """Return a CPU tensor in the memory of a tensor of the device. It must not outlive that tensor."""
     storage = tensor.untyped_storage()
     if not storage.nbytes():
+        if tensor.numel():
+            raise RuntimeError(
+                f"a tensor of {tensor.numel()} numbers has lost its memory: its storage was resized to 0"
+            )
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     there = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), CPU, storage.nbytes())
     place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype).set_(there, *place)
+    found = torch.empty(0, dtype=tensor.dtype).set_(there, *place)
+    found = torch._conj(found) if tensor.is_conj() else found
+    return torch._neg_view(found) if tensor.is_neg() else found
 
 
 def on_host(value: Any) -> Any:
@@ -111,7 +117,7 @@ class Solid(TorchDispatchMode):
         if func._can_decompose():  # in inference mode, whoever says `to` may mean a view or a copy
             with self:
                 return func.decompose(*args, **kwargs)
-        if func.is_view:
+        if func.is_view or torch.Tag.inplace_view in func.tags:  # no number changes
             return func(*args, **kwargs)
         if func.name() in ZEROS:
             return clear(func(*args, **kwargs))

@@ -32,6 +32,7 @@ SIZED_BY_NUMBERS = {  # their results have as many elements as the numbers say
     "aten::bincount",
     "aten::masked_select",
     "aten::nonzero",
+    "aten::repeat_interleave.Tensor",
     "aten::unique_consecutive",
     "aten::unique_dim",
 }
@@ -62,7 +63,8 @@ def addmm_wide(
     out: Tensor,
 ) -> Tensor:
     """Compute `aten::addmm.dtype_out`, also if `out` is `total`."""
-    return out.copy_(beta * total + alpha * mm_wide(left, right, out_dtype))
+    product = alpha * mm_wide(left, right, out_dtype)
+    return out.copy_(beta * total + product if beta else product)  # a factor of 0 ignores what is no number
 
 
 WRITTEN_OUT: dict[str, Callable[..., Any]] = engine.WRITTEN_OUT | {
