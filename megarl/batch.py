@@ -245,7 +245,7 @@ class Scored(Rollouts):
     answers: Sequence[str | None] | None = None  # length B: the extracted answers, for majority votes; '' if none
     failures: Sequence[str | None] | None = None  # length B: why a sample has no score; None: all have scores
 
-    def judged(self) -> Tensor:
+    def has_score(self) -> Tensor:
         """Return which samples have a score: `[B]` bool."""
         failures = self.failures or [None] * len(self)
         return torch.tensor([failure is None for failure in failures], dtype=torch.bool)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import HUGGINGFACE, saved_steps, step_of_name
@@ -19,18 +19,10 @@ from megarl.platform.secrets import guard_output
 from megarl.platform.terminal import visible
 from megarl.reshard.headers import has_weights
 
+if TYPE_CHECKING:
+    from megarl.rollout.talk import Talker
+
 ANEW = "/new"
-
-
-class Responder(Protocol):
-    """A model as a conversation uses it."""
-
-    has_template: bool
-
-    def respond(
-        self, prompt: str | Sequence[dict[str, str]], *, temperature: float, max_tokens: int, seed: int | None
-    ) -> str:
-        """Return the response to a text or to messages."""
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
@@ -76,7 +68,7 @@ def loadable(model: Path) -> Iterator[Path]:
         yield out
 
 
-def converse(model: Responder, options: Mapping[str, Any], lines: Iterator[str] | Sequence[str]) -> None:
+def converse(model: "Talker", options: Mapping[str, Any], lines: Iterator[str] | Sequence[str]) -> None:
     """Print the response to each line: in one conversation if the model has a chat template, else to the line alone."""
     sampling = {name: options[name] for name in ("temperature", "max_tokens", "seed")}
     talks = model.has_template and not options["plain"]

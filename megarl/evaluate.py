@@ -31,7 +31,7 @@ from megarl.platform.files import similar
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Evaluate as configured, on every rank of the job."""
-    imports = ("megarl.assembly.run", "megarl.learner.imported", "megarl.rollout.imported")
+    imports = ("megarl.assembly.validation", "megarl.learner.imported", "megarl.rollout.imported")
     run("megarl.evaluate", argv, read_configuration, evaluate, imports=imports)
 
 
@@ -86,7 +86,7 @@ def as_configuration(argument: str) -> list[str]:
 
 def evaluate(config: Config, launch: Launch) -> None:
     """Run the validation on this rank. Standard output gets nothing but the JSON line, for programs that read it."""
-    from megarl.assembly.run import build_validation
+    from megarl.assembly.validation import build_validation
 
     with redirect_stdout(sys.stderr):
         validation, engine, step = build_validation(config, launch)

@@ -48,14 +48,14 @@ def train(config: SFTConfig, launch: Launch) -> None:
     from megarl.learner.batching import Budget
     from megarl.models.source import Source
     from megarl.training.objectives import SFTObjective
-    from megarl.training.supervised import Lessons, mean_loss
+    from megarl.training.supervised import SupervisedTask, mean_loss
 
     data, source = config.data, Source.read(config.model)
     tokenizer = make_tokenizer(data, config.model, source, config.trainer)
     budget = Budget(max_tokens=config.max_token_len_per_gpu, max_sequences=data.micro_batch_size)
     val_pairs = PairStream(data, data.val_files, tokenizer) if data.val_files else None
     name, role = POLICY_ROLE
-    lessons = Lessons(
+    task = SupervisedTask(
         name=name,
         role=role,
         batches=PairStream(data, data.train_files, tokenizer),
@@ -63,7 +63,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
         budget=budget,
         validate=partial(mean_loss, pairs=val_pairs, budget=budget) if val_pairs else None,
     )
-    learn(config, launch, source, tokenizer, lessons)
+    learn(config, launch, source, tokenizer, task)
 
 
 if __name__ == "__main__":

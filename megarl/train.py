@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -84,30 +84,59 @@ def train(arguments: Arguments, launch: Launch) -> None:
     """Run the job on this rank."""
     if launch.rank == 0:
         show_plan(arguments.config)
-    from megarl.assembly.run import build_run
+    if arguments.replay:
+        replay(arguments.config, launch, arguments.replay)
+    elif arguments.config.trainer.val_only:
+        validate(arguments.config, launch)
+    else:
+        learn(arguments.config, launch)
+
+
+def learn(config: Config, launch: Launch) -> None:
+    """Train until the last step, or until a signal asks to end."""
+    from megarl.assembly.run import build_training
     from megarl.distributed.exchange import together
     from megarl.distributed.signals import Stopped, graceful_stop
     from megarl.tracking.tracker import recording
     from megarl.training.loop import train as loop
 
     with ExitStack() as resources:
-        built = build_run(arguments.config, launch, resources, replay=arguments.replay)
-        if built is None:
+        training = build_training(config, launch, resources)
+        if training is None:
             return
         stopped: Stopped | None = None
         try:
-            with (
-                graceful_stop() if built.engine else nullcontext(),
-                recording(built.job.tracker),
-            ):  # a replay saves nothing
-                loop(built.job, built.progress)
+            with graceful_stop(), recording(training.job.tracker):
+                loop(training.job, training.progress)
         except Stopped as error:
             stopped = error
-        if built.engine:
-            together(lambda: None)  # a launcher ends the job with its first rank, and rank 0 may still send records
-            built.engine.close()
+        together(lambda: None)  # a launcher ends the job with its first rank, and rank 0 may still send records
+        training.engine.close()
     if stopped:
         raise stopped
+
+
+def replay(config: Config, launch: Launch, recorded: Path) -> None:
+    """Learn from recorded samples. A replay saves nothing, so a signal ends it at once."""
+    from megarl.assembly.run import build_replay
+    from megarl.tracking.tracker import recording
+    from megarl.training.loop import train as loop
+
+    with ExitStack() as resources:
+        job, progress = build_replay(config, launch, resources, recorded)
+        with recording(job.tracker):
+            loop(job, progress)
+
+
+def validate(config: Config, launch: Launch) -> None:
+    """Validate the checkpoint that the run would resume from, and print the scores. Records nothing."""
+    from megarl.assembly.validation import build_validation
+    from megarl.tracking.tracker import recording
+
+    validation, engine, step = build_validation(config, launch)
+    with recording(validation.tracker):
+        validation.tracker.log(validation.run(step=step), step=step)
+    engine.close()
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     from megarl.learner.batching import Budget
     from megarl.models.source import Source
     from megarl.training.objectives import PreferenceObjective
-    from megarl.training.supervised import Lessons, preference_metrics
+    from megarl.training.supervised import SupervisedTask, preference_metrics
 
     data, source = config.data, Source.read(config.model)
     tokenizer = make_tokenizer(data, config.model, source, config.trainer)
@@ -63,7 +63,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     objective = PreferenceObjective(config.center_rewards_coefficient)
     val_pairs = PreferenceStream(data, data.val_files, reader) if data.val_files else None
     name, role = VALUE_ROLE
-    lessons = Lessons(
+    task = SupervisedTask(
         name=name,
         role=role,
         batches=PreferenceStream(data, data.train_files, reader),
@@ -73,7 +73,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
         if val_pairs
         else None,
     )
-    learn(config, launch, source, tokenizer, lessons)
+    learn(config, launch, source, tokenizer, task)
 
 
 if __name__ == "__main__":

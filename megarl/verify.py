@@ -81,13 +81,13 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 def verify(arguments: Arguments, launch: Launch) -> None:
     """Verify, print the report on rank 0, and end the program with code 1 if a check failed."""
     from megarl.distributed.exchange import together
-    from megarl.sync.verification import Subject, look, probability_limit
+    from megarl.sync.verification import VerifySetup, probability_limit, run_checks
 
     if arguments.as_json:
         keep_stdout_for_the_report()
     with scratch_directory() as scratch:
-        subject = Subject.build(arguments.config, scratch, launch)
-        found = look(subject, scratch)
+        setup = VerifySetup.build(arguments.config, scratch, launch)
+        found = run_checks(setup, scratch)
         limit = probability_limit(arguments.config)
         report = together(lambda: found.report(probability_limit=limit))[0]  # only rank 0 ran transformers
     if launch.rank == 0:
@@ -95,7 +95,7 @@ def verify(arguments: Arguments, launch: Launch) -> None:
             print(json.dumps(report), flush=True)
         else:
             show(report)
-    subject.engine.close()
+    setup.engine.close()
     if not report["ok"]:
         sys.exit(1)
 

@@ -15,10 +15,11 @@ from megarl.data.config import DataSection, SupervisedDataSection
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
 from megarl.errors import UserError
-from megarl.learner.against import Against, BySource
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
+from megarl.learner.forward import ReferenceDivergence
 from megarl.learner.parallel import Mesh, build_mesh
+from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import Objective
 from megarl.models.config import ModelSection
 from megarl.models.source import Source
@@ -111,7 +112,7 @@ def make_actor(
     )
 
 
-def _against(reference: Reference | None, kind: KLEstimator | None, beta: float) -> Against | None:
+def _against(reference: Reference | None, kind: KLEstimator | None, beta: float) -> ReferenceDivergence | None:
     """Return the exact divergence of this kind from the reference; None if it is estimated, or if there is none."""
     return reference.against(Divergence(kind, beta)) if reference and kind in EXACT else None
 
@@ -138,7 +139,7 @@ def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokeni
             )
         models[data_source] = make_frozen(config, teacher, mesh)
     other = models.pop(None)
-    return Reference(BySource(named={str(name): model for name, model in models.items()}, other=other))
+    return Reference(PerDataSource(named={str(name): model for name, model in models.items()}, other=other))
 
 
 def make_frozen(config: Config, source: Source, mesh: Mesh) -> Model[Any]:

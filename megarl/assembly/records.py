@@ -8,8 +8,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.assembly.inputs import inputs_of
+from megarl.assembly.next_steps import next_steps
 from megarl.assembly.resume import ResumePoint, checkpoint_texts, mirror_of, nothing_left
-from megarl.assembly.signposts import signposts
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.checkpoint.failures import warn_of_space
 from megarl.checkpoint.store import CheckpointStore
@@ -24,9 +24,10 @@ from megarl.platform.files import check_writable, write_whole
 from megarl.report.tracker import REPORT_FILE, ReportTracker
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.history import HISTORY_FILE, History
+from megarl.tracking.protocol import Tracker
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.status import STATUS_FILE, Status
-from megarl.tracking.tracker import Tracker, make_tracker
+from megarl.tracking.tracker import make_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +97,6 @@ def make_checkpoints(
     return checkpoints
 
 
-def open_records(config: Config, launch: Launch, resume_point: ResumePoint, *, last_step: int) -> Tracker:
-    """Open the records of a run, as `run_tracker` does. Collective.
-
-    A job that only validates records nothing: its tracker shows the scores on the console.
-    """
-    if config.trainer.val_only:
-        return console_tracker(config.trainer, launch, total_steps=last_step)
-    return run_tracker(config, launch, resume_point, last_step=last_step)
-
-
 def run_tracker(
     config: Config | SupervisedConfig, launch: Launch, resume_point: ResumePoint, *, last_step: int
 ) -> Tracker:
@@ -131,7 +122,7 @@ def run_tracker(
         is_main=launch.rank == 0,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
         also=partial(_reports, run, last_step),
-        signposts=partial(signposts, config),
+        next_steps=partial(next_steps, config),
     )
 
 

@@ -1,4 +1,4 @@
-"""The composition root: builds a run of reinforcement learning, or its validation alone, as configured."""
+"""Builds a run of reinforcement learning, or a replay of one, as configured."""
 
 import logging
 from collections.abc import Mapping
@@ -12,13 +12,12 @@ from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.assembly.models import Models, make_models, make_tokenizer
 from megarl.assembly.records import (
     check_directories,
-    console_tracker,
     finish_records,
     make_checkpoints,
     name_own_code,
-    open_records,
+    run_tracker,
 )
-from megarl.assembly.resume import ResumePoint, resumed_checkpoint
+from megarl.assembly.resume import ResumePoint
 from megarl.assembly.reward import make_environments, make_rules
 from megarl.assembly.sampling import (
     make_engine,
@@ -40,30 +39,26 @@ from megarl.checkpoint.template_time import record_time
 from megarl.config.faults import ConfigError
 from megarl.config.learning_checks import learning_faults
 from megarl.config.root import Config
-from megarl.data.order import Position
 from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import on_first_rank
 from megarl.distributed.launch import Launch
 from megarl.environments.episodes import Environments
-from megarl.errors import UserError
-from megarl.learner.against import BySource
-from megarl.learner.checkpoint import load_learner
-from megarl.learner.factory import make_learner
-from megarl.learner.parallel import build_mesh
+from megarl.learner.per_data_source import PerDataSource
 from megarl.models.flops import UPDATE
 from megarl.models.source import Source
 from megarl.platform.peaks import published_flops
+from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.profile import make_traces
-from megarl.tracking.tracker import Tracker
+from megarl.tracking.protocol import Tracker
 from megarl.training.carried import CARRIED_FILE
 from megarl.training.carried import read as read_carried
 from megarl.training.collect import SampleSource
 from megarl.training.gate import Gate
 from megarl.training.loop import KL, Job, Progress
-from megarl.training.own import OwnEstimator, load_estimator, load_loss
+from megarl.training.own import OwnEstimator, OwnLoss, load_estimator, load_loss
 from megarl.training.replay import Replay, replaying
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
@@ -75,94 +70,174 @@ MODEL_KEYS = {"actor": "actor_rollout_ref.model.path", "critic": "critic.model.p
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Training:
     """A job, its progress so far, and the engine to close after it."""
 
     job: Job
     progress: Progress
-    engine: RolloutEngine | None  # None: a replay, which samples nothing
+    engine: RolloutEngine
 
 
-def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: Path | None = None) -> Run | None:
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Everything that a run reads before its models: data, tokenizer, rewards and the user's code."""
+
+    source: Source
+    tokenizer: Tokenizer
+    prompts: PromptStream
+    val_prompts: PromptStream | None
+    rules: RuleScorer | None  # None: a model or an environment scores alone
+    environments: Environments | None
+    estimator: OwnEstimator | None  # the user's
+    loss: OwnLoss | None  # the user's
+    last_step: int
+
+    @classmethod
+    def read(cls, config: Config) -> "Inputs":
+        """Read the inputs of a run. Collective. Raises UserError and ConfigError, as each of the parts does."""
+        policy, trainer = config.actor_rollout_ref, config.trainer
+        source = Source.read(policy.model)
+        tokenizer = make_tokenizer(config.data, policy.model, source, trainer)
+        prompts = training_prompts(config, tokenizer)
+        last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
+        inputs = cls(
+            source=source,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            val_prompts=validation_prompts(config, tokenizer),
+            rules=make_rules(config, tokenizer, source),
+            environments=make_environments(config, tokenizer, source, prompts.prompt_of(0)),
+            estimator=load_estimator(config.algorithm),
+            loss=load_loss(policy.actor.policy_loss),
+            last_step=last_step,
+        )
+        if faults := [*learning_faults(config, last_step)]:
+            raise ConfigError(faults)
+        return inputs
+
+    @property
+    def streams(self) -> dict[str, PromptStream | None]:
+        """The prompts, by their use."""
+        return {"train": self.prompts, "validation": self.val_prompts}
+
+    def first_as_read(self, state: State) -> str:
+        """Describe for people the prompt that a run in this state reads first."""
+        remark = f"\nvalidation:{self.val_prompts.remark}" if self.val_prompts and self.val_prompts.remark else ""
+        return self.prompts.first_as_read(state.position or self.prompts.position_of(state.step)) + remark
+
+
+def build_training(config: Config, launch: Launch, resources: ExitStack) -> Training | None:
     """Build a training run in the state of the checkpoint that it resumes from. Return None if no steps are left.
 
-    `resources` holds the lock of the run's directory. `replay` names the samples of a run: they replace engine, reward
-    and validation.
+    `resources` holds the lock of the run's directory.
     """
-    trainer, policy = config.trainer, config.actor_rollout_ref
-    own_trainer = (replaying(config) if replay else config).trainer  # names the directories that this job writes to
+    run_dir = Path(config.trainer.default_local_dir)
     name_own_code(config)
-    check_directories(own_trainer)
-    source = Source.read(policy.model)
-    tokenizer = make_tokenizer(config.data, policy.model, source, trainer)
-    prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
-    rules = make_rules(config, tokenizer, source)
-    estimator, loss = load_estimator(config.algorithm), load_loss(policy.actor.policy_loss)
-    environments = make_environments(config, tokenizer, source, prompts.prompt_of(0))
-    last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
-    if faults := [*learning_faults(config, last_step)]:
-        raise ConfigError(faults)
-    resources.enter_context(occupy(Path(own_trainer.default_local_dir)))
-    continues = not (replay or trainer.val_only)  # otherwise the job leaves the run's directory unchanged
-    resume_point = ResumePoint.find(config, continues=continues)
-    state = resume_point.state
-    if resume_point.is_at(last_step) and continues:
-        finish_records(config, launch, resume_point, last_step=last_step)
+    check_directories(config.trainer)
+    inputs = Inputs.read(config)
+    resources.enter_context(occupy(run_dir))
+    resume_point = ResumePoint.find(config)
+    if resume_point.is_at(inputs.last_step):
+        finish_records(config, launch, resume_point, last_step=inputs.last_step)
         return None
-    if continues:
-        on_first_rank(lambda: record_time(Path(trainer.default_local_dir), tokenizer.now))
-    if launch.rank == 0 and not replay:
-        logger.info(_first_as_read(config, state, prompts, val_prompts))
-    engine = None if replay else make_engine(config, source, tokenizer)
-    models = make_models(config, source, tokenizer, own_loss=loss, last_step=last_step)
-    checkpoints = _make_checkpoints(config, launch, source, tokenizer, models, mirrored=continues)
+    on_first_rank(lambda: record_time(run_dir, inputs.tokenizer.now))
+    if launch.rank == 0:
+        logger.info(inputs.first_as_read(resume_point.state))
+    engine = make_engine(config, inputs.source, inputs.tokenizer)
+    models, checkpoints = _make_models(config, launch, inputs, resume_point, mirrored=True)
+    tracker = run_tracker(config, launch, resume_point, last_step=inputs.last_step)
+    _log_sizes(config, resume_point, tracker, inputs.streams)
+    scorer = make_scorer(config, inputs.rules, models.mesh, inputs.tokenizer, inputs.source)
+    kept = make_kept(config, inputs.prompts, resume_point)
+    sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, inputs.environments, kept)
+    validation = (
+        make_validation(config, inputs.val_prompts, sampler, scorer, tracker, replaces=True)
+        if inputs.val_prompts
+        else None
+    )
+    job = make_job(
+        config,
+        launch,
+        models,
+        samples=make_samples(config, inputs.prompts, sampler, scorer),
+        gate=_make_gate(config, launch),
+        own_estimator=inputs.estimator,
+        schedule=make_schedule(
+            config.trainer,
+            launch,
+            first_step=resume_point.state.step,
+            last_step=inputs.last_step,
+            resumed=resume_point.is_resumed,
+        ),
+        validation=validation,
+        checkpoints=checkpoints,
+        tracker=tracker,
+    )
+    return Training(job=job, progress=make_progress(config, inputs, resume_point), engine=engine)
+
+
+def build_replay(config: Config, launch: Launch, resources: ExitStack, recorded: Path) -> tuple[Job, Progress]:
+    """Build a run that learns from the `recorded` samples of a run, which replace engine, reward and validation.
+
+    It starts from the checkpoint that the run would resume from, writes to a directory of its own, and leaves that of
+    the run unchanged. `resources` holds the lock of its directory.
+    """
+    replay_config = replaying(config)
+    name_own_code(config)
+    check_directories(replay_config.trainer)
+    inputs = Inputs.read(config)
+    resources.enter_context(occupy(Path(replay_config.trainer.default_local_dir)))
+    resume_point = ResumePoint.find(config, continues=False)
+    models, checkpoints = _make_models(config, launch, inputs, resume_point, mirrored=False)
+    samples = Replay.find(recorded, after=resume_point.state.step)
+    unrecorded = replace(resume_point, state=replace(resume_point.state, metrics={}))  # the run recorded the metrics
+    tracker = run_tracker(replay_config, launch, unrecorded, last_step=samples.last_step)
+    _log_sizes(config, resume_point, tracker, inputs.streams)
+    job = make_job(
+        replay_config,
+        launch,
+        models,
+        samples=samples,
+        gate=None,
+        own_estimator=inputs.estimator,
+        schedule=make_schedule(
+            replay_config.trainer,
+            launch,
+            first_step=samples.first_step,
+            last_step=samples.last_step,
+            resumed=resume_point.is_resumed,
+        ),
+        validation=None,
+        checkpoints=checkpoints,
+        tracker=tracker,
+    )
+    return job, make_progress(replay_config, inputs, resume_point)
+
+
+def _make_models(
+    config: Config, launch: Launch, inputs: Inputs, resume_point: ResumePoint, *, mirrored: bool
+) -> tuple[Models, CheckpointStore]:
+    """Make the models of a run and their checkpoints, in the state of the resume point."""
+    models = make_models(config, inputs.source, inputs.tokenizer, own_loss=inputs.loss, last_step=inputs.last_step)
+    checkpoints = _make_checkpoints(config, launch, inputs.source, inputs.tokenizer, models, mirrored=mirrored)
     resume_point.require_sizes(checkpoints.learners, MODEL_KEYS)
     if resume_point.checkpoint:
         checkpoints.load(resume_point.checkpoint)
-    first_step, validation = state.step, None
-    samples: SampleSource
-    if replay:
-        config = replaying(config)
-        resume_point = replace(resume_point, state=replace(state, metrics={}))  # the run itself recorded the metrics
-        samples = Replay.find(replay, after=state.step)
-        first_step, last_step = samples.first_step, samples.last_step
-    tracker = open_records(config, launch, resume_point, last_step=last_step)
-    _log_sizes(config, resume_point, tracker, {"train": prompts, "validation": val_prompts})
-    if engine:
-        scorer = make_scorer(config, rules, models.mesh, tokenizer, source)
-        kept = make_kept(config, prompts, resume_point)
-        sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, environments, kept)
-        samples = make_samples(config, prompts, sampler, scorer)
-        if val_prompts:
-            validation = make_validation(config, val_prompts, sampler, scorer, tracker, replaces=continues)
-    schedule = make_schedule(
-        config.trainer, launch, first_step=first_step, last_step=last_step, resumed=resume_point.is_resumed
-    )
-    gate = _make_gate(config, launch) if engine else None
-    job = _make_job(config, launch, models, samples, schedule, validation, checkpoints, tracker, gate, estimator)
-    progress = make_progress(config, state, prompts, resume_point.checkpoint, environments)
-    return Run(job=job, progress=progress, engine=engine)
+    return models, checkpoints
 
 
-def _first_as_read(config: Config, state: State, prompts: PromptStream, val_prompts: PromptStream | None) -> str:
-    """Describe for people the prompt that this job reads first."""
-    if config.trainer.val_only and val_prompts:
-        return val_prompts.first_as_read(Position())
-    remark = f"\nvalidation:{val_prompts.remark}" if val_prompts and val_prompts.remark else ""
-    return prompts.first_as_read(state.position or prompts.position_of(state.step)) + remark
-
-
-def _make_job(
+def make_job(
     config: Config,
     launch: Launch,
     models: Models,
+    *,
     samples: SampleSource,
+    gate: Gate | None,
+    own_estimator: OwnEstimator | None,
     schedule: Schedule,
     validation: Validation | None,
     checkpoints: CheckpointStore,
     tracker: Tracker,
-    gate: Gate | None,
-    own_estimator: OwnEstimator | None,
 ) -> Job:
     """Put the parts of a run together."""
     return Job(
@@ -181,14 +256,14 @@ def _make_job(
         num_ranks=launch.world_size,
         work=make_work(config, models, num_ranks=launch.world_size),
         max_staleness=config.max_staleness,
-        reads_while_learning=config.reads_while_learning,
+        fused_old_log_probs=config.fused_old_log_probs,
     )
 
 
 def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
     """Return the passes of the models in each phase, and the peak speed of all devices."""
     actor, critic, trainer = models.actor.learner, models.critic, config.trainer
-    policy = BySource(other=actor.architecture)
+    policy = PerDataSource(other=actor.architecture)
     passes = {phase: [(policy, 1)] for phase in ("gen", "old_log_prob")}
     passes["update_actor"] = [(policy, UPDATE * config.actor_rollout_ref.actor.ppo_epochs)]
     if models.reference:
@@ -196,7 +271,7 @@ def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
         for phase, num_passes in config.passes_of_reference.items():
             passes.setdefault(phase, []).append((references, num_passes))
     if critic:
-        value = BySource(other=critic.learner.architecture)
+        value = PerDataSource(other=critic.learner.architecture)
         passes |= {"values": [(value, 1)], "update_critic": [(value, UPDATE * config.critic.ppo_epochs)]}
     known = published_flops(actor.device, config.actor_rollout_ref.actor.megatron.dtype)
     peak = trainer.peak_tflops * TERA if trainer.peak_tflops else known
@@ -219,34 +294,27 @@ def make_schedule(
     """Make the schedule of a run that starts at `first_step`."""
     return Schedule(
         first_step=first_step,
-        last_step=first_step if trainer.val_only else last_step,
+        last_step=last_step,
         test_freq=trainer.test_freq,
         save_freq=trainer.save_freq,
         save_last=trainer.save_last,
         save_best=trainer.save_best,
-        validate_first=trainer.val_only or (trainer.val_before_train and not resumed),
+        validate_first=trainer.val_before_train and not resumed,
         traces=make_traces(trainer, launch),
     )
 
 
-def make_progress(
-    config: Config,
-    state: State,
-    prompts: PromptStream,
-    checkpoint: Path | None,
-    environments: Environments | None,
-) -> Progress:
+def make_progress(config: Config, inputs: Inputs, resume_point: ResumePoint) -> Progress:
     """Return the progress that the first step starts from. Raises what `carried.read` does."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout, state, checkpoint = config.actor_rollout_ref.rollout, resume_point.state, resume_point.checkpoint
     carried = checkpoint / CARRIED_FILE if checkpoint and rollout.partial.enable else None
-    opened = partial(environments.open, max_tokens=rollout.prompt_length) if environments else None
-    position = state.position or prompts.position_of(state.step)
+    opened = partial(inputs.environments.open, max_tokens=rollout.prompt_length) if inputs.environments else None
     return Progress(
         kl=make_kl_controller(config.algorithm.kl_ctrl, state),
-        position=position,
+        position=state.position or inputs.prompts.position_of(state.step),
         best=state.best,
         mismatches=state.mismatches,
-        carried=read_carried(carried, prompts.prompt_of, opened) if carried and carried.exists() else (),
+        carried=read_carried(carried, inputs.prompts.prompt_of, opened) if carried and carried.exists() else (),
     )
 
 
@@ -256,42 +324,6 @@ def make_kl_controller(section: KLControlSection, state: State) -> KL:
         return FixedKL(section.kl_coef)
     coef = section.kl_coef if state.kl_coef is None else state.kl_coef
     return AdaptiveKL(coef, target=section.target_kl, horizon=section.horizon)
-
-
-def build_validation(config: Config, launch: Launch) -> tuple[Validation, RolloutEngine, int]:
-    """Build the validation of the checkpoint that a run would resume from. Return its engine and step too.
-
-    Raises:
-        UserError: there are no validation files.
-    """
-    trainer, policy = config.trainer, config.actor_rollout_ref
-    name_own_code(config)
-    source = Source.read(policy.model)
-    tokenizer = make_tokenizer(config.data, policy.model, source, trainer)
-    prompts = validation_prompts(config, tokenizer)
-    if prompts is None:
-        raise UserError("data.val_files is not set: name the parquet files to evaluate on")
-    rules = make_rules(config, tokenizer, source)
-    environments = make_environments(config, tokenizer, source, prompts.prompt_of(0))
-    if launch.rank == 0:
-        logger.info(prompts.first_as_read(Position()))
-    engine = make_engine(config, source, tokenizer)
-    mesh = build_mesh(policy.actor.megatron)
-    actor = make_learner(
-        source.directory,
-        source.architecture,
-        policy.actor.megatron,
-        mesh,
-        role="policy",
-    )
-    scorer = make_scorer(config, rules, mesh, tokenizer, source)
-    step = 0
-    if checkpoint := resumed_checkpoint(trainer):
-        load_learner(actor, checkpoint / "actor")
-        step = State.read(checkpoint).step
-    tracker = console_tracker(trainer, launch, total_steps=step)
-    sampler = make_sampler(config, engine, actor, scorer, launch, environments)
-    return make_validation(config, prompts, sampler, scorer, tracker, replaces=False), engine, step
 
 
 def _log_sizes(

@@ -32,7 +32,7 @@ from megarl.section import flatten
 from megarl.sync.plan import plan_sync
 from megarl.sync.selfcheck import SelfCheck
 from megarl.sync.transfer import Sync
-from megarl.tracking.tracker import Tracker
+from megarl.tracking.protocol import Tracker
 from megarl.training.archive import Archive
 from megarl.training.collect import Collector, SampleSource
 from megarl.training.kept import Kept

@@ -25,12 +25,12 @@ from megarl.tracking.profile import make_traces
 from megarl.tracking.tracker import recording
 from megarl.training.skips import Skips
 from megarl.training.steps import Schedule
-from megarl.training.supervised import Lessons, train
+from megarl.training.supervised import SupervisedTask, train
 
 logger = logging.getLogger(__name__)
 
 
-def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, lessons: Lessons) -> None:
+def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, task: SupervisedTask) -> None:
     """Train on this rank from the run's latest checkpoint until the last step, and export the model.
 
     Raises:
@@ -41,17 +41,17 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
     check_directories(config.trainer)
     run_dir = Path(config.trainer.default_local_dir)
     with occupy(run_dir):
-        learner = _learn(config, launch, source, tokenizer, lessons)
+        learner = _learn(config, launch, source, tokenizer, task)
         if learner:
             export_model(learner, source, tokenizer, run_dir / HUGGINGFACE, launch)
 
 
 def _learn(
-    config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, lessons: Lessons
+    config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, task: SupervisedTask
 ) -> Learner | None:
     """Train, and return the model, or None if it was exported after the last step already."""
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
-    last_step = trainer.total_training_steps or trainer.total_epochs * lessons.batches.steps_per_epoch
+    last_step = trainer.total_training_steps or trainer.total_epochs * task.batches.steps_per_epoch
     if faults := [*learning_faults(config, last_step)]:
         raise ConfigError(faults)
     resume_point = ResumePoint.find(config)
@@ -61,20 +61,20 @@ def _learn(
             return None
     on_first_rank(lambda: record_time(run_dir, tokenizer.now))
     if launch.rank == 0:
-        logger.info(lessons.batches.first_as_read(resume_point.state.step))
+        logger.info(task.batches.first_as_read(resume_point.state.step))
     logger.info("starting: the model")
     learner = make_learner(
         source.directory,
         source.architecture,
         config.megatron,
         build_mesh(config.megatron),
-        role=lessons.role,
+        role=task.role,
         recompute=config.model.enable_gradient_checkpointing,
         balance=trainer.balance_batch,
         training=(config.optim, config.grad_clip, last_step),
     )
-    checkpoints = _checkpoints(config, launch, source, tokenizer, {lessons.name: learner})
-    resume_point.require_sizes(checkpoints.learners, {lessons.name: "model.path"})
+    checkpoints = _checkpoints(config, launch, source, tokenizer, {task.name: learner})
+    resume_point.require_sizes(checkpoints.learners, {task.name: "model.path"})
     if resume_point.checkpoint:
         checkpoints.load(resume_point.checkpoint)
     if resume_point.is_at(last_step):
@@ -89,8 +89,8 @@ def _learn(
         traces=make_traces(trainer, launch),
     )
     with graceful_stop(), recording(tracker):
-        skips = Skips(lessons.name, trainer)
-        train(learner, lessons, schedule, skips=skips, tracker=tracker, checkpoints=checkpoints)
+        skips = Skips(task.name, trainer)
+        train(learner, task, schedule, skips=skips, tracker=tracker, checkpoints=checkpoints)
     return learner
 
 

@@ -58,13 +58,7 @@ def main(num_layers: int, dtype: Any) -> None:
     from megarl.distributed.exchange import join_world
     from megarl.models.architecture import hf_shapes, read_architecture
     from megarl.rollout.config import RolloutSection
-    from megarl.rollout.destination import EngineWeights
     from megarl.rollout.engine import RolloutEngine
-
-    def fill(weights: EngineWeights) -> None:
-        for param in dict.fromkeys(piece.param for piece in weights.layout()):
-            weights.open(param).zero_()
-            weights.close(param)
 
     config, section = TINY | {"num_hidden_layers": num_layers}, RolloutSection(dtype=dtype, max_num_seqs=max(SAMPLES))
     prompts = [
@@ -91,7 +85,11 @@ def main(num_layers: int, dtype: Any) -> None:
                 found.append(time.perf_counter() - start)
             return median(found[1:])
 
-        with engine.awake(fill):
+        with engine.receive_weights() as weights:
+            for param in dict.fromkeys(piece.param for piece in weights.layout()):
+                weights.open(param).zero_()
+                weights.close(param)
+        with engine.generating():
             few, many = TOKENS
             of_step = [(seconds(size, many) - seconds(size, few)) / (many - few) for size in SAMPLES]
         engine.close()

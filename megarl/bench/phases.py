@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from megarl.bench.subject import TrainerAndEngine
-    from megarl.reshard.executor import Destination, Reshard
+    from megarl.reshard.executor import Reshard
 
 WARM_UP = 1
 GROWTH = 1.01  # of all weights between two repeats
@@ -167,14 +167,12 @@ def _round(subject: "TrainerAndEngine", reshard: "Reshard") -> Clock:
     subject.scale(GROWTH)
     together(lambda: None)
     clock = Clock(device=learner.device)
-
-    def sync(destination: "Destination") -> None:
+    with subject.engine.receive_weights() as destination:
         clock.note("wake")
         with learner.weights() as tensors:
             reshard.run(tensors, destination)
         clock.note("sync")
-
-    with subject.engine.awake(sync):
+    with subject.engine.generating():
         clock.note("KV wake")
         answers = subject.ask()
         clock.start = time.perf_counter()

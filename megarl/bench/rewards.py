@@ -1,8 +1,8 @@
 """`megarl bench rewards`: how many responses a second a rank scores, by rule and by isolation.
 
-The responses are scored as in a run: by the keepers of a rank, which get them one by one. A custom function is measured
-in both ways, because `reward_model.isolation` applies to it alone. Processor time does not depend on other work of
-the machine, as the responses a second do.
+The responses are scored as in a run: by the supervisors of a rank, which get them one by one. A custom function is
+measured in both ways, because `reward_model.isolation` applies to it alone. Processor time does not depend on other
+work of the machine, as the responses a second do.
 """
 
 import json
@@ -22,8 +22,8 @@ from megarl.bench.options import rewards_parser
 from megarl.platform.screen import Screen
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool
-from megarl.rewards.pool import Pool
-from megarl.rewards.wire import pack
+from megarl.sandbox.pool import Pool
+from megarl.sandbox.wire import pack
 
 CUSTOM = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):

@@ -16,7 +16,7 @@ from megarl.bench.peer_mbridge import Exporter, on_this_platform
 from megarl.bench.subject import TrainerAndEngine
 from megarl.distributed.exchange import together
 from megarl.learner.model import padded_vocab_size
-from megarl.reshard.executor import Destination, Reshard
+from megarl.reshard.executor import Reshard
 from megarl.reshard.layout import placement_of
 from megarl.reshard.plan import RankPlan, Transfer, aligned
 from megarl.reshard.planner import lower_bound, plan_between
@@ -39,12 +39,9 @@ class Direct:
 
     def run(self) -> None:
         """Update the engine."""
-
-        def sync(destination: Destination) -> None:
-            with self._learner.weights() as tensors:
-                self.reshard.run(tensors, destination)
-
-        with self._engine.awake(sync):
+        with self._engine.receive_weights() as destination, self._learner.weights() as tensors:
+            self.reshard.run(tensors, destination)
+        with self._engine.generating():
             pass
 
     def run_with_new_buckets(self) -> None:

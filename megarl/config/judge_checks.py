@@ -7,9 +7,9 @@ from string import Formatter
 from megarl.config.faults import Fault
 from megarl.platform.secrets import is_secret
 from megarl.rewards.config import JudgeSection
-from megarl.rewards.signature import ARGUMENTS
+from megarl.rewards.signature import ARGUMENTS, PROMPT
 
-PLACES = ("prompt", *ARGUMENTS)
+PLACES = (PROMPT, *ARGUMENTS)
 """The names in braces that a template may have."""
 
 

@@ -137,7 +137,7 @@ class Config:
         return self.num_drawn - num_prompts
 
     @property
-    def reads_while_learning(self) -> bool:
+    def fused_old_log_probs(self) -> bool:
         """Return True if the forward pass of the actor's update can also tell its log-probabilities before the step.
 
         The actor then takes one optimizer step on all samples, and nothing before this step needs the numbers.

@@ -21,9 +21,9 @@ from megarl.models.hub import config_place
 from megarl.platform.secrets import beginning
 from megarl.rewards.config import RulesSection
 from megarl.rewards.configured import make_pool
-from megarl.rewards.pool import Pool, ScoringResult
 from megarl.rewards.signature import IDS
-from megarl.rewards.wire import pack
+from megarl.sandbox.pool import Pool, ScoringResult
+from megarl.sandbox.wire import pack
 
 ROUND_S = 0.5
 SHOWN_CHARACTERS = 60

@@ -17,7 +17,7 @@ from megarl.rewards import answers_of
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_rules
 from megarl.rewards.rules import known_data_source
-from megarl.rewards.wire import pack
+from megarl.sandbox.wire import pack
 
 REWARD_MODEL, EXTRA_INFO = "reward_model", "extra_info"
 NO_SOURCE = "default"

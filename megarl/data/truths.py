@@ -15,10 +15,10 @@ from typing import Any, Literal
 from megarl.data.columns import PromptColumns
 from megarl.data.messages import plain_text, prompt_faults, shown
 from megarl.data.table import DataRow
-from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
 from megarl.rewards.self_test import AS_TEXT, SelfTest
-from megarl.rewards.wire import pack
+from megarl.sandbox.pool import Pool, ScoringResult, WorkerLimits
+from megarl.sandbox.wire import pack
 
 Kind = Literal["truth", "text", "empty", "blank", "seen"]
 KINDS: dict[Kind, str] = {

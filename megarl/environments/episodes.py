@@ -23,10 +23,10 @@ from megarl.environments.protocol import Observation
 from megarl.errors import UserError
 from megarl.platform.seeds import seed_of
 from megarl.rewards.collective import gather
-from megarl.rewards.limits import WorkerLimits
-from megarl.rewards.pool import Pool, ScoringResult
-from megarl.rewards.results import is_number
-from megarl.rewards.wire import pack
+from megarl.sandbox.limits import WorkerLimits
+from megarl.sandbox.pool import Pool, ScoringResult
+from megarl.sandbox.results import is_number
+from megarl.sandbox.wire import pack
 
 Key = tuple[int, int]
 """An episode of a session: the number of its prompt, and of the sample."""

@@ -1,4 +1,4 @@
-"""Loads an environment and plays episodes with it, in a worker of `megarl.rewards.keeper`: no torch here.
+"""Loads an environment and plays episodes with it, in a worker of `megarl.sandbox.supervisor`: no torch here.
 
 A worker may be killed at any time, and with it the episodes that it held. So each request has the whole history of its
 episode. A worker that does not know the episode plays it again up to the last turn, and compares the observations.
@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,8 +20,9 @@ from megarl.environments.protocol import Environment, Observation, Row, Step
 from megarl.errors import UserError
 from megarl.platform.functions import load_module
 from megarl.platform.own import place_of
-from megarl.rewards.calls import GroupReward, each
-from megarl.rewards.results import RuleResult, is_number
+from megarl.rewards.calls import OneByOne
+from megarl.sandbox.protocol import GroupReward
+from megarl.sandbox.results import RuleResult, is_number
 
 BUILT_IN: Mapping[str, str] = {
     "calculator": "Calculator",
@@ -37,6 +39,8 @@ FIRST_WAIT_S = 0.2
 MAX_KEPT = 1024
 """Most episodes that a worker keeps for their next turn; another is played again."""
 DONE = "done"
+EPISODE = ("data_source", "row", "episode", "responses", "observations")
+"""The arguments of a request, which `Players.answer` explains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ class Host:
     """The environment that a configuration names."""
 
     section: ClassVar[str] = "environment"
-    keeper: ClassVar[str] = "megarl.environments.keeper"
+    supervisor: ClassVar[str] = "megarl.environments.supervisor"
 
     name: str
     path: str | None = None
@@ -57,7 +61,7 @@ class Host:
             inspect.signature(make).bind(**self.kwargs)
         except TypeError as error:
             raise UserError(f"environment.kwargs: {self.name} does not take them: {error}") from error
-        return each(Players(lambda: make(**self.kwargs)).answer)
+        return OneByOne(Players(partial(make, **self.kwargs)).answer, EPISODE)
 
     def warm_up(self, data_source: str) -> None:
         """Do nothing: an environment imports what it needs when it is loaded."""

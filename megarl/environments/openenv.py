@@ -15,7 +15,7 @@ from uuid import uuid4
 from megarl.environments.protocol import Observation, Row, Step
 from megarl.errors import UserError
 from megarl.rewards.http import PassingError, Server
-from megarl.rewards.results import is_number, show
+from megarl.sandbox.results import is_number, show
 
 KEY = "environment.kwargs"
 

@@ -93,7 +93,6 @@ def load_learner(learner: Learner, directory: Path) -> None:
         Damage: a file cannot be read, or is not data.
     """
     with learner.offload.everything(), megatron_platform(), reading_data_only(), _naming(directory):
-        learner.offload.await_optimizer()
         parts = _distributed_parts(learner.optimizer)
         with gathered_later((part, room_for_optimizer(part)) for part in parts):
             room = _sharded_state(learner, is_loading=True)

@@ -37,8 +37,8 @@ def add_outputs(
     wait_for_slowest(device)
     found = torch.zeros(num_outputs, *mask.shape, device=device)
     if mesh.reports_its_samples:
-        for (packed, _), numbers in zip(micro_batches, outputs, strict=True):
-            found.index_copy_(1, to_device(packed.samples, device), numbers)
+        for micro_batch, numbers in zip(micro_batches, outputs, strict=True):
+            found.index_copy_(1, to_device(micro_batch.row.samples, device), numbers)
     flat = found.flatten(1).index_select(1, to_device(mask.flatten().nonzero()[:, 0], device))
     dist.all_reduce(flat)  # exactly one rank contributes each number
     return [torch.zeros(mask.shape).masked_scatter(mask, row) for row in flat.cpu()]

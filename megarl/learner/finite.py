@@ -16,7 +16,7 @@ from megarl.distributed.exchange import together
 MOST_NAMED = 8  # parameters of one rank
 
 
-class Verdict(IntEnum):
+class GradientStatus(IntEnum):
     """The fate of a mini-batch after its backward pass; the largest verdict of a rank holds for all ranks."""
 
     IDLE = 0  # the gradient is exactly 0: there is nothing to learn
@@ -24,7 +24,7 @@ class Verdict(IntEnum):
     NOT_FINITE = 2
 
     @classmethod
-    def of(cls, loss: float, grad_norm: float) -> "Verdict":
+    def of(cls, loss: float, grad_norm: float) -> "GradientStatus":
         """Return the verdict of this rank on a mini-batch with this loss and this norm of the gradient."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return cls.NOT_FINITE

@@ -56,43 +56,54 @@ class Offload:
     @contextmanager
     def parameters(self) -> Iterator[None]:
         """Keep the parameters on the device within the block."""
-        with self._here(self._move_parameters, self._section.param_offload):
+        if self._is_fetched or not (self._section.param_offload and on_cuda()):
             yield
+            return
+        self._move_parameters("cuda")
+        try:
+            yield
+        finally:
+            self._move_parameters("cpu")
 
     @contextmanager
     def everything(self) -> Iterator[None]:
-        """Keep parameters and gradients on the device within the block. A fetched optimizer leaves at its end."""
-        with self.parameters(), self._here(self._move_gradients, self._section.grad_offload):
-            try:
-                yield
-            finally:
-                if self._side and self._is_fetched:
-                    self._side.join()
-                    self._move_optimizer("cpu")
-                    self._is_fetched = False
+        """Keep parameters, gradients and the optimizer's state on the device within the block."""
+        self.fetch()
+        try:
+            self.await_optimizer()
+            yield
+        finally:
+            self.release()
 
-    def fetch_optimizer(self) -> None:
-        """Begin to move the optimizer's state to the device, unless it is there."""
-        if self._side and not self._is_fetched:
-            self._is_fetched = True
+    def fetch(self) -> None:
+        """Move parameters and gradients to the device, unless they are there, and begin with the optimizer's state."""
+        if self._is_fetched or not on_cuda():
+            return
+        self._is_fetched = True
+        if self._section.param_offload:
+            self._move_parameters("cuda")
+        if self._section.grad_offload:
+            self._move_gradients("cuda")
+        if self._side:
             self._move_optimizer("cuda")
 
     def await_optimizer(self) -> None:
         """Let the device continue when the optimizer's state is there; to be called before anything reads the state."""
         if self._side:
-            self.fetch_optimizer()
             self._side.join()
 
-    @contextmanager
-    def _here(self, move: Any, wanted: bool) -> Iterator[None]:
-        if not (wanted and on_cuda()):
-            yield
+    def release(self) -> None:
+        """Move what `fetch` has brought off the device again."""
+        if not self._is_fetched:
             return
-        move("cuda")
-        try:
-            yield
-        finally:
-            move("cpu")
+        self._is_fetched = False
+        if self._side:
+            self._side.join()
+            self._move_optimizer("cpu")
+        if self._section.grad_offload:
+            self._move_gradients("cpu")
+        if self._section.param_offload:
+            self._move_parameters("cpu")
 
     def _move_parameters(self, device: str) -> None:
         if self._optimizer is not None:

@@ -1,4 +1,4 @@
-"""From the final hidden states of a micro-batch to the numbers that a policy or a value model reports."""
+"""From the final hidden states of a micro-batch to the outputs of a policy or a value model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,10 +43,10 @@ class OutputHead:
         return not self._architecture.scalar_head
 
     def num_outputs(self, *, with_entropy: bool, with_kl: bool) -> int:
-        """Return K, the numbers that the head reports for every response token."""
+        """Return K, the outputs of the head for every response token."""
         return 1 + with_entropy + with_kl if self.is_policy else 1
 
-    def numbers(
+    def token_outputs(
         self,
         hidden: Tensor,
         *,
@@ -55,7 +55,7 @@ class OutputHead:
         with_entropy: bool,
         temperature: float | None = None,
     ) -> Tensor:
-        """Return [K, b, T] numbers of a micro-batch, equal on the ranks that share it.
+        """Return [K, b, T] outputs of a micro-batch, equal on the ranks that share it.
 
         Args:
             hidden: [1, N, hidden_size] final hidden states.
@@ -76,17 +76,17 @@ class OutputHead:
         log_probs, entropy = vocab_parallel_log_probs(
             states, weight, packed.targets, with_entropy=with_entropy, **softmax
         )
-        numbers = [log_probs] if entropy is None else [log_probs, entropy]
+        outputs = [log_probs] if entropy is None else [log_probs, entropy]
         if other:
             there = to_device(other.hidden, states.device)
-            numbers.append(vocab_parallel_divergence(states, weight, there, other.weight, other.divergence, **softmax))
-        return self._whole(torch.stack([packed.unpack(number) for number in numbers]))
+            outputs.append(vocab_parallel_divergence(states, weight, there, other.weight, other.divergence, **softmax))
+        return self._whole(torch.stack([packed.unpack(output) for output in outputs]))
 
-    def named(self, numbers: Sequence[Tensor] | Tensor, *, with_entropy: bool) -> Any:
+    def as_outputs(self, outputs: Sequence[Tensor] | Tensor, *, with_entropy: bool) -> Any:
         """Return K tensors as an objective takes them: `PolicyOutputs` of a policy, one tensor of a value model."""
         if not self.is_policy:
-            return numbers[0]
-        log_probs, *others = numbers
+            return outputs[0]
+        log_probs, *others = outputs
         entropy = others.pop(0) if with_entropy else None
         return PolicyOutputs(log_probs=log_probs, entropy=entropy, kl=others[0] if others else None)
 
@@ -111,9 +111,9 @@ class OutputHead:
         weight: Tensor = self._module.shared_embedding_or_output_weight() if tied else self._module.output_layer.weight
         return weight
 
-    def _whole(self, numbers: Tensor) -> Tensor:
+    def _whole(self, outputs: Tensor) -> Tensor:
         """Sum over the context-parallel ranks; the gradient of each rank stays that of its own tokens."""
         if self._mesh.cp_size == 1:
-            return numbers
-        whole: Tensor = reduce_from_tensor_model_parallel_region(numbers, group=self._mesh.cp_group)
+            return outputs
+        whole: Tensor = reduce_from_tensor_model_parallel_region(outputs, group=self._mesh.cp_group)
         return whole

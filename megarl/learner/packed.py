@@ -36,17 +36,17 @@ class Packed:
     samples: Tensor  # [b] int64, the samples' rows in the batch
     tokens: Tensor  # [1, N] int64
     positions: Tensor  # [1, N] int64, counted within each sequence
-    filling: Tensor | None  # [1, N] bool, True for padding; None: there is no padding
+    padding_mask: Tensor | None  # [1, N] bool, True for padding; None: there is no padding
     sequences: Bounds  # of the sequences in the whole row
     predictors: Tensor  # [R] int64, the places among the N that predict a response token
     targets: Tensor  # [R] int64, the response tokens, in the order of `predictors`
-    cells: Tensor  # [R] int64, the places of these tokens in a flat [b, T]
+    scatter_index: Tensor  # [R] int64, the places of these tokens in a flat [b, T]
     shape: tuple[int, int]  # b, T
 
     def unpack(self, per_token: Tensor) -> Tensor:
         """Return [b, T] from [R] numbers of the response tokens, zero elsewhere; keeps the gradient."""
         zeros = torch.zeros(self.shape[0] * self.shape[1], device=per_token.device)
-        return zeros.index_copy(0, self.cells, per_token).view(self.shape)
+        return zeros.index_copy(0, self.scatter_index, per_token).view(self.shape)
 
 
 def pack_samples(
@@ -79,7 +79,7 @@ def pack_samples(
     starts = (lengths.cumsum(0) - lengths)[: len(samples)]
     predictors = (starts[:, None] + batch.predictors())[mask]  # in the whole row, ascending
     places, positions = places_of(lengths, cp_rank, cp_size)
-    filling = positions >= used.repeat_interleave(lengths // cp_size)
+    padding_mask = positions >= used.repeat_interleave(lengths // cp_size)
     local = torch.full_like(whole, -1).index_copy(0, places, torch.arange(len(places)))[predictors]
     mine = local >= 0
     mask = mask.masked_scatter(mask, mine)
@@ -87,11 +87,11 @@ def pack_samples(
         samples=index,
         tokens=to_device(whole[places][None], device),
         positions=to_device(positions[None], device),
-        filling=to_device(filling[None], device) if filling.any() else None,
+        padding_mask=to_device(padding_mask[None], device) if padding_mask.any() else None,
         sequences=_bounds(lengths, cp_size, device),
         predictors=to_device(local[mine], device),
         targets=to_device(batch.responses[mask], device),
-        cells=to_device(mask.flatten().nonzero()[:, 0], device),
+        scatter_index=to_device(mask.flatten().nonzero()[:, 0], device),
         shape=(mask.shape[0], mask.shape[1]),
     )
 

@@ -1,6 +1,7 @@
 """Runs of micro-batches through Megatron's schedules: plain, pipelined, or interleaved over chunks of layers."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,45 +11,60 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from torch import Tensor
 
 from megarl.platform import progress
+from megarl.batch import Rollouts
+from megarl.learner.outputs import LogitFactors
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
 from megarl.learner.patches.pipeline import shapes_told
 from megarl.platform.determinism import deterministic_kernels
 
-Head = Callable[[Tensor], Any]
-MicroBatch = tuple[Packed, Head]  # a micro-batch, and the head that reads its final hidden states
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Samples that pass through the model together."""
+
+    row: Packed
+    other: LogitFactors | None = None  # the policy that an exact divergence is taken from, on these samples
+    term: int = 0  # the number of the loss term that the samples belong to
+    samples: Rollouts | None = None  # what a loss needs of the samples, on the device
+
+
+Head = Callable[[Tensor, MicroBatch], Any]
+"""Takes the final hidden states of a micro-batch. For a backward pass it returns (loss, anything, result)."""
 
 
 def run_schedule(
-    models: Sequence[Any], micro_batches: Sequence[MicroBatch], row_length: int, *, forward_only: bool
+    models: Sequence[Any], micro_batches: Sequence[MicroBatch], head: Head, row_length: int, *, forward_only: bool
 ) -> list[Any]:
     """Run micro-batches through the model whose chunks on this rank are `models`, and backwards unless `forward_only`.
 
     Args:
         models: the chunks.
-        micro_batches: in the order of the pass; for a backward pass a head returns (loss, anything, result).
+        micro_batches: in the order of the pass.
+        head: reads the final hidden states of each micro-batch.
         row_length: the most tokens of a micro-batch.
         forward_only: compute no gradients.
 
     Returns:
-        The results of the heads in this order, on the last pipeline stage; nothing on the other stages.
+        The results of the head in this order, on the last pipeline stage; nothing on the other stages.
     """
 
     def forward_step(remaining: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        row, head = next(remaining)
-        filling = _filling(row, getattr(model, "module", model))
-        hidden = model(row.tokens, row.positions, None, packed_seq_params=row.sequences, padding_mask=filling)
+        micro_batch = next(remaining)
+        row = micro_batch.row
+        padding_mask = _padding_mask(row, getattr(model, "module", model))
+        hidden = model(row.tokens, row.positions, None, packed_seq_params=row.sequences, padding_mask=padding_mask)
 
         def read(hidden: Tensor, non_loss_data: bool = False) -> Any:
-            return head(hidden)
+            return head(hidden, micro_batch)
 
         progress.advance()
         return hidden, read
 
     progress.announce(len(micro_batches) * len(models), "micro-batches")
     config, stage = models[0].config, parallel_state.get_pipeline_model_parallel_rank()
-    arriving = partial(shapes_of_arrivals, [row for row, _ in micro_batches], config)
+    arriving = partial(shapes_of_arrivals, [micro_batch.row for micro_batch in micro_batches], config)
     activations = arriving(leads=stage == 0)
     gradients = [] if forward_only else arriving(leads=stage == config.pipeline_model_parallel_size - 1)
     with megatron_platform(), deterministic_kernels(), shapes_told(activations, gradients):
@@ -84,17 +100,17 @@ def shapes_of_arrivals(rows: Sequence[Packed], config: Any, *, leads: bool) -> l
     return [(rows[number].tokens.shape[1] // parts, 1, config.hidden_size) for number in arriving]
 
 
-def _filling(row: Packed, module: Any) -> Tensor | None:
+def _padding_mask(row: Packed, module: Any) -> Tensor | None:
     """Return the mask of padding tokens among the tokens of this chunk's layers; None for a model without routers.
 
     Megatron splits the mask for sequence parallelism only on the stage that embeds the tokens.
     """
     config = module.config
-    if row.filling is None or config.num_moe_experts is None:
+    if row.padding_mask is None or config.num_moe_experts is None:
         return None
     if module.pre_process or not config.sequence_parallel:
-        return row.filling
-    parts = row.filling.chunk(config.tensor_model_parallel_size, dim=1)
+        return row.padding_mask
+    parts = row.padding_mask.chunk(config.tensor_model_parallel_size, dim=1)
     return parts[parallel_state.get_tensor_model_parallel_rank()]
 
 

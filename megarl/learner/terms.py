@@ -1,8 +1,7 @@
 """The terms of the loss of an optimizer step, and the head that computes a term on a micro-batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +9,9 @@ from torch import Tensor
 
 from megarl.algorithms.losses import Totals
 from megarl.batch import Rollouts
-from megarl.learner.against import Against
-from megarl.learner.outputs import LogitFactors, OutputHead
-from megarl.learner.packed import Packed
-from megarl.learner.passes import Bind
-from megarl.learner.schedule import Head
-from megarl.platform.device import to_device
+from megarl.learner.forward import ReferenceDivergence
+from megarl.learner.outputs import OutputHead
+from megarl.learner.schedule import Head, MicroBatch
 
 Objective = Callable[[Any, Any, Totals], tuple[Tensor, dict[str, Tensor]]]
 """Takes outputs, samples and totals; returns loss and metrics. It gets entropies if its `needs_entropy` is True."""
@@ -27,7 +23,7 @@ class LossTerm:
 
     batch: Rollouts
     objective: Objective
-    against: Against | None = None  # the exact divergence that the objective receives
+    against: ReferenceDivergence | None = None  # the exact divergence that the objective receives
     temperature: float | None = None  # of the probabilities that the objective receives; None: the learner's
 
     @property
@@ -40,38 +36,43 @@ class LossTerm:
 class MicroLoss:
     """The loss of one micro-batch in an update."""
 
-    term: int  # its place among the terms of the step's loss
+    term: int  # the number of the loss term
     samples: Tensor  # [b] int64, rows of the term's batch
     loss: Tensor  # scalar, without its graph
     metrics: dict[str, Tensor]
     outputs: Tensor  # [K, b, T], without their graph
 
 
-def loss_of(number: int, term: LossTerm, outputs: OutputHead, device: torch.device, *, with_entropy: bool) -> Bind:
-    """Return what makes heads that compute a term's share of the loss, and its `MicroLoss`.
+def loss_head(terms: Sequence[LossTerm], outputs: OutputHead, *, with_entropy: bool) -> Head:
+    """Return the head of an update: it computes the loss of a micro-batch, and its `MicroLoss`.
 
-    `number` is the term's place.
+    Args:
+        terms: the terms of the loss; a micro-batch names its term.
+        outputs: computes what the objectives receive.
+        with_entropy: compute entropies for the first term even if its objective needs none.
     """
-    totals = Totals.of(term.batch.mask)
+    totals = [Totals.of(term.batch.mask) for term in terms]
+    entropies = [term.needs_entropy or (with_entropy and number == 0) for number, term in enumerate(terms)]
 
-    def bind(packed: Packed, other: LogitFactors | None) -> Head:
-        samples = term.batch.select(packed.samples).moved(partial(to_device, device=device))
-        return partial(head, packed=packed, other=other, samples=samples)
-
-    def head(
-        hidden: Tensor, *, packed: Packed, other: LogitFactors | None, samples: Rollouts
-    ) -> tuple[Tensor, Tensor, MicroLoss]:
-        numbers = outputs.numbers(
-            hidden, packed=packed, other=other, with_entropy=with_entropy, temperature=term.temperature
+    def head(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, MicroLoss]:
+        number, row = micro_batch.term, micro_batch.row
+        term = terms[number]
+        found = outputs.token_outputs(
+            hidden,
+            packed=row,
+            other=micro_batch.other,
+            with_entropy=entropies[number],
+            temperature=term.temperature,
         )
-        loss, metrics = term.objective(outputs.named(numbers, with_entropy=with_entropy), samples, totals)
+        received = outputs.as_outputs(found, with_entropy=entropies[number])
+        loss, metrics = term.objective(received, micro_batch.samples, totals[number])
         micro = MicroLoss(
             term=number,
-            samples=packed.samples,
+            samples=row.samples,
             loss=loss.detach().clone(),
             metrics=metrics,
-            outputs=numbers.detach(),
+            outputs=found.detach(),
         )
         return loss, torch.ones((), dtype=torch.int), micro
 
-    return bind
+    return head

@@ -100,7 +100,7 @@ def step_time(
     if references := workload.references:  # one reference reads a sample; the smallest takes the least time
         readers.append(min(references, key=lambda model: forward_flops(model.architecture, tokens)))
     for model in readers:
-        if model.name != "actor" or not config.reads_while_learning:
+        if model.name != "actor" or not config.fused_old_log_probs:
             num_passes = sum(config.passes_of_reference.values()) if model.is_reference else 1
             passes = _passes(workload, model, model.infers, machine, tokens, num_passes=num_passes)
             seconds[f"infer {model.name}"] = passes

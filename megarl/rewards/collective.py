@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
 from megarl.errors import UserError
-from megarl.rewards.pool import ScoringResult
+from megarl.sandbox.pool import ScoringResult
 
 ROUND_S = 1.0
 NUM_WARNINGS = 3

@@ -3,9 +3,9 @@
 from dataclasses import asdict
 
 from megarl.rewards.config import CustomRewardSection, RulesSection, isolation_of
-from megarl.rewards.limits import WorkerLimits
-from megarl.rewards.pool import Pool
 from megarl.rewards.rules import Rules
+from megarl.sandbox.limits import WorkerLimits
+from megarl.sandbox.pool import Pool
 
 
 def make_rules(section: RulesSection, custom: CustomRewardSection) -> Rules:

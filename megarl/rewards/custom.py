@@ -10,8 +10,9 @@ from typing import Any
 from megarl.errors import UserError
 from megarl.platform.functions import defined_in, load_module, missing
 from megarl.platform.own import place_of
-from megarl.rewards.calls import GroupReward, as_batch, concurrently, one_by_one, own_arguments
-from megarl.rewards.signature import Form, fault_of, form_of, method_of
+from megarl.rewards.calls import AsBatch, Concurrently, OneByOne
+from megarl.rewards.signature import ARGUMENTS, IDS, Form, fault_of, form_of, method_of
+from megarl.sandbox.protocol import GroupReward
 
 DIGEST = "SHA-256: "
 """The prefix of a digest in a description of a file."""
@@ -41,10 +42,9 @@ def load_custom(path: Path, name: str, kwargs: Mapping[str, Any]) -> GroupReward
     else:
         reward = partial(found, **kwargs) if kwargs else found
     if form.is_batch:
-        return as_batch(reward, is_async=form.is_async, takes_ids=form.takes_ids)
-    if form.is_async:
-        return concurrently(own_arguments(reward, takes_ids=form.takes_ids))
-    return one_by_one(reward, takes_ids=form.takes_ids)
+        return AsBatch(reward, is_async=form.is_async, takes_ids=form.takes_ids)
+    names = (*ARGUMENTS, IDS) if form.takes_ids else ARGUMENTS
+    return Concurrently(reward, names) if form.is_async else OneByOne(reward, names)
 
 
 def _find(path: Path, name: str, kwargs: Mapping[str, Any]) -> Any:

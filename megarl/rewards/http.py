@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from megarl.rewards.results import show
+from megarl.sandbox.results import show
 
 FIRST_WAIT_S = 0.5
 """Mean seconds before the second attempt; each later wait is twice as long."""

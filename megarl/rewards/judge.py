@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from megarl.platform.files import explained, write_whole
 from megarl.rewards.http import PassingError, Server, ServerError
-from megarl.rewards.results import show
+from megarl.sandbox.results import show
 
 KEY = "reward_model.judge"
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 from megarl.errors import UserError
 from megarl.rewards import REWARDS, answers_of, math_equal, reward_of, rule_of
-from megarl.rewards.calls import GroupReward, Outcome, concurrently, one_by_one
+from megarl.rewards.calls import Concurrently, OneByOne
 from megarl.rewards.custom import check_custom, load_custom
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
-from megarl.rewards.results import RuleResult, is_number
-from megarl.rewards.signature import IDS, Form
-from megarl.rewards.wire import with_values
+from megarl.rewards.signature import ARGUMENTS, IDS, PROMPT, Form
+from megarl.sandbox.protocol import GroupReward, Outcome
+from megarl.sandbox.results import RuleResult, is_number
+from megarl.sandbox.wire import with_values
 
 RewardFn = Callable[..., Any]
 """f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps more."""
@@ -30,7 +31,7 @@ class Rules:
     """The rules that make the score of a response."""
 
     section: ClassVar[str] = "reward_model"
-    keeper: ClassVar[str] = "megarl.rewards.keeper"
+    supervisor: ClassVar[str] = "megarl.rewards.supervisor"
 
     path: str | None = None  # the file of the custom function
     name: str = "compute_score"  # its name there
@@ -48,14 +49,14 @@ class Rules:
 
     def load(self) -> GroupReward:
         """Return the reward. Raises UserError as `check` does, and if the constructor of a class fails."""
-        known: dict[str, GroupReward] = {name: one_by_one(partial(_judge, name)) for name in REWARDS}
-        known[DATA_SOURCE] = one_by_one(_judge_by_data_source)
+        known: dict[str, GroupReward] = {name: OneByOne(partial(_judge, name)) for name in REWARDS}
+        known[DATA_SOURCE] = OneByOne(_judge_by_data_source)
         if self.path:
             known[CUSTOM] = load_custom(Path(self.path), self.name, self.kwargs)
         if self.judge:
             from megarl.rewards.judge import Judge  # imports httpx
 
-            known[JUDGE] = concurrently(Judge(**self.judge))
+            known[JUDGE] = Concurrently(Judge(**self.judge), (*ARGUMENTS, PROMPT))
         if self.weights is None:
             return known[CUSTOM if self.path else JUDGE if self.judge else DATA_SOURCE]
         parts = {name: known[name] for name in self.weights}

@@ -21,10 +21,10 @@ from megarl.platform.secrets import beginning
 from megarl.rewards.collective import NUM_WARNINGS, ROUND_S, RewardError, gather, report_failures
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool, make_rules
-from megarl.rewards.pool import Pool, ScoringResult
 from megarl.rewards.rules import Rules, known_data_source
-from megarl.rewards.signature import IDS
-from megarl.rewards.wire import pack
+from megarl.rewards.signature import IDS, PROMPT
+from megarl.sandbox.pool import Pool, ScoringResult
+from megarl.sandbox.wire import pack
 
 SHOWN_CHARACTERS = 120
 MAX_METRICS = 32
@@ -110,7 +110,7 @@ class RuleScorer:
         try:
             arguments = pack(
                 {
-                    "prompt": prompt.text,
+                    PROMPT: prompt.text,
                     "data_source": prompt.data_source,
                     "solution_str": text,
                     "ground_truth": prompt.ground_truth,
@@ -196,7 +196,7 @@ def _share(conditions: Iterable[bool]) -> float:
 
 def first_failures(scored: Scored) -> list[str]:
     """Describe the first few samples without a score."""
-    failed = [sample for sample, is_judged in enumerate(scored.judged().tolist()) if not is_judged]
+    failed = (~scored.has_score()).nonzero()[:, 0].tolist()
     return [_message(scored, sample) for sample in failed[:NUM_WARNINGS]]
 
 

@@ -1,6 +1,6 @@
 """Rules that are tried on ground truths: the right response must be paid, and an empty response must not.
 
-Runs as `python -m megarl.rewards.self_test SOCKET PARENT`, started by `megarl.rewards.pool`.
+Runs as `python -m megarl.rewards.self_test SOCKET PARENT`, started by `megarl.sandbox.pool`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 from megarl.errors import UserError
 from megarl.rewards import math, right_answer_of, rule_of
-from megarl.rewards.calls import GroupReward, one_by_one
-from megarl.rewards.keeper import main
+from megarl.rewards.calls import OneByOne
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
 from megarl.rewards.rules import Rules, known_data_source
+from megarl.sandbox.protocol import GroupReward
+from megarl.sandbox.supervisor import main
 
 AS_TEXT = "as_text"
 """The number of a result that is 1.0 if only the same words equal the ground truth."""
@@ -23,11 +24,11 @@ class SelfTest:
     """Calls the rule that the data source names, with the right response to the ground truth of a row."""
 
     section: ClassVar[str] = "reward_model"
-    keeper: ClassVar[str] = "megarl.rewards.self_test"
+    supervisor: ClassVar[str] = "megarl.rewards.self_test"
 
     def load(self) -> GroupReward:
         """Return the function to call."""
-        return one_by_one(try_truth)
+        return OneByOne(try_truth)
 
     def warm_up(self, data_source: str) -> None:
         """Import what the first call for a row of `data_source` needs."""

@@ -7,8 +7,7 @@ Invariant: no token is generated from weights or cached keys of an earlier sync.
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,18 +23,16 @@ from megarl.platform.device import on_cuda
 from megarl.rollout import patches, segments
 from megarl.rollout.arguments import ENGINE_KWARGS, cpu_arguments, is_eager, llm_arguments
 from megarl.rollout.config import RolloutSection
-from megarl.rollout.drawing import Drawing
 from megarl.rollout.kv_cache import check_cache_tokens
 from megarl.rollout.release import check_release, installed_release
-from megarl.rollout.requests import Terms, failure
+from megarl.rollout.replica_queue import Finished, Replica, ReplicaQueue
+from megarl.rollout.requests import RequestParams
 from megarl.rollout.sampling import Sampling
-from megarl.rollout.stepping import Stepper
 
 if TYPE_CHECKING:
     from megarl.rollout.destination import EngineWeights
 
 T = TypeVar("T")
-Finished = Callable[[Prompt, Generation], None]
 
 KEYS = (  # for readers of a vLLM message that advises to change them
     "vLLM's gpu_memory_utilization, max_num_seqs and max_num_batched_tokens are keys of actor_rollout_ref.rollout; its "
@@ -55,6 +52,7 @@ class RolloutEngine:
     room: int
     """The samples that every replica draws at once, however long they become."""
     _version = 0  # finished steps that the weights come from
+    _has_weights = False  # since the last sleep
 
     def __init__(
         self,
@@ -107,9 +105,8 @@ class RolloutEngine:
             arguments = cpu_arguments(section, shapes, num_key_value_heads, sequences, max_model_len) | arguments
         if not gc.get_freeze_count():
             gc.freeze()  # vLLM collects garbage several times as it starts, each time among everything ever imported
-        with self._compilation():
+        with patches.compilation(allowed=self._may_compile):
             self._llm = _start(arguments)
-        self._stepper = Stepper(self._llm.llm_engine)
         self.room = self._room()
         worker: Any = self._llm.collective_rpc(lambda worker: worker)[0]
         model = worker.get_model()
@@ -132,26 +129,39 @@ class RolloutEngine:
         return dist.get_rank() % self.tp_size
 
     @contextmanager
-    def awake(self, sync: Callable[["EngineWeights"], None], *, version: int = 0) -> Iterator["RolloutEngine"]:
-        """Take memory, let `sync` write all weights, allow generation in the block, then return the memory.
+    def receive_weights(self, *, version: int = 0) -> Iterator["EngineWeights"]:
+        """Take memory for the weights, and yield the destination, to which the block writes all of them.
 
-        `version` is the number of finished steps that the weights come from.
+        Weights get memory before the KV cache does, so that the trainer can still hold its own weights during the sync.
 
-        Memory is taken in the order of need, weights before KV cache, so that the trainer can still hold its own
-        weights during the sync. After an error within the block the engine stays as it is: the run is over, and putting
-        a broken engine to sleep could hide the cause.
+        Args:
+            version: the number of finished steps that the weights come from.
 
         Raises:
-            RuntimeError: the sync left a parameter unwritten, or vLLM kept keys of the old weights.
+            RuntimeError: the block left a parameter unwritten.
         """
         self._wake("weights")
         with self.weights.update():
-            sync(self.weights)
-        self._version = version
+            yield self.weights
+        self._version, self._has_weights = version, True
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Generate within the block with the weights that were received. The engine then returns all memory.
+
+        After an error within the block the engine stays as it is: the run is over, and putting a broken engine to sleep
+        could hide the cause.
+
+        Raises:
+            RuntimeError: no weights were received since the last block, or vLLM kept keys of older weights.
+        """
+        if not self._has_weights:
+            raise RuntimeError("the engine has no weights since it slept: call receive_weights before generating")
         self._wake("kv_cache")
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM could not drop keys cached under the old weights: a request is still running")
-        yield self
+        yield
+        self._has_weights = False
         self._sleep()
 
     def on_all_ranks(self, generate: Callable[[], T]) -> list[T]:
@@ -171,23 +181,23 @@ class RolloutEngine:
         first, size = replica * self.tp_size, self.tp_size
         return f"engine replica {replica} ({f'ranks {first}-{first + size - 1}' if size > 1 else f'rank {first}'})"
 
-    def draw(
+    def open_queue(
         self,
         sampling: Sampling,
         *,
         max_tokens: int,
         step: int,
         log_probs: bool | None = None,
-        finished: Finished | None = None,
+        on_finished: Finished | None = None,
         final_only: bool = True,
-    ) -> Drawing:
-        """Return the means to draw samples from this replica, up to `max_tokens` of each. Arguments as `generate`.
+    ) -> ReplicaQueue:
+        """Return an empty queue of samples of this replica, up to `max_tokens` of each. Arguments as `generate`.
 
         Every use of it is collective over the ranks of the replica. `final_only` False keeps the tokens of samples that
         are stopped.
         """
         section = self._section
-        terms = Terms(
+        params = RequestParams(
             sampling=sampling,
             max_tokens=max_tokens,
             max_model_len=self.max_model_len,
@@ -196,18 +206,20 @@ class RolloutEngine:
             log_probs=section.compares if log_probs is None else log_probs,
             final_only=final_only,
         )
-
-        def tell(number: int, prompt: Prompt, generation: Generation) -> None:
-            if finished and number % self.tp_size == self.tp_rank:
-                finished(prompt, generation)
-
-        return Drawing(
-            self._stepper,
-            terms,
-            around=partial(self._generating, step),
-            weight_version=self._version,
+        replica = Replica(
+            name=self.name(self.replica),
+            tp_rank=self.tp_rank,
+            tp_size=self.tp_size,
             num_slots=section.max_num_seqs,
-            finished=tell,
+            may_compile=self._may_compile,
+        )
+        return ReplicaQueue(
+            self._llm.llm_engine,
+            params,
+            replica,
+            step=step,
+            weight_version=self._version,
+            on_finished=on_finished,
         )
 
     def generate(
@@ -219,24 +231,22 @@ class RolloutEngine:
         step: int,
         first_sample: int = 0,
         log_probs: bool | None = None,
-        finished: Finished | None = None,
     ) -> list[Generation]:
         """Draw `sampling.n` samples of each of this replica's `prompts`. Collective over the ranks of the replica.
 
         A request's seed follows from the section's seed, `step`, the prompt's index and the sample's number.
 
         `first_sample` is the number of each prompt's first sample. `log_probs` None returns log-probabilities if the
-        trainer can compute the same. `finished` receives each prompt and sample as soon as it is finished, on one rank
-        of the replica, and must not raise. Returns the samples prompt by prompt, sample by sample.
+        trainer can compute the same. Returns the samples prompt by prompt, sample by sample.
 
         Raises:
             UserError: a prompt leaves no room for `max_tokens`.
             RuntimeError: vLLM failed, or returned other samples than it was asked for; names replica and prompts.
         """
-        drawing = self.draw(sampling, max_tokens=max_tokens, step=step, log_probs=log_probs, finished=finished)
+        queue = self.open_queue(sampling, max_tokens=max_tokens, step=step, log_probs=log_probs)
         numbers = range(first_sample, first_sample + sampling.n)
-        drawing.add([Group.new(prompt, numbers, begun=step, place=place) for place, prompt in enumerate(prompts)])
-        return sorted(drawing.run(), key=lambda generation: (generation.prompt, generation.sample))
+        queue.add([Group.new(prompt, numbers, begun=step, place=place) for place, prompt in enumerate(prompts)])
+        return sorted(queue.run(), key=lambda generation: (generation.prompt, generation.sample))
 
     def close(self) -> None:
         """Shut the engine down, while the process groups it uses still exist."""
@@ -246,25 +256,12 @@ class RolloutEngine:
             self._llm.llm_engine.engine_core.shutdown()
         destroy_model_parallel()
 
-    @contextmanager
-    def _generating(self, step: int, prompts: Sequence[Prompt]) -> Iterator[None]:
-        """Let vLLM work on samples of `prompts`, and name the replica and the prompts if it fails."""
-        try:
-            with patches.random_state_kept(), self._compilation():
-                yield
-        except Exception as error:
-            rows = list(dict.fromkeys(prompt.index for prompt in prompts))
-            raise RuntimeError(failure(error, self.name(self.replica), rows, step=step)) from error
-
     def _room(self) -> int:
         cache = self._llm.llm_engine.vllm_config.cache_config
         num_blocks = cache.num_gpu_blocks - 1  # vLLM keeps one
         check_cache_tokens(num_blocks * cache.block_size, self.max_model_len)
         blocks_of_sample = -(-self.max_model_len // cache.block_size)
         return min(together(lambda: min(self._section.max_num_seqs, num_blocks // blocks_of_sample)))
-
-    def _compilation(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._may_compile else patches.without_compilation()
 
     def _wake(self, tag: str) -> None:
         if self._section.free_cache_engine:

@@ -1,4 +1,4 @@
-"""Requests to a replica: the samples to draw, and the terms of all samples."""
+"""Requests to a replica: the samples to draw, and their parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MOST_NAMED = 8  # rows of the data set
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Request:
     """A sample to draw, or to continue."""
 
     prompt: Prompt
@@ -27,8 +27,8 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """The terms of all samples: sampling, lengths, seed, stop tokens."""
+class RequestParams:
+    """What the requests for all samples share: sampling, lengths, seed, stop tokens."""
 
     sampling: Sampling
     max_tokens: int  # of a response
@@ -38,20 +38,20 @@ class Terms:
     log_probs: bool
     final_only: bool = True  # False: a sample that is stopped keeps its tokens
 
-    def params(self, asked: Asked) -> Any:
-        """Return vLLM's parameters of the request for a sample. Raises UserError if the prompt is too long."""
-        prompt = asked.prompt
+    def of(self, request: Request) -> Any:
+        """Return vLLM's `SamplingParams` of a request. Raises UserError if the prompt is too long."""
+        prompt = request.prompt
         if len(prompt.token_ids) + self.max_tokens > self.max_model_len:
             raise UserError(
                 f"Prompt {prompt.index} has {len(prompt.token_ids)} tokens and its response may have "
                 f"{self.max_tokens}, but the engine was started for {self.max_model_len} together; raise "
                 "data.max_prompt_length"
             )
-        num_begun, sample = len(asked.begun.token_ids), asked.begun.sample
+        num_begun, sample = len(request.begun.token_ids), request.begun.sample
         return request_params(
             self.sampling,
             seed=request_seed(
-                self.seed, step=asked.step, prompt_index=prompt.index, sample=sample, num_begun=num_begun
+                self.seed, step=request.step, prompt_index=prompt.index, sample=sample, num_begun=num_begun
             ),
             max_tokens=self.max_tokens - num_begun,
             stop=self.stop,

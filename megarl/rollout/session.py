@@ -17,13 +17,13 @@ same requests reach the engine at the same step. A replica that has no other sam
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from megarl.platform import progress
 from megarl.batch import Generation, Group
 from megarl.distributed import watchdog
-from megarl.rollout.drawing import Drawing
+from megarl.environments.episodes import Episodes
 from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.replica_queue import ReplicaQueue
 
 WINDOW = 16
 """Engine steps between two exchanges."""
@@ -48,28 +48,17 @@ class Waiting:
     said: Generation
 
 
-class Episodes(Protocol):
-    """The environments of a session. They have been asked about each turn that the engine has finished."""
-
-    @property
-    def overlap(self) -> int:
-        """The number of windows in which a turn waits for its answer while the engine draws others."""
-
-    def answer(self, said: Sequence[Generation]) -> list[Generation]:
-        """Return episodes after the answers to their last turns: longer by an observation, or complete. Collective."""
-
-
 class Session:
     """The open groups of a step, by number. Every method is collective, and returns the same on every rank."""
 
     def __init__(
-        self, engine: RolloutEngine, drawing: Drawing, *, num_slots: int, episodes: Episodes | None = None
+        self, engine: RolloutEngine, queue: ReplicaQueue, *, num_slots: int, episodes: Episodes | None = None
     ) -> None:
-        """Draw with the replicas of `engine`; this rank's replica draws with `drawing`, `num_slots` samples at once.
+        """Draw with the replicas of `engine`; this rank's replica draws from `queue`, `num_slots` samples at once.
 
         `episodes` None: a sample is complete if the engine has finished it.
         """
-        self._engine, self._drawing, self._num_slots, self._episodes = engine, drawing, num_slots, episodes
+        self._engine, self._queue, self._num_slots, self._episodes = engine, queue, num_slots, episodes
         self._waiting, self._num_windows = list[Waiting](), 0
         num_replicas = engine.num_replicas
         self._unit = f"responses of the first of {num_replicas} replicas" if num_replicas > 1 else "responses"
@@ -135,7 +124,7 @@ class Session:
 
         Turns of episodes that wait for their answers get them.
         """
-        for generations in self._engine.on_all_ranks(self._drawing.stop):
+        for generations in self._engine.on_all_ranks(self._queue.stop):
             self._note(generations)
         if self._episodes and self._waiting:
             self._note(self._episodes.answer([each.said for each in self._waiting]))
@@ -152,13 +141,13 @@ class Session:
         return self._num_running / slots if slots else 1.0
 
     def _run(self, num_steps: int | None) -> Window:
-        steps, running = self._drawing.num_steps, self._drawing.num_running
-        finished = self._drawing.run(num_steps)
+        steps, running = self._queue.num_steps, self._queue.num_running
+        finished = self._queue.run(num_steps)
         return Window(
             finished,
-            num_steps=self._drawing.num_steps - steps,
-            num_running=self._drawing.num_running - running,
-            waiting=self._drawing.waiting() if self._shares else [],
+            num_steps=self._queue.num_steps - steps,
+            num_running=self._queue.num_running - running,
+            waiting=self._queue.waiting() if self._shares else [],
         )
 
     def _share(self, waiting: Sequence[list[int]]) -> None:
@@ -179,14 +168,14 @@ class Session:
                 given.append(group)
         if taken:
             progress.announce(-sum(map(_num_open, taken)), self._unit)
-            self._drawing.withdraw({group.samples[0].prompt for group in taken})
+            self._queue.withdraw({group.samples[0].prompt for group in taken})
         if given:
             self._draw(given)
 
     def _draw(self, groups: Sequence[Group]) -> None:
         """Draw the open samples of groups with this rank's replica."""
         progress.announce(sum(map(_num_open, groups)), self._unit)
-        self._drawing.add(groups)
+        self._queue.add(groups)
 
     def _take_answers(self, episodes: Episodes) -> None:
         """Take the answers that are due, and draw the next turns."""

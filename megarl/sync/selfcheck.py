@@ -64,7 +64,7 @@ def ask(engine: RolloutEngine, prompts: Sequence[Prompt], *, max_tokens: int) ->
         if num_cached := max(generation.num_cached for generation in generations):
             raise RuntimeError(
                 f"right after a sync {engine.name(replica)} still has the keys of {num_cached} prompt tokens, made by "
-                "older weights: its prefix cache was not dropped (RolloutEngine.awake)"
+                "older weights: its prefix cache was not dropped (RolloutEngine.generating)"
             )
     responses = [generations[number] for number in range(len(prompts)) for generations in replicas]
     groups = [response.prompt for response in responses]

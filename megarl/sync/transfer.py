@@ -34,15 +34,16 @@ class Sync:
             RuntimeError: on all ranks alike, if the engine kept keys of older weights.
         """
         is_due, metrics = self._check.is_due(step), dict[str, float]()
-
-        def fill(destination: Destination) -> None:
-            with timers("sync"):
-                send_weights(self._actor, destination, self._reshard, check=is_due)
-
         if is_due:
             with timers("sync_check"):
-                with self._engine.awake(fill, version=step):
+                self._send(timers, step=step, check=True)
+                with self._engine.generating():
                     responses = self._check.ask(step=step)
                 metrics = self._check.compare(responses)
-        with self._engine.awake(fill, version=step):
+        self._send(timers, step=step, check=is_due)
+        with self._engine.generating():
             yield metrics
+
+    def _send(self, timers: Timers, *, step: int, check: bool) -> None:
+        with self._engine.receive_weights(version=step) as destination, timers("sync"):
+            send_weights(self._actor, destination, self._reshard, check=check)

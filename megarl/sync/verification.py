@@ -68,11 +68,11 @@ class SyncCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class VerifyReport:
     """All measurements, and the faults among them."""
 
     differences: Mapping[str, Difference]  # by pair, the larger of before and after the change
-    changed_on_the_way: Sequence[str]  # names of tensors
+    roundtrip_mismatches: Sequence[str]  # names of tensors
     sync: SyncCost
     lower_bounds: Sequence[int]  # bytes, by rank
     is_float32: bool
@@ -87,9 +87,9 @@ class Findings:
                 found.append(
                     f"{pair}: probabilities differ by {difference.mean_prob:.2g} > {probability_limit} on average"
                 )
-        if self.changed_on_the_way:
-            named = ", ".join(self.changed_on_the_way[:MOST_NAMED])
-            found.append(f"{len(self.changed_on_the_way)} tensors changed between loading and export: {named} ...")
+        if self.roundtrip_mismatches:
+            named = ", ".join(self.roundtrip_mismatches[:MOST_NAMED])
+            found.append(f"{len(self.roundtrip_mismatches)} tensors changed between loading and export: {named} ...")
         for rank, (received, bound) in enumerate(zip(self.sync.bytes_received, self.lower_bounds, strict=True)):
             if received != bound:
                 found.append(f"rank {rank} received {received} bytes, but lacked {bound}")
@@ -103,7 +103,7 @@ class Findings:
             "faults": faults,
             "max_abs_logprob_diff": max(difference.max_abs_logprob for difference in self.differences.values()),
             "differences": {pair: asdict(difference) for pair, difference in self.differences.items()},
-            "roundtrip_exact": not self.changed_on_the_way,
+            "roundtrip_exact": not self.roundtrip_mismatches,
             "bytes_received_max": max(received),
             "bytes_received_mean": sum(received) / len(received),
             "bytes_lower_bound": max(self.lower_bounds),
@@ -113,7 +113,7 @@ class Findings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class VerifySetup:
     """This rank's part of the trainer and the engine to verify."""
 
     source: Source
@@ -124,7 +124,7 @@ class Subject:
     launch: Launch
 
     @classmethod
-    def build(cls, config: VerifyConfig, scratch: Path, launch: Launch) -> "Subject":
+    def build(cls, config: VerifyConfig, scratch: Path, launch: Launch) -> "VerifySetup":
         """Start the engine, load the trainer and plan the sync. Collective. All ranks see `scratch`."""
         policy, megatron = config.actor_rollout_ref, config.actor_rollout_ref.actor.megatron
         source = source_or_random(Source.read(policy.model), scratch, dtype=getattr(torch, megatron.dtype))
@@ -157,34 +157,27 @@ class Subject:
         """Sync the trainer's weights to the engine, and generate every replica's responses to the fixed prompts."""
         vocab_size, max_model_len = self.source.architecture.vocab_size, self.engine.max_model_len
         prompts, num_tokens = fixed_prompts(vocab_size, max_model_len=max_model_len)
-
-        def sync(destination: Destination) -> None:
+        with self.engine.receive_weights() as destination:
             self._send(destination, check=check)
-
-        with self.engine.awake(sync):
+        with self.engine.generating():
             return ask(self.engine, prompts, max_tokens=num_tokens)
 
     def measure(self) -> SyncCost:
         """Measure the time of one sync, and the memory of another, buckets included."""
-        reports: list[SyncReport] = []
         meter = MemoryMeter(self.learner.device)
-
-        def timed(destination: Destination) -> None:
+        with self.engine.receive_weights() as destination:
             reshard = Reshard(self.plan, device=self.learner.device)
             wait_for_all()
-            reports.append(self._send(destination, reshard=reshard))
-
-        def weighed(destination: Destination) -> None:
-            with meter.measured():
-                self._send(destination)
-
-        with self.engine.awake(timed):
+            report = self._send(destination, reshard=reshard)
+        with self.engine.generating():
             pass
         with meter.recording():
             for _ in range(2):
-                with self.engine.awake(weighed):
+                with self.engine.receive_weights() as destination, meter.measured():
+                    self._send(destination)
+                with self.engine.generating():
                     pass
-        found = together(lambda: (reports[0].bytes_received, reports[0].seconds, meter.peak_bytes))
+        found = together(lambda: (report.bytes_received, report.seconds, meter.peak_bytes))
         received, seconds, peak = zip(*found, strict=True)
         return SyncCost(list(received), max(seconds), max(peak))
 
@@ -224,7 +217,7 @@ class Subject:
                 device=self.learner.device,
             )
 
-    def changed_on_the_way(self, exported: Path) -> list[str]:
+    def roundtrip_mismatches(self, exported: Path) -> list[str]:
         """Return the tensors of an export that differ in any bit from the checkpoint's, in the trainer's type."""
         mine = list(hf_shapes(self.source.architecture).items())[self.launch.rank :: self.launch.world_size]
         ends = [CheckpointFiles(directory) for directory in (self.source.directory, exported)]
@@ -247,21 +240,21 @@ class Subject:
                     view.copy_(view.double() * (1.0 + 0.05 * place.sin()) + 0.001 * place.cos())
 
 
-def look(subject: Subject, scratch: Path) -> Findings:
+def run_checks(setup: VerifySetup, scratch: Path) -> VerifyReport:
     """Compare, change every weight, compare again. Collective."""
     exported = scratch / "exported"
-    subject.export(exported)
-    changed_on_the_way = subject.changed_on_the_way(exported)
-    loaded = subject.compare(subject.sync_and_ask(check=True), exported)
-    subject.change_weights()
-    subject.export(exported)
-    changed = subject.compare(subject.sync_and_ask(check=False), exported)
-    return Findings(
+    setup.export(exported)
+    roundtrip_mismatches = setup.roundtrip_mismatches(exported)
+    loaded = setup.compare(setup.sync_and_ask(check=True), exported)
+    setup.change_weights()
+    setup.export(exported)
+    changed = setup.compare(setup.sync_and_ask(check=False), exported)
+    return VerifyReport(
         differences={pair: loaded[pair].or_larger(changed[pair]) for pair in loaded},
-        changed_on_the_way=changed_on_the_way,
-        sync=subject.measure(),
-        lower_bounds=together(lambda: subject.lower_bound),
-        is_float32=subject.dtype == torch.float32,
+        roundtrip_mismatches=roundtrip_mismatches,
+        sync=setup.measure(),
+        lower_bounds=together(lambda: setup.lower_bound),
+        is_float32=setup.dtype == torch.float32,
     )
 
 

@@ -45,10 +45,10 @@ class Console:
         *,
         total_steps: int,
         console: Screen | None = None,
-        signposts: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
+        next_steps: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
     ) -> None:
-        """Show a run of so many steps, and at its end the places and commands that `signposts` returns."""
-        self._console, self._signposts = console or Screen(), signposts
+        """Show a run of so many steps, and at its end the places and commands that `next_steps` returns."""
+        self._console, self._next_steps = console or Screen(), next_steps
         self._total_steps = total_steps
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._scores: dict[str, list[float]] = defaultdict(list)
@@ -87,7 +87,7 @@ class Console:
             self._show_samples(LIVE_ROWS)
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
-        """Show the last samples, the scores, the time of each phase, the given rows, and the signposts."""
+        """Show the last samples, the scores, the time of each phase, the given rows, and the next steps."""
         if self._bars is not None:
             self._bars.stop()
         self._show_samples()
@@ -110,7 +110,7 @@ class Console:
         for title, rows in ((f"run {ending}", scores), ("time", phases), ("summary", summary_rows)):
             if rows:
                 self._console.print(_table(title, rows))
-        for what, where in self._signposts(ending):
+        for what, where in self._next_steps(ending):
             self._console.print(labelled(f"{what:<11}", where, "bold"), soft_wrap=True)
 
     def _show_samples(self, most: int | None = None) -> None:

@@ -2,12 +2,10 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.tracking.names import Ending
-
-if TYPE_CHECKING:
-    from megarl.tracking.tracker import Tracker
+from megarl.tracking.protocol import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +16,7 @@ class Guarded:
     Every later record is tried, because a full disk may have room again, or one record alone may be at fault.
     """
 
-    def __init__(self, tracker: "Tracker", name: str) -> None:
+    def __init__(self, tracker: Tracker, name: str) -> None:
         self._tracker = tracker
         self._name = name
         self._has_failed = False

@@ -1,12 +1,9 @@
-"""The protocol of trackers, a tracker that forwards to several, and a tracker that records nothing.
-
-Only one rank records. The others have a `NullTracker`, so that no caller checks its rank.
-"""
+"""The trackers of a run as one: each record goes to all of them."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.distributed.signals import Stopped
 from megarl.errors import UserError
@@ -14,36 +11,9 @@ from megarl.tracking.console import Console
 from megarl.tracking.guarded import Guarded
 from megarl.tracking.jsonl import Jsonl
 from megarl.tracking.names import Ending
+from megarl.tracking.protocol import NullTracker, Row, Tracker
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.wandb import Wandb
-
-Row = Mapping[str, Any]
-
-
-class Tracker(Protocol):
-    """A receiver of metrics and tables, step by step."""
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record the metrics of a step."""
-
-    def log_table(self, name: str, rows: Sequence[Row], *, step: int) -> None:
-        """Record rows of text and numbers, such as sample responses; all rows have the same keys."""
-
-    def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
-        """Finish the run; `summary_rows` is a last table for people."""
-
-
-class NullTracker:
-    """A tracker that records nothing."""
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Do nothing."""
-
-    def log_table(self, name: str, rows: Sequence[Row], *, step: int) -> None:
-        """Do nothing."""
-
-    def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
-        """Do nothing."""
 
 
 class Trackers:
@@ -94,7 +64,7 @@ def make_tracker(
     is_main: bool,
     mlflow_tracking_uri: str | None = None,
     also: Callable[[], Mapping[str, Tracker]] = dict,
-    signposts: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
+    next_steps: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
 ) -> Tracker:
     """Return the trackers called `names`, or a tracker that records nothing unless `is_main`.
 
@@ -106,7 +76,7 @@ def make_tracker(
         mlflow_tracking_uri: by default MLFLOW_TRACKING_URI, or else an SQLite file of the project.
         also: opens further trackers, by their names. They follow the files, which they may read, and precede the
             others.
-        signposts: returns what the console shows at the end: what the run has left and where, commands.
+        next_steps: returns what the console shows at the end: what the run has left and where, commands.
 
     Raises:
         UserError: a name is unknown, or MLflow or Weights & Biases cannot record.
@@ -135,5 +105,5 @@ def make_tracker(
         else:
             raise UserError(f"trainer.logger: {name!r} is none of console, jsonl, mlflow, tensorboard, wandb")
     if "console" in names:  # last: at the end it names what the others have written
-        trackers["console"] = Console(total_steps=total_steps, signposts=signposts)
+        trackers["console"] = Console(total_steps=total_steps, next_steps=next_steps)
     return Trackers(trackers)

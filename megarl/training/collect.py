@@ -24,8 +24,8 @@ from megarl.tracking.timers import Timers
 from megarl.training.dynamic import Queue, draw_differing
 from megarl.training.estimate import response_rewards
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Scorer
-from megarl.training.judge import Judge, require_scores
 from megarl.training.partial import Partial, draw_enough, staleness
+from megarl.training.score_accumulator import ScoreAccumulator, require_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ class Collected:
     metrics: Metrics
     carried: tuple[Group, ...] = ()  # groups that continue in the next step
 
-    def judged(self) -> "Collected":
+    def scored_only(self) -> "Collected":
         """Return only the samples that have a score: the step learns from nothing else.
 
         No later code needs to know of the other samples. Their prompts stay, and with them the division into
         mini-batches.
         """
-        has_score = self.scored.judged()
+        has_score = self.scored.has_score()
         return self if has_score.all() else self.select(has_score.nonzero()[:, 0])
 
     def select(self, samples: Tensor) -> "Collected":
@@ -85,12 +85,12 @@ class Collector:
         Raises:
             UserError: on all ranks alike, if dynamic sampling needs more batches than it may take.
         """
-        judge = Judge(self._scorer)
+        scores = ScoreAccumulator(self._scorer)
         rollouts: Rollouts
         left: tuple[Group, ...] = ()
         with timers("gen"), self._sampler.awake(timers, step=step) as sync_metrics:
             if self._algorithm.filter_groups.enable:
-                rollouts, position, metrics = self._dynamic_samples(judge, position, timers, step=step)
+                rollouts, position, metrics = self._dynamic_samples(scores, position, timers, step=step)
             elif self._partial:
                 drawn = draw_enough(self._partial, self._prompts, self._sampler, carried, position, step=step)
                 rollouts, position, left = of_groups(drawn.chosen), drawn.position, drawn.carried
@@ -103,16 +103,16 @@ class Collector:
                 with timers("gen_max"):
                     greedy = self._sampler.greedy(Prompts(prompts=rollouts.prompts), step=step)
         with timers("reward"):
-            scored = rollouts if isinstance(rollouts, Scored) else judge.score(rollouts)
+            scored = rollouts if isinstance(rollouts, Scored) else scores.score(rollouts)
             baselines = None
             if greedy is not None:
-                baseline = judge.score(greedy)
+                baseline = scores.score(greedy)
                 baselines, scored = self._rewards(baseline)[scored.groups], _without_baseline(scored, baseline)
-        metrics |= judge.metrics() | sync_metrics
+        metrics |= scores.metrics() | sync_metrics
         return Collected(scored=scored, baselines=baselines, position=position, metrics=metrics, carried=left)
 
     def _dynamic_samples(
-        self, judge: Judge, position: Position, timers: Timers, *, step: int
+        self, scores: ScoreAccumulator, position: Position, timers: Timers, *, step: int
     ) -> tuple[Scored, Position, Metrics]:
         """Return a batch of prompts whose responses differ, the position after it, and metrics."""
         queue = Queue(self._prompts, self._sampler, position, step=step)
@@ -120,7 +120,7 @@ class Collector:
         def score(groups: list[Group]) -> Scored:
             rollouts = of_groups(groups)
             with timers("reward", instead_of="gen"):
-                return judge.score(rollouts, least=queue.batch_size * len(groups[0].samples))
+                return scores.score(rollouts, least=queue.batch_size * len(groups[0].samples))
 
         session = self._sampler.open(step=step)
         drawn = draw_differing(session, queue, score, self._measure, self._algorithm.filter_groups)
@@ -145,11 +145,11 @@ class Collector:
 
 def _without_baseline(scored: Scored, baseline: Scored) -> Scored:
     """Remove the scores of samples whose greedy response has no score. RewardError if most samples then have none."""
-    if baseline.judged().all():
+    if baseline.has_score().all():
         return scored
     greedy, own = baseline.failures or (), scored.failures or [None] * len(scored)
     reasons = [failure and f"the greedy response to its prompt has no score: {failure}" for failure in greedy]
     failures = [failure or reasons[place] for failure, place in zip(own, scored.groups.tolist(), strict=True)]
     scored = replace(scored, failures=failures)
-    require_scores(int(scored.judged().sum()), of=len(scored), failures=first_failures(scored))
+    require_scores(int(scored.has_score().sum()), of=len(scored), failures=first_failures(scored))
     return scored

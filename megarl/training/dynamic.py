@@ -20,14 +20,14 @@ from megarl.data.order import Position
 from megarl.errors import UserError
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Session
 
-Judgement = Callable[[list[Group]], Scored]
+Score = Callable[[list[Group]], Scored]
 Measure = Callable[[Scored], Tensor]
 """The `[B]` numbers in which the responses to a prompt must differ."""
 
 
 @dataclass
-class Verdicts:
-    """The prompts that were judged, by their numbers in the order of the data."""
+class GroupFilter:
+    """The prompts that were scored, by their numbers in the order of the data."""
 
     wanted: int
     differing: dict[int, Scored] = field(default_factory=dict)  # one prompt each
@@ -35,12 +35,12 @@ class Verdicts:
     scores: list[Tensor] = field(default_factory=list)
 
     @property
-    def num_judged(self) -> int:
-        """The number of prompts that were judged."""
+    def num_scored(self) -> int:
+        """The number of prompts that were scored."""
         return len(self.differing) + len(self.alike)
 
     def chosen(self) -> list[int] | None:
-        """Return the numbers of the first prompts that differ; None if further verdicts may change them."""
+        """Return the numbers of the first prompts that differ; None if further prompts may change them."""
         first = sorted(self.differing)[: self.wanted]
         if len(first) < self.wanted:
             return None
@@ -50,15 +50,15 @@ class Verdicts:
     def num_expected(self) -> int:
         """Return how many further prompts should be enough, by the share that differed so far; at most `wanted`."""
         missing = max(0, self.wanted - len(self.differing))
-        if not self.num_judged:
+        if not self.num_scored:
             return missing
-        return min(self.wanted, ceil(missing * self.num_judged / max(1, len(self.differing))))
+        return min(self.wanted, ceil(missing * self.num_scored / max(1, len(self.differing))))
 
     def note(self, numbers: list[int], scored: Scored, measure: Measure) -> None:
         """Remember the prompts `numbers`, whose samples are `scored`."""
-        judged = scored.select(scored.judged().nonzero()[:, 0])
-        differing = set(judged.groups[scores_differ(measure(judged), judged.groups)].tolist())
-        self.scores.append(judged.scores)
+        with_score = scored.select(scored.has_score().nonzero()[:, 0])
+        differing = set(with_score.groups[scores_differ(measure(with_score), with_score.groups)].tolist())
+        self.scores.append(with_score.scores)
         self.differing |= {numbers[place]: scored.of_prompts([place]) for place in differing}
         self.alike |= {number for place, number in enumerate(numbers) if place not in differing}
 
@@ -98,54 +98,54 @@ class Queue:
 
 
 def draw_differing(
-    session: Session, queue: Queue, judge: Judgement, measure: Measure, section: FilterGroupsSection
+    session: Session, queue: Queue, score: Score, measure: Measure, section: FilterGroupsSection
 ) -> tuple[Scored, Position, Metrics]:
     """Return a batch of prompts whose responses differ, the position after the last batch it needed, and metrics.
 
-    Groups are judged one exchange after they became complete, so that rewards are computed while the engine runs.
+    Groups are scored one exchange after they became complete, so that rewards are computed while the engine runs.
 
     Raises:
         UserError: on all ranks alike, if this needs more batches than `section` allows, or no prompt differs.
     """
-    verdicts, unjudged = Verdicts(wanted=queue.batch_size), dict[int, Group]()
-    while (chosen := verdicts.chosen()) is None:
-        in_flight = session.num_open + len(unjudged)
-        if missing := max(0, verdicts.num_expected() - in_flight):
-            may_refill = _may_refill(queue, verdicts, section)
+    found, unscored = GroupFilter(wanted=queue.batch_size), dict[int, Group]()
+    while (chosen := found.chosen()) is None:
+        in_flight = session.num_open + len(unscored)
+        if missing := max(0, found.num_expected() - in_flight):
+            may_refill = _may_refill(queue, found, section)
             if missing > queue.num_waiting and may_refill:
                 queue.refill()
             elif not (queue.num_waiting or in_flight or may_refill):
-                raise UserError(_not_enough(verdicts, queue.num_batches, section))
+                raise UserError(_not_enough(found, queue.num_batches, section))
             session.add(queue.take(missing))
         complete = session.advance()
-        judged, unjudged = (unjudged, complete) if session.num_open else (unjudged | complete, {})
-        if judged:
-            verdicts.note(list(judged), judge(list(judged.values())), measure)
+        due, unscored = (unscored, complete) if session.num_open else (unscored | complete, {})
+        if due:
+            found.note(list(due), score(list(due.values())), measure)
     session.stop()
-    num_batches = chosen[-1] // verdicts.wanted + 1
-    metrics = _metrics(verdicts, num_batches) | {"rollout/occupancy": session.occupancy()}
-    return join([verdicts.differing[number] for number in chosen]), queue.positions[num_batches], metrics
+    num_batches = chosen[-1] // found.wanted + 1
+    metrics = _metrics(found, num_batches) | {"rollout/occupancy": session.occupancy()}
+    return join([found.differing[number] for number in chosen]), queue.positions[num_batches], metrics
 
 
-def _may_refill(queue: Queue, verdicts: Verdicts, section: FilterGroupsSection) -> bool:
+def _may_refill(queue: Queue, found: GroupFilter, section: FilterGroupsSection) -> bool:
     """Return whether another batch may be taken: below the limit, and not after an epoch without a prompt."""
-    fruitless = not verdicts.differing and queue.positions[-1].epoch > queue.positions[0].epoch + 1
+    fruitless = not found.differing and queue.positions[-1].epoch > queue.positions[0].epoch + 1
     return queue.num_batches != section.max_num_gen_batches and not fruitless
 
 
-def _metrics(verdicts: Verdicts, num_batches: int) -> Metrics:
+def _metrics(found: GroupFilter, num_batches: int) -> Metrics:
     return {
         "train/num_gen_batches": float(num_batches),
-        "train/num_groups_kept": float(verdicts.wanted),
-        "train/num_groups_alike": float(len(verdicts.alike)),
-        "train/num_groups_surplus": float(len(verdicts.differing) - verdicts.wanted),
-        "train/sampled_score/mean": float(torch.cat(verdicts.scores).mean()),
+        "train/num_groups_kept": float(found.wanted),
+        "train/num_groups_alike": float(len(found.alike)),
+        "train/num_groups_surplus": float(len(found.differing) - found.wanted),
+        "train/sampled_score/mean": float(torch.cat(found.scores).mean()),
     }
 
 
-def _not_enough(verdicts: Verdicts, num_batches: int, section: FilterGroupsSection) -> str:
+def _not_enough(found: GroupFilter, num_batches: int, section: FilterGroupsSection) -> str:
     return (
-        f"algorithm.filter_groups found only {len(verdicts.differing)} of {verdicts.wanted} prompts whose responses "
+        f"algorithm.filter_groups found only {len(found.differing)} of {found.wanted} prompts whose responses "
         f"differ in {section.metric}, in {num_batches} batches (max_num_gen_batches={section.max_num_gen_batches}): "
         "the others are too easy or too hard for this actor. Choose other prompts, raise actor_rollout_ref.rollout.n "
         "or max_num_gen_batches (0 = no limit), or lower data.train_batch_size"

@@ -40,7 +40,7 @@ class MismatchError(UserError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class GateResult:
     """The result of a step that passes the gate."""
 
     rows: Tensor  # [K] int64: the samples to learn from
@@ -67,7 +67,7 @@ class Gate:
         stop = self.limits.mismatch_stop
         return min(stop, max(self.limits.mismatch_growth * median(healthy), LEAST * stop)) if healthy else stop
 
-    def judge(self, rollouts: Rollouts, log_probs: Tensor, healthy: Sequence[float], *, step: int) -> Verdict:
+    def check(self, rollouts: Rollouts, log_probs: Tensor, healthy: Sequence[float], *, step: int) -> GateResult:
         """Check the samples that were drawn after `step` finished steps.
 
         Args:
@@ -83,14 +83,14 @@ class Gate:
         assert rollouts.rollout_log_probs is not None, "samples without the engine's log-probabilities"
         limit = self.limit(healthy)
         drawn = _drawn_after(rollouts, step)
-        mismatch, judged = token_mismatch(log_probs, rollouts.rollout_log_probs, drawn)
-        if not judged.any():
+        mismatch, comparable = token_mismatch(log_probs, rollouts.rollout_log_probs, drawn)
+        if not comparable.any():
             _report_blindness(rollouts, log_probs, drawn, step=step)
-        kept = _means(mismatch, judged) <= FAR_OUT * limit
+        kept = _means(mismatch, comparable) <= FAR_OUT * limit
         left_out = 1.0 - float(kept.double().mean())
-        level = _mean(mismatch[kept], judged[kept])
+        level = _mean(mismatch[kept], comparable[kept])
         if left_out > self.limits.mismatch_share or level > limit or not kept.any():
-            raise MismatchError(_failure(rollouts, _mean(mismatch, judged), kept, limit, step=step))
+            raise MismatchError(_failure(rollouts, _mean(mismatch, comparable), kept, limit, step=step))
         if left_out and dist.get_rank() == 0:
             logger.warning(
                 "nothing learns from %d samples of step %d: engine and trainer disagree about their probabilities: %s",
@@ -98,9 +98,9 @@ class Gate:
                 step + 1,
                 _rows(rollouts, ~kept),
             )
-        return Verdict(
+        return GateResult(
             rows=kept.nonzero()[:, 0],
-            healthy=(*healthy, level)[:WINDOW] if judged[kept].any() else tuple(healthy),
+            healthy=(*healthy, level)[:WINDOW] if comparable[kept].any() else tuple(healthy),
             metrics={
                 "training/rollout_mismatch": level,
                 "training/rollout_mismatch_limit": limit,
@@ -158,18 +158,18 @@ def _report_blindness(rollouts: Rollouts, log_probs: Tensor, drawn: Tensor, *, s
         )
 
 
-def _means(mismatch: Tensor, judged: Tensor) -> Tensor:
-    """Return the `[n]` means of the judged of `[n, m]` tokens without the largest; 0 for rows without other tokens."""
-    counts = judged.sum(-1)
+def _means(mismatch: Tensor, comparable: Tensor) -> Tensor:
+    """Return the `[n]` means over the comparable of `[n, m]` tokens without the largest; 0 for rows without others."""
+    counts = comparable.sum(-1)
     free = (counts // 100).clamp(min=FREE_TOKENS)
     largest = mismatch.topk(min(int(free.max()), mismatch.shape[1])).values
     largest = largest.where(torch.arange(largest.shape[1]) < free[:, None], 0.0)
     return (mismatch.sum(-1) - largest.sum(-1)).clamp(min=0.0) / (counts - free).clamp(min=1)
 
 
-def _mean(mismatch: Tensor, judged: Tensor) -> float:
-    """Return the same mean over all judged tokens together."""
-    values = mismatch[judged].view(1, -1)
+def _mean(mismatch: Tensor, comparable: Tensor) -> float:
+    """Return the same mean over all comparable tokens together."""
+    values = mismatch[comparable].view(1, -1)
     return float(_means(values, torch.ones_like(values, dtype=torch.bool)))
 
 

@@ -1,8 +1,8 @@
 """The loop's nouns: protocols of sampling, scoring, learning and saving, as the algorithm sees them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -13,8 +13,6 @@ from megarl.data.order import Position
 from megarl.tracking.timers import Timers
 
 Metrics = dict[str, float]
-Review = Callable[[PolicyOutputs], Experience | None]
-"""Look at the policy's outputs on an experience before it learns from it; return another experience to learn from."""
 
 
 class PromptSource(Protocol):
@@ -89,13 +87,30 @@ class Reference(Protocol):
         """Return the log-probabilities of the response tokens."""
 
 
-class Policy(Reference, Protocol):
+class Gradient(Protocol):
+    """The gradient of a mini-batch, before the optimizer step."""
+
+    @property
+    def outputs(self) -> PolicyOutputs:
+        """The policy's outputs on the mini-batch, with entropies."""
+
+    def discard(self) -> None:
+        """Undo what the backward pass changed besides gradients."""
+
+
+G = TypeVar("G", bound=Gradient)
+
+
+class Policy(Reference, Protocol[G]):
     """The actor. Its outputs have entropies."""
 
-    def update(self, experience: Experience, *, step: int, review: Review | None = None) -> Metrics:
+    def forward_backward(self, experience: Experience, *, step: int) -> G:
+        """Compute the gradient of a step that has one mini-batch, and the outputs on it."""
+
+    def update(self, experience: Experience, *, step: int, gradient: G | None = None) -> Metrics:
         """Learn from the experience of one step. Return metrics.
 
-        `review` needs an update of one mini-batch. It may raise; the policy has not learned then.
+        `gradient` is that of the experience, if `forward_backward` has computed it.
         """
 
 

@@ -6,6 +6,7 @@ and which engine generated a sample.
 
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from megarl.batch import Experience, Group, Scored
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
 from megarl.tracking.names import STEP_SECONDS, validation_of
+from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
-from megarl.tracking.tracker import Tracker
 from megarl.training.carried import CARRIED_FILE, to_bytes
 from megarl.training.collect import Collected, SampleSource
 from megarl.training.estimate import estimate, mismatch_metrics
@@ -60,7 +61,7 @@ class Job:
     """The parts of a run."""
 
     samples: SampleSource
-    actor: Policy
+    actor: Policy[Any]
     reference: Reference | None  # None: its log-probabilities are not needed
     critic: Critic | None  # None: the advantages come from groups
     gate: Gate | None  # None: the samples may come from other weights, as in a replay
@@ -74,38 +75,38 @@ class Job:
     num_ranks: int
     work: Work
     max_staleness: int = 0  # steps that may finish between the weights of a token and the step that learns from it
-    reads_while_learning: bool = False  # the actor's one update needs nothing that a forward pass before it would tell
+    fused_old_log_probs: bool = False  # the forward pass of the actor's one update computes the old log-probabilities
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """The actor's outputs on the samples of a step, and the samples that agree with the engine's probabilities."""
+class CheckedSamples:
+    """The samples of a step that agree with the engine's probabilities, and the actor's outputs on them."""
 
     rows: Tensor  # [K] int64: the places of the kept samples among all
     kept: Collected
-    old: PolicyOutputs  # on the kept samples
+    outputs: PolicyOutputs  # on the kept samples
     mismatches: tuple[float, ...]  # for the next step's gate
     metrics: Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opinions:
+class RefAndValues:
     """The outputs on the samples of a step from the models that are not the actor."""
 
     ref_log_probs: Tensor | None  # [B, T] float32; None: there is no reference
     values: Tensor | None  # [B, T] float32; None: there is no critic
 
-    def select(self, samples: Tensor) -> "Opinions":
+    def select(self, samples: Tensor) -> "RefAndValues":
         """Return the outputs on the given samples (int64 indices)."""
         ref_log_probs, values = self.ref_log_probs, self.values
-        return Opinions(
+        return RefAndValues(
             ref_log_probs=None if ref_log_probs is None else ref_log_probs[samples],
             values=None if values is None else values[samples],
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lesson:
+class StepBatch:
     """The experience that a step learns from."""
 
     experience: Experience
@@ -159,95 +160,85 @@ def score_actor(validation: Validation, progress: Progress, *, step: int) -> tup
 
 
 def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tuple[Metrics, Progress]:
-    """Sample, score, estimate and learn once. Return the metrics and the progress that the next step starts from."""
+    """Sample, score, estimate and learn once. Return the metrics and the progress that the next step starts from.
+
+    If `fused_old_log_probs`, the actor's log-probabilities on the samples come from the forward pass of its update, and
+    the advantages are computed first. If samples are then refused, the update begins again without them.
+    """
     collected = job.samples.collect(progress.position, timers, step=step, carried=progress.carried)
-    samples = collected.judged()
+    samples = collected.scored_only()
     require_version(samples.scored, step=step, max_staleness=job.max_staleness)
-    learn = learn_while_reading if job.reads_while_learning and step >= job.critic_warmup else read_then_learn
-    reading, lesson, metrics = learn(job, samples, progress, timers, step=step)
+    learns, gradient, metrics = step >= job.critic_warmup, None, Metrics()
+    if learns and job.fused_old_log_probs:
+        others = infer_frozen(job, samples.scored, timers)
+        batch = compute_advantages(job, samples, None, others, progress.kl, timers)
+        with timers("update_actor"):
+            gradient = job.actor.forward_backward(batch.experience, step=step)
+        checked = check_against_engine(job, samples, gradient.outputs, progress.mismatches, step=step)
+        if len(checked.rows) < len(samples.scored):
+            gradient.discard()
+            gradient, others = None, others.select(checked.rows)
+    else:
+        with timers("old_log_prob"):
+            outputs = job.actor.infer(samples.scored)
+        checked = check_against_engine(job, samples, outputs, progress.mismatches, step=step)
+        others = infer_frozen(job, checked.kept.scored, timers)
+    if gradient is None:
+        batch = compute_advantages(job, checked.kept, checked.outputs, others, progress.kl, timers)
+    if learns:
+        with timers("update_actor"):
+            metrics |= job.actor.update(batch.experience, step=step, gradient=gradient)
     if job.critic:
         with timers("update_critic"):
-            metrics |= job.critic.update(lesson.experience, step=step)
+            metrics |= job.critic.update(batch.experience, step=step)
 
-    assert reading.old.entropy is not None, "an actor without entropies"
-    metrics["actor/entropy"] = float(reading.old.entropy[reading.kept.scored.mask].mean())
+    assert checked.outputs.entropy is not None, "an actor without entropies"
+    metrics["actor/entropy"] = float(checked.outputs.entropy[checked.kept.scored.mask].mean())
     metrics["perf/total_num_tokens"] = float(collected.scored.lengths().sum())
     metrics |= job.work.metrics(collected.scored, timers.seconds())
-    metrics["reward/masked_rate"] = 1.0 - float(collected.scored.judged().double().mean())
+    metrics["reward/masked_rate"] = 1.0 - float(collected.scored.has_score().double().mean())
     progress = replace(
         progress,
-        kl=lesson.kl,
+        kl=batch.kl,
         position=collected.position,
-        mismatches=reading.mismatches,
+        mismatches=checked.mismatches,
         carried=collected.carried,
     )
-    return lesson.metrics | metrics | reading.metrics | collected.metrics, progress
+    return batch.metrics | metrics | checked.metrics | collected.metrics, progress
 
 
-def read_then_learn(
-    job: Job, samples: Collected, progress: Progress, timers: Timers, *, step: int
-) -> tuple[Reading, Lesson, Metrics]:
-    """Read the samples with the actor and prepare the lesson. After the critic's warm-up, the actor learns it."""
-    with timers("old_log_prob"):
-        reading = read(job, samples, job.actor.infer(samples.scored), progress.mismatches, step=step)
-    opinions = consult(job, reading.kept.scored, timers)
-    lesson = prepare(job, reading.kept, reading.old, opinions, progress.kl, timers)
-    if step < job.critic_warmup:
-        return reading, lesson, {}
-    with timers("update_actor"):
-        return reading, lesson, job.actor.update(lesson.experience, step=step)
-
-
-def learn_while_reading(
-    job: Job, samples: Collected, progress: Progress, timers: Timers, *, step: int
-) -> tuple[Reading, Lesson, Metrics]:
-    """Read the samples with the forward pass of the actor's update. If the gate leaves some out, prepare again."""
-    opinions, results = consult(job, samples.scored, timers), list[tuple[Reading, Lesson]]()
-    draft = prepare(job, samples, None, opinions, progress.kl, timers)
-
-    def review(outputs: PolicyOutputs) -> Experience | None:
-        reading, lesson = read(job, samples, outputs, progress.mismatches, step=step), draft
-        if is_partial := len(reading.rows) < len(samples.scored):
-            lesson = prepare(job, reading.kept, reading.old, opinions.select(reading.rows), progress.kl, Timers())
-        results.append((reading, lesson))
-        return lesson.experience if is_partial else None
-
-    with timers("update_actor"):
-        metrics = job.actor.update(draft.experience, step=step, review=review)
-    [(reading, lesson)] = results
-    return reading, lesson, metrics
-
-
-def read(job: Job, samples: Collected, outputs: PolicyOutputs, mismatches: tuple[float, ...], *, step: int) -> Reading:
-    """Compare the actor's outputs on the samples with the engine's probabilities. Raises what `Gate.judge` does."""
+def check_against_engine(
+    job: Job, samples: Collected, outputs: PolicyOutputs, mismatches: tuple[float, ...], *, step: int
+) -> CheckedSamples:
+    """Compare the actor's outputs on the samples with the engine's probabilities. Raises what `Gate.check` does."""
     scored, rows = samples.scored, torch.arange(len(samples.scored))
     metrics = mismatch_metrics(outputs.log_probs, scored.rollout_log_probs, scored.mask)
     if job.gate and scored.rollout_log_probs is not None:
-        verdict = job.gate.judge(scored, outputs.log_probs, mismatches, step=step)
-        rows, samples, outputs = verdict.rows, samples.select(verdict.rows), outputs.select(verdict.rows)
-        metrics, mismatches = metrics | verdict.metrics, verdict.healthy
-    return Reading(rows=rows, kept=samples, old=outputs, mismatches=mismatches, metrics=metrics)
+        passed = job.gate.check(scored, outputs.log_probs, mismatches, step=step)
+        rows, samples, outputs = passed.rows, samples.select(passed.rows), outputs.select(passed.rows)
+        metrics, mismatches = metrics | passed.metrics, passed.healthy
+    return CheckedSamples(rows=rows, kept=samples, outputs=outputs, mismatches=mismatches, metrics=metrics)
 
 
-def consult(job: Job, scored: Scored, timers: Timers) -> Opinions:
-    """Read the samples with the reference and the critic, if the job has them."""
+def infer_frozen(job: Job, scored: Scored, timers: Timers) -> RefAndValues:
+    """Run the samples through the reference and the critic, if the job has them."""
     with timers("ref"):
         ref_log_probs = job.reference.infer(scored).log_probs if job.reference else None
     with timers("values"):
         values = job.critic.infer(scored) if job.critic else None
-    return Opinions(ref_log_probs=ref_log_probs, values=values)
+    return RefAndValues(ref_log_probs=ref_log_probs, values=values)
 
 
-def prepare(
-    job: Job, samples: Collected, old: PolicyOutputs | None, opinions: Opinions, kl: KL, timers: Timers
-) -> Lesson:
+def compute_advantages(
+    job: Job, samples: Collected, old: PolicyOutputs | None, others: RefAndValues, kl: KL, timers: Timers
+) -> StepBatch:
     """Estimate the advantages of the samples. `old` are the actor's outputs on them; None: the update computes them."""
     with timers("adv"):
         experience, metrics = estimate(
             samples.scored,
             old_log_probs=old.log_probs if old else None,
-            ref_log_probs=opinions.ref_log_probs,
-            values=opinions.values,
+            ref_log_probs=others.ref_log_probs,
+            values=others.values,
             baselines=samples.baselines,
             algorithm=job.algorithm,
             kl_coef=kl.coef if job.algorithm.use_kl_in_reward else None,
@@ -256,4 +247,4 @@ def prepare(
         )
         if "actor/reward_kl_penalty" in metrics:
             kl = kl.update(metrics["actor/reward_kl_penalty"], num_steps=len(samples.scored))
-    return Lesson(experience=experience, kl=kl, metrics=metrics)
+    return StepBatch(experience=experience, kl=kl, metrics=metrics)

@@ -111,7 +111,7 @@ class ModelScorer:
 
 def _finite(scored: Scored) -> Scored:
     """Return the record itself. FloatingPointError if weights make a score too large for float32."""
-    odd = (scored.judged() & ~scored.scores.isfinite()).nonzero()[:, 0].tolist()
+    odd = (scored.has_score() & ~scored.scores.isfinite()).nonzero()[:, 0].tolist()
     if odd:
         raise FloatingPointError(
             f"reward_model.weights: the weighted scores of sample {odd[0]} come to {float(scored.scores[odd[0]])} in "

@@ -13,9 +13,10 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Generation, Group, Prompt, Prompts, Rollouts
 from megarl.data.translation import Translation
 from megarl.environments.episodes import Environments
-from megarl.learner.against import Against, BySource
 from megarl.learner.batching import Budget
-from megarl.learner.learner import Learner
+from megarl.learner.forward import ReferenceDivergence
+from megarl.learner.learner import Gradient, Learner
+from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import LossTerm, Objective
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
@@ -24,10 +25,11 @@ from megarl.rollout.sampling import GREEDY, Sampling
 from megarl.rollout.session import Session
 from megarl.sync.transfer import Sync
 from megarl.tracking.timers import Timers
-from megarl.training.interfaces import Metrics, Review
+from megarl.training.interfaces import Metrics
 from megarl.training.kept import Kept
 from megarl.training.minibatches import minibatches
 from megarl.training.skips import Skips
+from megarl.training.updates import update
 
 Outputs = TypeVar("Outputs", PolicyOutputs, Tensor)
 R = TypeVar("R", bound=Rollouts)
@@ -44,7 +46,7 @@ class Updates:
     shuffle: bool
     seed: int
     prepare: Callable[[Experience], Experience] | None = None  # applied to each mini-batch before it is divided
-    against: Against | None = None  # the exact divergence that the objective uses
+    against: ReferenceDivergence | None = None  # the exact divergence that the objective uses
     extra_terms: Callable[[int], Iterable[LossTerm]] | None = None  # of the loss of each mini-batch of a step
     skips: Skips | None = None  # handles mini-batches with a loss or gradient that is not finite; None: nothing does
 
@@ -59,7 +61,7 @@ class Model(Generic[Outputs]):
         learner: Learner,
         budget: Budget,
         updates: Updates | None = None,
-        against: Against | None = None,
+        against: ReferenceDivergence | None = None,
         with_entropy: bool = False,
         translate: Translation | None = None,
     ) -> None:
@@ -83,15 +85,39 @@ class Model(Generic[Outputs]):
         outputs: Outputs = self.learner.infer(batch, budget, against=self._against, with_entropy=self._with_entropy)
         return outputs
 
-    def update(self, experience: Experience, *, step: int, review: Review | None = None) -> Metrics:
+    def forward_backward(self, experience: Experience, *, step: int) -> Gradient:
+        """Compute the gradient of a step, counted from 0, that has one mini-batch, and the model's outputs on it."""
+        experience, budget = self._as_read(experience, self._updates_of_role().budget)
+        (terms,) = self._minibatches(experience, step)
+        return self.learner.forward_backward(terms, budget, with_outputs=True)
+
+    def update(self, experience: Experience, *, step: int, gradient: Gradient | None = None) -> Metrics:
         """Learn from the experience of a step, counted from 0. The learner's own metrics get the prefix `NAME/`.
+
+        `gradient` is that of the step's one mini-batch, if `forward_backward` has computed it.
 
         Raises:
             UserError: on all ranks alike, if too many updates in a row were skipped.
         """
-        updates = self._updates
-        assert updates is not None, f"the {self.name} does not learn"
+        updates = self._updates_of_role()
         experience, budget = self._as_read(experience, updates.budget)
+        metrics = update(
+            self.learner,
+            self._minibatches(experience, step),
+            budget,
+            skips=updates.skips,
+            step=step,
+            gradient=gradient,
+        )
+        return {key if "/" in key else f"{self.name}/{key}": value for key, value in metrics.items()}
+
+    def _updates_of_role(self) -> Updates:
+        assert self._updates is not None, f"the {self.name} does not learn"
+        return self._updates
+
+    def _minibatches(self, experience: Experience, step: int) -> Iterator[Sequence[LossTerm]]:
+        """Yield the terms of the loss of each mini-batch of a step."""
+        updates = self._updates_of_role()
         batches: Iterator[Experience] = minibatches(
             experience,
             num_prompts=updates.num_prompts,
@@ -99,19 +125,11 @@ class Model(Generic[Outputs]):
             shuffle=updates.shuffle,
             seed=updates.seed + step,
         )
-        if updates.prepare:
-            batches = map(updates.prepare, batches)
-        extra_terms = updates.extra_terms(step) if updates.extra_terms else None
-        metrics = self.learner.update(
-            batches,
-            updates.objective,
-            budget,
-            against=updates.against,
-            extra_terms=extra_terms,
-            on_minibatch=updates.skips.of_step(step + 1) if updates.skips else None,
-            review=review,
-        )
-        return {key if "/" in key else f"{self.name}/{key}": value for key, value in metrics.items()}
+        extra_terms = iter(updates.extra_terms(step)) if updates.extra_terms else None
+        for batch in batches:
+            whole = updates.prepare(batch) if updates.prepare else batch
+            term = LossTerm(batch=whole, objective=updates.objective, against=updates.against)
+            yield [term, next(extra_terms)] if extra_terms else [term]
 
     def _as_read(self, batch: R, budget: Budget) -> tuple[R, Budget]:
         """Re-encode the batch in the model's own tokens. The budget grows if a sequence becomes longer than it."""
@@ -125,7 +143,7 @@ class Model(Generic[Outputs]):
 class Reference:
     """The frozen policies. Each reads the samples of its data sources, and all of them together act as one."""
 
-    def __init__(self, models: BySource[Model[PolicyOutputs]]) -> None:
+    def __init__(self, models: PerDataSource[Model[PolicyOutputs]]) -> None:
         self.models = models
 
     def infer(self, batch: Rollouts) -> PolicyOutputs:
@@ -135,9 +153,9 @@ class Reference:
         order = torch.cat([samples for _, samples in shares]).argsort()
         return PolicyOutputs(log_probs=torch.cat(read)[order])
 
-    def against(self, divergence: Divergence) -> Against:
+    def against(self, divergence: Divergence) -> ReferenceDivergence:
         """Return the divergence from these policies."""
-        return Against(policies=self.models.map(lambda model: model.learner), divergence=divergence)
+        return ReferenceDivergence(policies=self.models.map(lambda model: model.learner.forward), divergence=divergence)
 
 
 class EngineSampler:
@@ -196,14 +214,14 @@ class EngineSampler:
     def _session(self, sampling: Sampling, *, step: int, final_only: bool = True) -> Session:
         max_tokens = self._section.response_length
         episodes = self._environments.begin(max_tokens=max_tokens) if self._environments else None
-        drawing = self._engine.draw(
+        queue = self._engine.open_queue(
             sampling,
             max_tokens=max_tokens,
             step=step,
-            finished=episodes.ask if episodes else self._tell,
+            on_finished=episodes.ask if episodes else self._tell,
             final_only=final_only,
         )
-        return Session(self._engine, drawing, num_slots=self._section.max_num_seqs, episodes=episodes)
+        return Session(self._engine, queue, num_slots=self._section.max_num_seqs, episodes=episodes)
 
     def _opened(self, prompts: Prompts) -> Prompts:
         """Return the prompts as the environment makes them."""

@@ -10,7 +10,6 @@ Invariant: decisions follow from facts that all ranks share, so either all ranks
 import json
 import logging
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from megarl.checkpoint.find import last_intact_during_run
 from megarl.errors import UserError
 from megarl.learner.finite import NotFinite
-from megarl.learner.learner import OnMinibatch
 from megarl.learner.terms import LossTerm
 from megarl.platform.files import write_whole
 from megarl.tracking.config import TrainerSection
@@ -38,15 +36,18 @@ class Skips:
         self._run_dir = Path(trainer.default_local_dir)
         self._directory = self._run_dir / DIRECTORY
 
-    def of_step(self, step: int) -> OnMinibatch:
-        """Return the callback for `Learner.update` in a step, counted from 1.
+    def note(self, why: NotFinite | None, terms: Sequence[LossTerm], *, step: int, minibatch: int) -> None:
+        """Record that a mini-batch was skipped, and `why`. None: the model learned from it.
+
+        Args:
+            why: what was not finite.
+            terms: the terms of the loss of the mini-batch.
+            step: the step of the run, counted from 1.
+            minibatch: the number of the mini-batch in the step.
 
         Raises:
-            UserError: by the callback, on all ranks alike, if more mini-batches in a row were skipped than allowed.
+            UserError: on all ranks alike, if more mini-batches in a row were skipped than allowed.
         """
-        return partial(self._note, step)
-
-    def _note(self, step: int, minibatch: int, terms: Sequence[LossTerm], why: NotFinite | None) -> None:
         if why is None:
             self._in_a_row = 0
             return

@@ -12,8 +12,8 @@ from megarl.distributed.exchange import seconds_waited, together
 from megarl.distributed.signals import Stopped, stop_requested
 from megarl.platform.memory import peak_memory
 from megarl.tracking.profile import Traces
+from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
-from megarl.tracking.tracker import Tracker
 from megarl.training.interfaces import Checkpoints, Metrics
 
 StepPart = Callable[[int, Timers], Metrics]

@@ -13,13 +13,14 @@ from megarl.data.preferences import PreferenceStream
 from megarl.distributed import watchdog
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
-from megarl.learner.terms import Objective
+from megarl.learner.terms import LossTerm, Objective
+from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
-from megarl.tracking.tracker import Tracker
 from megarl.training.interfaces import Checkpoints, Metrics
 from megarl.training.objectives import PreferenceObjective
 from megarl.training.skips import Skips
 from megarl.training.steps import Schedule, run_steps
+from megarl.training.updates import update
 
 
 class Batches(Protocol):
@@ -37,7 +38,7 @@ class Batches(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lessons:
+class SupervisedTask:
     """The data and the objective of a model that learns from files."""
 
     role: Literal["policy", "value"]
@@ -50,7 +51,7 @@ class Lessons:
 
 def train(
     learner: Learner,
-    lessons: Lessons,
+    task: SupervisedTask,
     schedule: Schedule,
     *,
     skips: Skips,
@@ -61,10 +62,10 @@ def train(
 
     def step(number: int, timers: Timers) -> Metrics:
         with timers("step"):
-            batches, on_minibatch = [lessons.batches.take(number)], skips.of_step(number + 1)
-            return learner.update(batches, lessons.objective, lessons.budget, on_minibatch=on_minibatch)
+            term = LossTerm(batch=task.batches.take(number), objective=task.objective)
+            return update(learner, [[term]], task.budget, skips=skips, step=number)
 
-    validate = lessons.validate
+    validate = task.validate
 
     def held_out(finished: int, timers: Timers) -> Metrics:
         assert validate, "there is nothing to validate on"

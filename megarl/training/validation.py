@@ -9,11 +9,11 @@ from megarl.algorithms.groups import mean_over_prompts, statistics
 from megarl.batch import Scored, join
 from megarl.rewards.collective import RewardError
 from megarl.rewards.scoring import first_failures
+from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
-from megarl.tracking.tracker import Tracker
 from megarl.training.archive import Archive
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Scorer
-from megarl.training.judge import SLOWEST, Judge
+from megarl.training.score_accumulator import SLOWEST, ScoreAccumulator
 
 
 class Validation:
@@ -47,14 +47,14 @@ class Validation:
         Raises:
             RewardError: most samples, or all samples of a data source, have no score.
         """
-        judge = Judge(self._scorer)
+        scores = ScoreAccumulator(self._scorer)
         with progress.within("testing"):
             with self._sampler.awake(Timers(), step=step) as metrics:
                 drawn = [self._sampler.validate(prompts, step=step) for prompts in self._prompts.batches()]
-            scored = join([judge.score(rollouts) for rollouts in drawn])
+            scored = join([scores.score(rollouts) for rollouts in drawn])
         self.tracker.log_table("val/generations", _shown(scored, self._num_shown), step=step)
-        reported = {f"val/{name}": value for name, value in judge.metrics().items() if name != SLOWEST}
-        reported["val/reward/masked_rate"] = 1.0 - float(scored.judged().double().mean())
+        reported = {f"val/{name}": value for name, value in scores.metrics().items() if name != SLOWEST}
+        reported["val/reward/masked_rate"] = 1.0 - float(scored.has_score().double().mean())
         if self._archive:
             reported["val/archive/failures"] = float(not self._archive.keep_validation(scored, step=step))
         return metrics | reported | scores_by_source(scored)
@@ -67,9 +67,9 @@ def scores_by_source(scored: Scored) -> Metrics:
         RewardError: no sample of a data source has a score.
     """
     num = len(scored) // len(scored.prompts)
-    judged = scored.select(scored.judged().nonzero()[:, 0])
+    with_score = scored.select(scored.has_score().nonzero()[:, 0])
     samples: list[list[int]] = [[] for _ in scored.prompts]
-    for sample, place in enumerate(judged.groups.tolist()):
+    for sample, place in enumerate(with_score.groups.tolist()):
         samples[place].append(sample)
     by_source: dict[str, list[list[int]]] = defaultdict(list)
     for prompt, of_prompt in zip(scored.prompts, samples, strict=True):
@@ -81,16 +81,16 @@ def scores_by_source(scored: Scored) -> Metrics:
                 f"the reward failed on every validation response of data source {source!r}; "
                 f"{'; '.join(first_failures(scored))}"
             )
-        scores = [judged.scores[of_prompt] for of_prompt in of_source]
+        scores = [with_score.scores[of_prompt] for of_prompt in of_source]
         metrics[f"val/test_score/{source}"] = mean_over_prompts(scores)
-        found = statistics(scores, _answers(judged, of_source), num=num)
+        found = statistics(scores, _answers(with_score, of_source), num=num)
         metrics |= {f"val/{source}/{name}": value for name, value in found.items()}
     return metrics
 
 
-def _answers(judged: Scored, prompts: Sequence[Sequence[int]]) -> list[list[str]] | None:
+def _answers(with_score: Scored, prompts: Sequence[Sequence[int]]) -> list[list[str]] | None:
     """Return the extracted answers for each prompt, '' for a response without one. None if no response has one."""
-    found = [[judged.answers[sample] if judged.answers else None for sample in samples] for samples in prompts]
+    found = [[with_score.answers[sample] if with_score.answers else None for sample in samples] for samples in prompts]
     if all(answer is None for answers in found for answer in answers):
         return None
     return [[answer or "" for answer in answers] for answers in found]

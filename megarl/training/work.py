@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.batch import Rollouts
-from megarl.learner.against import BySource
+from megarl.learner.per_data_source import PerDataSource
 from megarl.models.architecture import Architecture
 from megarl.models.flops import Tokens, forward_flops
 from megarl.tracking.names import TIMING
@@ -18,7 +18,7 @@ UPDATES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic"}
 class Work:
     """The passes of each phase over the samples of a step. A reward model and ReMax's greedy responses are left out."""
 
-    passes: Mapping[str, Sequence[tuple[BySource[Architecture], int]]] = field(default_factory=dict)
+    passes: Mapping[str, Sequence[tuple[PerDataSource[Architecture], int]]] = field(default_factory=dict)
     """By phase of the timers: models, and the forward passes of each over its share of the samples; an update is
     three."""
     peak: float | None = None  # FLOP/s of all devices together; None: unknown
@@ -27,7 +27,7 @@ class Work:
         """Return the TFLOP of the phases that `timing` knows, over all ranks, and the utilization by each update."""
         lengths, outputs = samples.lengths(), samples.mask.sum(1)
 
-        def forward(models: BySource[Architecture]) -> int:
+        def forward(models: PerDataSource[Architecture]) -> int:
             return sum(
                 forward_flops(architecture, Tokens.of(lengths[share].tolist(), num_outputs=int(outputs[share].sum())))
                 for architecture, share in models.shares(samples)

@@ -301,6 +301,23 @@ def test_evaluate_scores_the_checkpoint_of_a_run_under_another_split(
     assert (found["step"], found["val/test_score/countdown/bare"]) == (3, pytest.approx(score))
 
 
+def test_val_only_shows_the_scores_of_a_run_and_changes_no_record(
+    resumed_run: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    run_dir, _ = resumed_run
+
+    def records() -> dict[Path, bytes]:
+        """Return the contents of all files but the job's log."""
+        files = (path for path in run_dir.rglob("*") if path.is_file() and path.parent.name != "log")
+        return {path: path.read_bytes() for path in files}
+
+    before = records()
+    configuration = [str(run_dir / "config.yaml"), f"trainer.default_local_dir={run_dir}"]
+    output = run_job(2, train.main, *configuration, "trainer.val_only=true", log=tmp_path / "val", timeout_s=LAUNCH_S)
+    assert f"validation countdown/bare {metrics_of(run_dir)[3]['val/test_score/countdown/bare']:g}" in output
+    assert records() == before
+
+
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is missing (apt: openmpi-bin)")
 def test_open_mpi_runs_grpo_with_two_engines(workspace: Workspace, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from megarl.algorithms.kl import Divergence
 from megarl.config.policy import ActorSection
 from megarl.training.objectives import ActorObjective
 from tests.support.heads import assert_not_rounded, in_bfloat16
-from tests.support.learners import learn_twice, make_test_learner, sizes
+from tests.support.learners import learn_twice, make_test_learner, sizes, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.tiny import VARIANTS, write_checkpoint
@@ -36,16 +36,17 @@ def cpu() -> Iterator[RankPool]:
 
 def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the divergence before an update, and the metrics of the update. Runs on one rank."""
-    from megarl.learner.against import Against, BySource
     from megarl.learner.batching import Budget
+    from megarl.learner.forward import ReferenceDivergence
+    from megarl.learner.per_data_source import PerDataSource
 
     split = {"param_offload": param_offload}
     learner = make_test_learner(policy, split)
     other = make_test_learner(reference, split, optim=None, mesh=learner.mesh)
-    against = Against(policies=BySource(other=other), divergence=Divergence())
+    against = ReferenceDivergence(policies=PerDataSource(other=other), divergence=Divergence())
     budget = Budget(max_tokens=24, max_sequences=None)
     kl = learner.infer(experience(), budget, against=against).kl
-    metrics: dict[str, Any] = learner.update([experience()], ACTOR, budget, against=against)
+    metrics: dict[str, Any] = update(learner, [experience()], ACTOR, budget, against=against)
     homes = {parameter.device.type for parameter in other.modules[0].parameters()}
     assert homes == {"cpu" if param_offload else "cuda"}
     return kl, metrics

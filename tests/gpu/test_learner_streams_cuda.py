@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.learners import ACTOR, make_test_learner
+from tests.support.learners import ACTOR, make_test_learner, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.tiny import write_checkpoint
@@ -24,7 +24,7 @@ def learn(source: Path, section: dict[str, Any]) -> tuple[list[dict[str, float]]
 
     learner, batch = make_test_learner(source, section), experience()
     budget = Budget(max_tokens=24, max_sequences=None)
-    metrics = [learner.update([batch, batch], ACTOR, budget) for _ in range(3)]
+    metrics = [update(learner, [batch, batch], ACTOR, budget) for _ in range(3)]
     return metrics, learner.infer(batch, budget).log_probs
 
 
@@ -59,7 +59,7 @@ def waits(source: Path, max_tokens: int) -> Counter[str]:
     budget = Budget(max_tokens=max_tokens, max_sequences=None)
 
     def work() -> None:
-        learner.update([batch], ACTOR, budget)
+        update(learner, [batch], ACTOR, budget)
         learner.infer(batch, budget)
 
     work()  # kernels are compiled and groups connected

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.batch import Generation, Group
 from megarl.rollout.config import SamplingSection
-from tests.support.engines import PROMPTS, log_probs, start, tear_down, tensors_of, write_two_checkpoints, writer
+from tests.support.engines import PROMPTS, generating, log_probs, start, tear_down, tensors_of, write_two_checkpoints
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,7 @@ def answers(paths: list[Path], enforce_eager: bool) -> tuple[list[list[Generatio
     used, generations = [], []
     for checkpoint in (first, second, first, second):
         used.append(bytes_in_use())
-        with engine.awake(writer(tensors_of(checkpoint))):
+        with generating(engine, tensors_of(checkpoint)):
             used.append(bytes_in_use())
             generations.append(engine.generate(PROMPTS, SAMPLED, max_tokens=12, step=0))
     tear_down(engine)
@@ -68,12 +68,12 @@ def stopped_responses(paths: list[Path]) -> list[list[list[int]]]:
     settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2, "enforce_eager": True}
     engine = start(paths[-1], tensors_of(paths[0]), tp_size=1, **settings)
     found = []
-    with engine.awake(writer(tensors_of(paths[0]))):
+    with generating(engine, tensors_of(paths[0])):
         for _ in range(2):
-            drawing = engine.draw(SAMPLED, max_tokens=12, step=0, final_only=False)
-            drawing.add([Group.new(prompt, range(2), begun=0, place=place) for place, prompt in enumerate(PROMPTS)])
-            assert drawing.run(3) == []
-            found.append([generation.token_ids for generation in drawing.stop()])
+            queue = engine.open_queue(SAMPLED, max_tokens=12, step=0, final_only=False)
+            queue.add([Group.new(prompt, range(2), begun=0, place=place) for place, prompt in enumerate(PROMPTS)])
+            assert queue.run(3) == []
+            found.append([generation.token_ids for generation in queue.stop()])
         found.append([generation.token_ids for generation in engine.generate(PROMPTS, SAMPLED, max_tokens=12, step=0)])
     tear_down(engine)
     return found

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.hollow.counters import counted
-from tests.support.learners import ACTOR, make_test_learner
+from tests.support.learners import ACTOR, make_test_learner, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.tiny import write_checkpoint
@@ -21,11 +21,11 @@ def asked(source: Path, max_tokens: int) -> tuple[int, Counter[str]]:
 
     learner, batch = make_test_learner(source, {"dtype": "bfloat16"}), experience()
     budget = Budget(max_tokens=max_tokens, max_sequences=None)
-    num_micro_batches = len(learner.passes.divide(batch, budget, lambda packed, other: len, None))
+    num_micro_batches = len(learner.forward.divide(batch, budget, None))
     for _ in range(2):  # memory is cached, and groups are connected
-        learner.update([batch], ACTOR, budget)
+        update(learner, [batch], ACTOR, budget)
     with counted() as found:
-        learner.update([batch], ACTOR, budget)
+        update(learner, [batch], ACTOR, budget)
     return num_micro_batches, found
 
 
@@ -66,7 +66,7 @@ def learn_with(source: Path, kept_share: float) -> tuple[int, dict[str, float]]:
     heads.KEPT_SHARE = kept_share
     learner = make_test_learner(source, {"dtype": "bfloat16"})
     with counted() as found:
-        metrics = learner.update([experience()], ACTOR, Budget(max_tokens=1000, max_sequences=None))
+        metrics = update(learner, [experience()], ACTOR, Budget(max_tokens=1000, max_sequences=None))
     return found["products"], metrics
 
 

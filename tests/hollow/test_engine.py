@@ -11,7 +11,7 @@ import pytest
 
 from megarl.platform.device import on_cuda
 from megarl.rollout.config import SamplingSection
-from tests.support.engines import PROMPTS, start, tear_down, tensors_of, write_two_checkpoints, writer
+from tests.support.engines import PROMPTS, generating, start, tear_down, tensors_of, write_two_checkpoints
 from tests.support.ranks import RankPool
 
 GREEDY = SamplingSection(n=1, do_sample=False)
@@ -39,7 +39,7 @@ def generate(paths: list[Path], enforce_eager: bool) -> list[list[list[int]]]:
     engine = start(bare, tensors_of(checkpoints[0]), tp_size=1, **settings)
     found = []
     for checkpoint in checkpoints:
-        with engine.awake(writer(tensors_of(checkpoint))):
+        with generating(engine, tensors_of(checkpoint)):
             responses = engine.generate(PROMPTS, GREEDY, max_tokens=MAX_TOKENS, step=0)
         found.append([list(response.token_ids) for response in responses])
     tear_down(engine)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.learners import ACTOR, make_test_learner
+from tests.support.learners import ACTOR, make_test_learner, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.tiny import write_checkpoint
@@ -46,7 +46,7 @@ def learn(source: Path, section: dict[str, Any]) -> list[dict[str, float]]:
     from megarl.learner.batching import Budget
 
     learner, batch, budget = make_test_learner(source, section), experience(), Budget(max_tokens=24, max_sequences=None)
-    metrics = [learner.update([batch, batch], ACTOR, budget) for _ in range(2)]
+    metrics = [update(learner, [batch, batch], ACTOR, budget) for _ in range(2)]
     learner.infer(batch, budget)
     return metrics
 

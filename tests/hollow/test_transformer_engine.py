@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.learners import ACTOR, make_test_learner
+from tests.support.learners import ACTOR, make_test_learner, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.tiny import VARIANTS, write_checkpoint
@@ -34,7 +34,7 @@ def learn(source: Path, dtype: str, deterministic: bool) -> tuple[set[str], str 
     learner = make_test_learner(source, {"dtype": dtype})
     budget = Budget(max_tokens=64, max_sequences=None)
     learner.infer(experience(), budget)
-    learner.update([experience()], ACTOR, budget)
+    update(learner, [experience()], ACTOR, budget)
     modules = {type(part).__name__ for module in learner.modules for part in module.modules()}
     from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megarl.distributed.exchange import together
 from tests.support.disks import Disk, small_disk
-from tests.support.learners import ACTOR, make_test_learner, sizes
+from tests.support.learners import ACTOR, make_test_learner, sizes, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 
@@ -29,7 +29,7 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], is_async: bool) -> tu
     from megarl.learner.batching import Budget
 
     learner = make_test_learner(source, split)
-    learner.update([experience()], ACTOR, Budget(max_tokens=100, max_sequences=None))
+    update(learner, [experience()], ACTOR, Budget(max_tokens=100, max_sequences=None))
     run = CheckpointStore(
         directory=disk.path,
         learners={"actor": learner},

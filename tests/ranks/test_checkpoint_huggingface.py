@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from megarl.checkpoint.find import find_checkpoint
 from megarl.distributed.launch import Launch
 from tests.support.engines import PROMPTS, load_as_published, log_probs, tear_down_vllm
-from tests.support.learners import ACTOR, CRITIC, make_test_learner, sizes
+from tests.support.learners import ACTOR, CRITIC, make_test_learner, sizes, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.sentencepieces import train_sentencepiece
@@ -38,8 +38,8 @@ def save(model: Path, run_dir: Path) -> tuple[Any, Any]:
     batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
 
     def learn() -> None:
-        actor.update([batch], ACTOR, budget)
-        critic.update([batch], CRITIC, budget)
+        update(actor, [batch], ACTOR, budget)
+        update(critic, [batch], CRITIC, budget)
 
     def export(checkpoint: Path) -> None:
         export_model(actor, source, tokenizer, checkpoint / "huggingface", launch)

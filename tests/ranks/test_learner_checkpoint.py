@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.learner.config import OptimSection
-from tests.support.learners import ACTOR, learn_twice, make_test_learner, sizes
+from tests.support.learners import ACTOR, learn_twice, make_test_learner, sizes, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.shards import tensors_of
@@ -45,14 +45,14 @@ def save_twice(source: Path, split: dict[str, Any], optimizer: bool, at_once: Pa
 
     learner = make_test_learner(source, split | {"use_distributed_optimizer": optimizer}, optim=OPTIM)
     batch, budget, staging = experience(), Budget(max_tokens=100, max_sequences=None), Staging()
-    learner.update([batch], ACTOR, budget)
+    update(learner, [batch], ACTOR, budget)
     for directory in (at_once, alongside):
         writing = save_learner(learner, directory, staging)
         if directory == alongside:
             thread = Thread(target=writing.write)
-            learner.update([batch], ACTOR, budget)
+            update(learner, [batch], ACTOR, budget)
             thread.start()
-            learner.update([batch], ACTOR, budget)
+            update(learner, [batch], ACTOR, budget)
             thread.join()
         else:
             writing.write()

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.learners import ACTOR, WARM_UP, learn_twice, make_test_learner, sizes
+from tests.support.learners import ACTOR, WARM_UP, learn_twice, make_test_learner, sizes, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.shards import names_of
@@ -53,7 +53,7 @@ def rest(source: Path, dtype: str) -> tuple[list[set[int]], list[dict[str, float
 
     def metrics(learner: Any) -> dict[str, float]:
         batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
-        found: dict[str, float] = learner.update([batch, batch], ACTOR, budget)
+        found: dict[str, float] = update(learner, [batch, batch], ACTOR, budget)
         return found
 
     stays = make_test_learner(source, {"dtype": dtype})
@@ -89,7 +89,7 @@ def save_at_rest(source: Path, to: Path) -> tuple[int, int]:
     with offloading():
         LateStream.num_copies = 0
         learner = make_test_learner(source, {"optimizer_offload": True})
-        learner.update([experience()], ACTOR, Budget(max_tokens=100, max_sequences=None))
+        update(learner, [experience()], ACTOR, Budget(max_tokens=100, max_sequences=None))
         of_update = LateStream.num_copies
         save_learner(learner, to, Staging())
         return of_update, LateStream.num_copies - of_update
@@ -133,7 +133,7 @@ def learn_deterministically(source: Path) -> Any:
         return ACTOR(*args)
 
     objective.needs_entropy = True  # type: ignore[attr-defined]
-    learner.update([experience()], objective, Budget(max_tokens=100, max_sequences=None))
+    update(learner, [experience()], objective, Budget(max_tokens=100, max_sequences=None))
     return {*seen}, learner.modules[0].config.deterministic_mode, torch.are_deterministic_algorithms_enabled()
 
 
@@ -173,8 +173,8 @@ def save_at_once(source: Path, to: Path | None, load: Path | None, lazy: bool) -
             writing.write()
             writing.finish()
         batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
-        learner.update([batch], ACTOR, budget)
-        metrics: dict[str, float] = learner.update([batch], ACTOR, budget)
+        update(learner, [batch], ACTOR, budget)
+        metrics: dict[str, float] = update(learner, [batch], ACTOR, budget)
         return metrics
 
 

@@ -21,7 +21,7 @@ from megarl.config.policy import ActorSection
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.training.objectives import ActorObjective, mark
 from tests.support.layouts import slices
-from tests.support.learners import TEMPERATURE, make_test_learner
+from tests.support.learners import TEMPERATURE, make_test_learner, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.references import reference_outputs
@@ -83,7 +83,7 @@ def updated(checkpoint: Path, split: dict[str, Any], balance: bool, max_tokens: 
     for name, actor in LOSSES.items():
         learner = make_test_learner(checkpoint, split, temperature=TEMPERATURE, balance=balance)
         budget, objective = Budget(max_tokens=max_tokens, max_sequences=None), ActorObjective(actor, horizon=HORIZON)
-        metrics = [learner.update([minibatch], objective, budget) for minibatch in batches(actor)]
+        metrics = [update(learner, [minibatch], objective, budget) for minibatch in batches(actor)]
         with learner.weights() as weights:
             parts = [(piece.name, piece.box, piece.view(weights[piece.param]).clone()) for piece in learner.layout()]
         found[name] = metrics, parts

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import Totals
 from megarl.batch import Experience
-from tests.support.learners import TOLERANCE, learn_twice, learner_outputs, make_test_learner
+from tests.support.learners import TOLERANCE, learn_twice, learner_outputs, make_test_learner, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.references import reference_outputs
@@ -109,7 +109,7 @@ def router_gradients(
 
     split = split | {"override_transformer_config": coefficients}
     learner = make_test_learner(checkpoint, split, grad_clip=1e9)
-    metrics = learner.update([experience()], silence, Budget(max_tokens=max_tokens, max_sequences=None))
+    metrics = update(learner, [experience()], silence, Budget(max_tokens=max_tokens, max_sequences=None))
     parameters = learner.modules[0].named_parameters()
     return metrics["grad_norm"], {name: p.main_grad.clone() for name, p in parameters if "router" in name}
 
@@ -172,7 +172,7 @@ def router_biases(checkpoint: Path, override: dict[str, Any]) -> tuple[Tensor, T
     name = "decoder.layers.1.mlp.router.expert_bias"
     with learner.weights() as weights:
         before = weights[name].clone()
-        learner.update([experience()], likelihood, Budget(max_tokens=1000, max_sequences=None))
+        update(learner, [experience()], likelihood, Budget(max_tokens=1000, max_sequences=None))
         return before, weights[name].clone()
 
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.learners import ACTOR, learn_twice, make_test_learner
+from tests.support.learners import ACTOR, learn_twice, make_test_learner, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.stand_ins import late_collectives, overlap
@@ -48,6 +48,7 @@ def overlapping(mode: Mode) -> AbstractContextManager[Any]:
 def live(checkpoint: Path, split: dict[str, Any], max_tokens: int, mode: Mode) -> Any:
     """Return what a learner reports and holds after each kind of thing that happens to it, and its bucket groups."""
     from megarl.learner.batching import Budget
+    from megarl.learner.terms import LossTerm
 
     batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
     some, broken = batch.select(torch.arange(6)), replace(batch, advantages=batch.advantages * torch.nan)
@@ -55,11 +56,12 @@ def live(checkpoint: Path, split: dict[str, Any], max_tokens: int, mode: Mode) -
         learner = make_test_learner(checkpoint, split)
         seen: list[Any] = [learner.infer(batch, budget).log_probs]
         for minibatches in ([batch], [some, batch, some], [batch, broken], [broken], [batch]):
-            seen.append(learner.update(minibatches, ACTOR, budget))
+            seen.append(update(learner, minibatches, ACTOR, budget))
             with learner.weights() as weights:
                 seen.append({name: tensor.clone() for name, tensor in weights.items()})
             seen.append(learner.infer(batch, budget).log_probs)
-        seen.append(learner.update([batch], ACTOR, budget, review=lambda outputs: some))
+        learner.forward_backward([LossTerm(batch=batch, objective=ACTOR)], budget, with_outputs=True).discard()
+        seen.append(update(learner, [some], ACTOR, budget))
         seen.append(learner.infer(some, budget).log_probs)
     return seen, sum(len(model.bucket_groups) for model in learner.models)
 

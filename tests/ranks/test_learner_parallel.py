@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.config.policy import ActorSection
 from megarl.learner.config import MegatronSection
 from megarl.training.objectives import ActorObjective
-from tests.support.learners import learn_twice, learner_outputs, make_test_learner
+from tests.support.learners import learn_twice, learner_outputs, make_test_learner, update
 from tests.support.ranks import RankPool, fresh_mesh
 from tests.support.records import experience
 
@@ -83,7 +83,7 @@ def num_messages(checkpoint: Path, split: dict[str, Any]) -> list[float]:
     from megarl.learner.batching import Budget
 
     learner, batch, budget = make_test_learner(checkpoint, split), experience(), Budget(max_tokens=24, max_sequences=2)
-    num_micro_batches = len(learner.passes.divide(batch, budget, lambda packed, other: len, None))
+    num_micro_batches = len(learner.forward.divide(batch, budget, None))
     send, messages, counts = dist.ProcessGroup.send, list[Any](), list[float]()
 
     def counted(group: Any, tensors: Any, *args: Any) -> Any:
@@ -91,7 +91,7 @@ def num_messages(checkpoint: Path, split: dict[str, Any]) -> list[float]:
         return send(group, tensors, *args)
 
     with patch.object(dist.ProcessGroup, "send", counted):
-        for run in (lambda: learner.infer(batch, budget), lambda: learner.update([batch], ACTOR, budget)):
+        for run in (lambda: learner.infer(batch, budget), lambda: update(learner, [batch], ACTOR, budget)):
             messages.clear()
             run()
             counts.append(len(messages) / num_micro_batches)
@@ -119,7 +119,7 @@ def calls_of_layers(checkpoint: Path, recompute: Any) -> tuple[dict[str, float],
         parts = {"attention": layer.self_attention, "feed-forward": getattr(layer.mlp, "router", layer.mlp)}
         for name, part in parts.items():
             part.register_forward_hook(lambda *_, name=name: calls.update([name]))
-    metrics = learner.update([experience()], ACTOR, Budget(max_tokens=1000, max_sequences=None))
+    metrics = update(learner, [experience()], ACTOR, Budget(max_tokens=1000, max_sequences=None))
     return metrics, calls["attention"] / len(layers), calls["feed-forward"] / len(layers)
 
 

@@ -14,7 +14,16 @@ import torch
 from megarl.batch import Experience
 from megarl.data.conversations import scoring_batch
 from megarl.training.minibatches import minibatches
-from tests.support.learners import ACTOR, CRITIC, TEMPERATURE, TOLERANCE, learner_outputs, make_test_learner, sizes
+from tests.support.learners import (
+    ACTOR,
+    CRITIC,
+    TEMPERATURE,
+    TOLERANCE,
+    learner_outputs,
+    make_test_learner,
+    sizes,
+    update,
+)
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.references import reference_outputs
@@ -56,7 +65,7 @@ def micro_batches_counted(checkpoint: Path, split: dict[str, Any]) -> tuple[int,
     learner = make_test_learner(checkpoint, split, temperature=TEMPERATURE)
     cut = minibatches(experience(), num_prompts=2, num_epochs=1, shuffle=False, seed=0)
     with progress.within("update_actor"):
-        learner.update(cut, ACTOR, Budget(max_tokens=40, max_sequences=1))
+        update(learner, cut, ACTOR, Budget(max_tokens=40, max_sequences=1))
         phase = progress.now()
     assert phase
     return phase.done, phase.total
@@ -80,7 +89,7 @@ def updates_without_failed(checkpoint: Path, split: dict[str, Any], failed: list
     judged = replace(batch, failures=failures).select(torch.tensor([f is None for f in failures]).nonzero()[:, 0])
     assert learner.infer(judged, budget).log_probs.shape == judged.mask.shape
     cut = minibatches(judged, num_prompts=1, num_epochs=1, shuffle=False, seed=0)
-    metrics = learner.update(cut, ACTOR, budget)
+    metrics = update(learner, cut, ACTOR, budget)
     return metrics, learner.infer(batch, budget).log_probs
 
 
@@ -90,7 +99,7 @@ def updates_never_drawn(checkpoint: Path, samples: list[list[int]]) -> tuple[dic
 
     learner = make_test_learner(checkpoint, {}, temperature=TEMPERATURE)
     batch, budget = experience(), Budget(max_tokens=1000, max_sequences=None)
-    metrics = learner.update([batch.select(torch.tensor(of)) for of in samples], ACTOR, budget)
+    metrics = update(learner, [batch.select(torch.tensor(of)) for of in samples], ACTOR, budget)
     return metrics, learner.infer(batch, budget).log_probs
 
 
@@ -142,7 +151,7 @@ def read_values(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
     states = [batch.sequences[row][: int(batch.places[row, token]) + 1] for row, token in rows]
     alone = learner.infer(scoring_batch(states), budget)[:, 0]
     values = learner.infer(batch, budget)
-    return {"values": values[batch.mask], "alone": alone, "metrics": learner.update([batch], CRITIC, budget)}
+    return {"values": values[batch.mask], "alone": alone, "metrics": update(learner, [batch], CRITIC, budget)}
 
 
 def test_a_critic_of_other_tokens_values_the_states_it_reads(pool: RankPool, checkpoints: dict[str, Path]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.learners import ACTOR, CRITIC, make_test_learner
+from tests.support.learners import ACTOR, CRITIC, make_test_learner, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.waits import DEVICE, on_device
@@ -55,9 +55,9 @@ def waits_of(source: Path, role: str, max_tokens: int) -> tuple[int, list[Counte
     batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
     with on_device() as waits:
         learner = make_test_learner(source, {}, role=role)
-        num = len(learner.passes.divide(batch, budget, lambda packed, other: len, None))
+        num = len(learner.forward.divide(batch, budget, None))
         objective, found = ACTOR if role == "policy" else CRITIC, []
-        for work in (learner.infer, *[lambda *args: learner.update([args[0]], objective, args[1])] * 2):
+        for work in (learner.infer, *[lambda *args: update(learner, [args[0]], objective, args[1])] * 2):
             waits.found.clear()
             work(batch, budget)
             found.append(Counter({place: n for place, n in waits.found.items() if not place.startswith(OF_THE_CPU)}))

@@ -76,7 +76,7 @@ def judged(
         scorer.pool.close()
         logging.getLogger("megarl.rewards.collective").removeHandler(handler)
     assert not scorer._begun
-    assert (scored.failures is None) == (on_failure == "score" or bool(scored.judged().all()))
+    assert (scored.failures is None) == (on_failure == "score" or bool(scored.has_score().all()))
     was_called = (scored.accuracies == 1.0).tolist()
     assert scored.answers == [text if called else None for text, called in zip(scored.texts, was_called, strict=True)]
     return list(scored.texts), scored.scores.tolist(), scored.accuracies.tolist(), metrics, warned

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from megarl.batch import Generation, Group
 from megarl.rollout.config import SamplingSection
 from megarl.rollout.session import Session
-from tests.support.engines import PROMPTS, log_probs, start, tear_down, tensors_of, write_two_checkpoints, writer
+from tests.support.engines import PROMPTS, generating, log_probs, start, tear_down, tensors_of, write_two_checkpoints
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -28,7 +28,7 @@ def answers_with_few_tokens(paths: list[Path], step_tokens: int) -> list[Generat
     """Return the responses of an engine that draws from the 5 likeliest tokens, with steps of so many tokens."""
     section = {"top_k": 5, "n": 2}
     engine = start(paths[-1], tensors_of(paths[0]), tp_size=1, max_num_batched_tokens=step_tokens, **section)
-    with engine.awake(writer(tensors_of(paths[0])), version=7):
+    with generating(engine, tensors_of(paths[0]), version=7):
         sampling = SamplingSection(do_sample=True, temperature=1.0, **section)
         generations = engine.generate(PROMPTS, sampling, max_tokens=RESPONSE, step=7)
     tear_down(engine)
@@ -59,10 +59,10 @@ def drawn_with_room_for_two(paths: list[Path]) -> list[tuple[dict[int, Group], f
     assert engine.room == 2
     groups = {number: to_go(3 if number % 2 else 40, index=number) for number in range(6)}
     found = []
-    with engine.awake(writer(tensors_of(paths[0]))):
+    with generating(engine, tensors_of(paths[0])):
         for room in (len(groups) * TWO.n, engine.room):
             engine.room = room
-            session = Session(engine, engine.draw(TWO, max_tokens=40, step=2), num_slots=2)
+            session = Session(engine, engine.open_queue(TWO, max_tokens=40, step=2), num_slots=2)
             session.add(groups)
             found.append((session.advance(None), session.occupancy()))
     tear_down(engine)

@@ -27,11 +27,11 @@ from megarl.rollout.sampling import request_params, request_seed
 from tests.support.cores import all_cores
 from tests.support.engines import (
     PROMPTS,
-    Sync,
     can_share_memory,
     check_against_rules,
     check_against_vllm,
     forget_parallel_state,
+    generating,
     log_probs,
     shared_memory_name,
     start,
@@ -40,7 +40,6 @@ from tests.support.engines import (
     tear_down_vllm,
     tensors_of,
     write_two_checkpoints,
-    writer,
 )
 from tests.support.ranks import RankPool
 from tests.support.tiny import VARIANTS
@@ -77,7 +76,7 @@ def answers_after_each_sync(paths: list[Path], tp_size: int, dtype: str) -> list
     answers = []
     for checkpoint in checkpoints:
         answers.append({})
-        with engine.awake(writer(tensors_of(checkpoint))):
+        with generating(engine, tensors_of(checkpoint)):
             for sampling in (SAMPLED, GREEDY):
                 generations = engine.generate(share, sampling, max_tokens=RESPONSE, step=3)
                 assert [generation.prompt for generation in generations] == sorted([*range(len(share))] * sampling.n)
@@ -140,11 +139,11 @@ def drawn_under_two_weights(paths: list[Path]) -> list[Group]:
     engine = start(bare, tensors_of(first), tp_size=2)
     session = [Group.new(prompt, range(SAMPLED.n), begun=0) for prompt in PROMPTS]
     for version, checkpoint in enumerate((first, second, second)):
-        with engine.awake(writer(tensors_of(checkpoint)), version=version):
-            drawing = engine.draw(SAMPLED, max_tokens=RESPONSE, step=version, final_only=False)
-            drawing.add([replace(group, samples=placed(group, place)) for place, group in enumerate(session)])
-            drawn = [*drawing.run(5 if version < 2 else None), *drawing.stop()]
-            assert drawing.num_steps == (5 if version < 2 else RESPONSE - 2 * 5)
+        with generating(engine, tensors_of(checkpoint), version=version):
+            queue = engine.open_queue(SAMPLED, max_tokens=RESPONSE, step=version, final_only=False)
+            queue.add([replace(group, samples=placed(group, place)) for place, group in enumerate(session)])
+            drawn = [*queue.run(5 if version < 2 else None), *queue.stop()]
+            assert queue.num_steps == (5 if version < 2 else RESPONSE - 2 * 5)
         session = [
             replace(group, samples=tuple(sample for sample in drawn if sample.prompt == place))
             for place, group in enumerate(session)
@@ -215,7 +214,7 @@ def as_vllm_generates(engine: Any) -> list[tuple[list[int], list[float]]]:
         for sample in range(SAMPLED.n)
     ]
     prompts = [{"prompt_token_ids": list(PROMPTS[0].token_ids)}] * SAMPLED.n
-    with patches.random_state_kept(), patches.without_compilation():
+    with patches.random_state_kept(), patches.compilation(allowed=False):
         outputs = [request.outputs[0] for request in engine._llm.generate(prompts, params, use_tqdm=False)]
     return [(list(output.token_ids), list(output.logprobs.logprobs)) for output in outputs]
 
@@ -228,7 +227,7 @@ def behaviour(paths: list[Path]) -> dict[str, Any]:
     before = (torch.get_rng_state(), random.getstate(), str(np.random.get_state()))
     engine = start(bare, tensors, tp_size=2)
     seen: dict[str, Any] = {}
-    with engine.awake(writer(tensors)):
+    with generating(engine, tensors):
         free = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0)
         seen["alike"] = [(sample.token_ids, sample.log_probs) for sample in free] == as_vllm_generates(engine)
         seen["other_step"] = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=1) != free
@@ -247,22 +246,20 @@ def behaviour(paths: list[Path]) -> dict[str, Any]:
     seen["segment"] = shared_memory_name()
 
     partial = {name for name in tensors if "layers.1.mlp" not in name}
-    with pytest.raises(RuntimeError, match=r"unwritten.*layers\.1\.mlp"), engine.awake(only(partial)):
+    with pytest.raises(RuntimeError, match="call receive_weights before"), engine.generating():
         pass
+    with pytest.raises(RuntimeError, match=r"unwritten.*layers\.1\.mlp"), engine.receive_weights() as weights:
+        write_only(partial, weights)
     tear_down(engine)
     return seen
 
 
-def only(names: set[str]) -> Sync:
-    """A sync that leaves out the parameters which need more than the checkpoint's `names`."""
-
-    def sync(weights: Any) -> None:
-        params = {piece.param for piece in weights.layout()}
-        for param in params - {piece.param for piece in weights.layout() if piece.name not in names}:
-            weights.open(param).zero_()
-            weights.close(param)
-
-    return sync
+def write_only(names: set[str], weights: Any) -> None:
+    """Write the parameters that need nothing but the checkpoint's `names`."""
+    params = {piece.param for piece in weights.layout()}
+    for param in params - {piece.param for piece in weights.layout() if piece.name not in names}:
+        weights.open(param).zero_()
+        weights.close(param)
 
 
 def test_engine_stops_keeps_the_trainers_state_and_refuses_half_a_sync(
@@ -342,7 +339,7 @@ def complaints(paths: list[Path], tp_size: int) -> list[str]:
         return outputs
 
     step = llm.llm_engine.step
-    with engine.awake(writer(tensors)):
+    with generating(engine, tensors):
         for wrongly in (all_but_one, of_others):
             planted = patch.object(llm.llm_engine, "step", wrongly) if last else nullcontext()
             with planted, pytest.raises(RuntimeError) as caught:
@@ -351,11 +348,11 @@ def complaints(paths: list[Path], tp_size: int) -> list[str]:
         assert len(engine.on_all_ranks(generate)) == engine.num_replicas
     core = llm.llm_engine.engine_core
     planted = patch.object(core, "get_output", failing_after(5, core.get_output)) if last else nullcontext()
-    with pytest.raises(RuntimeError) as caught, engine.awake(writer(tensors)), planted:
+    with pytest.raises(RuntimeError) as caught, generating(engine, tensors), planted:
         engine.on_all_ranks(generate)
     said.append(str(caught.value))
     if last:  # what it had begun is still there
-        with pytest.raises(RuntimeError, match="a request is still running"), engine.awake(writer(tensors)):
+        with pytest.raises(RuntimeError, match="a request is still running"), generating(engine, tensors):
             pass
     tear_down(engine)
     return said

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megarl.batch import Generation
 from megarl.rollout import patches
 from megarl.rollout.config import SamplingSection
-from tests.support.engines import PROMPTS, check_against_rules, log_probs, start, tear_down, tensors_of, writer
+from tests.support.engines import PROMPTS, check_against_rules, generating, log_probs, start, tear_down, tensors_of
 from tests.support.ranks import RankPool
 from tests.support.tiny import write_checkpoint
 
@@ -61,7 +61,7 @@ def responses_with_faults(paths: list[Path], faults: list[Fault], settings: dict
     detach_latent_projections(engine)
 
     def answer(checkpoint: Path) -> list[Generation]:
-        with engine.awake(writer(tensors_of(checkpoint))):
+        with generating(engine, tensors_of(checkpoint)):
             return engine.generate(PROMPTS, SamplingSection(), max_tokens=RESPONSE, step=0)
 
     answers = []

@@ -18,7 +18,7 @@ from megarl.batch import Group, Prompts, Rollouts
 from megarl.reshard.layout import Layout
 from tests.support.engines import PROMPTS, start, tear_down, tensors_of, write_two_checkpoints
 from tests.support.layouts import slices
-from tests.support.learners import make_test_learner
+from tests.support.learners import make_test_learner, update
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -103,7 +103,7 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
         assert bool(metrics) == (step < 2), "checked are the first weights and the first that differ"
         assert (rollouts.weight_versions == step).equal(rollouts.mask | (step == 0))
         before = learner.infer(rollouts, budget)
-        learner.update([rollouts], SFTObjective(), budget)
+        update(learner, [rollouts], SFTObjective(), budget)
         after = learner.infer(rollouts, budget)
         rounds.append(Round(rollouts, before.log_probs, after.log_probs))
     waves = [sum(transfer.num_bytes for transfer in wave.receives) for wave in plan.waves]

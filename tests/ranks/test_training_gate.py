@@ -132,8 +132,8 @@ class World:
         from megarl.learner.batching import Budget
         from megarl.rollout.config import SyncSection
         from megarl.rollout.limits import Limits
+        from megarl.tracking.protocol import NullTracker
         from megarl.tracking.timers import Timers
-        from megarl.tracking.tracker import NullTracker
         from megarl.training.collect import Collector
         from megarl.training.gate import Gate
         from megarl.training.loop import Job, take_step
@@ -156,7 +156,7 @@ class World:
             checkpoints=Mock(),
             tracker=NullTracker(),
             num_ranks=2,
-            reads_while_learning=in_one_pass,
+            fused_old_log_probs=in_one_pass,
             work=Work(),
         )
         return take_step(job, progress, Timers(), step=step)

@@ -19,7 +19,7 @@ from megarl.batch import Experience
 from megarl.data.parquet import write_rows
 from megarl.learner.config import OptimSection
 from megarl.tracking.jsonl import read_jsonl
-from tests.support.learners import ACTOR, make_test_learner
+from tests.support.learners import ACTOR, make_test_learner, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.sentencepieces import train_sentencepiece
@@ -88,18 +88,18 @@ def learnt(checkpoint: Path, split: dict[str, Any]) -> dict[str, list[str]]:
     budget = Budget(max_tokens=1000, max_sequences=1)
     first, bad, third = minibatches()
     sound = make_test_learner(checkpoint, split)
-    expected = sound.update([first, third], PLAIN, budget)
+    expected = update(sound, [first, third], PLAIN, budget)
     state, differs = state_of(sound), {}
     for fault in ("loss", "gradient", "both"):
         learner = make_test_learner(checkpoint, split, mesh=sound.mesh)
         before = state_of(learner)
-        metrics = learner.update([first, bad, third], partial(spoilt, fault=fault), budget)
+        metrics = update(learner, [first, bad, third], partial(spoilt, fault=fault), budget)
         after = state_of(learner)
         assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
         assert metrics == expected | {"skipped_updates": 1.0}
         assert after.keys() == state.keys()
         differs[fault] = [name for name, tensor in after.items() if not torch.equal(tensor, state[name])]
-        assert learner.update([bad], partial(spoilt, fault=fault), budget).keys() == {
+        assert update(learner, [bad], partial(spoilt, fault=fault), budget).keys() == {
             "skipped_updates",
             "empty_minibatches",
             "idle_minibatches",
@@ -124,11 +124,11 @@ def idled(checkpoint: Path, split: dict[str, Any]) -> tuple[list[str], dict[str,
     first, second, third = minibatches()
     idle = replace(second, advantages=torch.zeros_like(second.advantages))
     undisturbed = make_test_learner(checkpoint, split, optim=optim)
-    undisturbed.update([first, third], objective, budget)
+    update(undisturbed, [first, third], objective, budget)
     learner = make_test_learner(checkpoint, split, optim=optim, mesh=undisturbed.mesh)
-    metrics = learner.update([first, idle, third], objective, budget)
+    metrics = update(learner, [first, idle, third], objective, budget)
     before = state_of(learner)
-    alone = learner.update([idle], objective, budget)
+    alone = update(learner, [idle], objective, budget)
     assert (alone["grad_norm"], alone["idle_minibatches"], alone["skipped_updates"]) == (0.0, 1.0, 0.0)
     expected = state_of(undisturbed)
     after = state_of(learner)
@@ -165,11 +165,13 @@ def stopped(checkpoint: Path, split: dict[str, Any], run_dir: Path) -> tuple[lis
     steps, counts = [[first, bad], [bad, first], [third, bad], [bad], [bad, first]], []
     for number, batches in enumerate(steps, start=1):
         try:
-            metrics = learner.update(
+            metrics = update(
+                learner,
                 batches,
                 partial(spoilt, fault="both"),
                 Budget(max_tokens=1000, max_sequences=1),
-                on_minibatch=skips.of_step(number),
+                skips=skips,
+                step=number - 1,
             )
         except ValueError as error:
             return counts, str(error)
@@ -221,9 +223,9 @@ def many(run_dir: Path) -> None:
     term = LossTerm(batch=experience(), objective=ACTOR)
     why = NotFinite(loss=float("inf"), grad_norm=1.0, rows=((), ()), parameters={})
     for number in range(MOST_KEPT + 1):
-        skips.of_step(3)(number, [term, term], why)
+        skips.note(why, [term, term], step=3, minibatch=number)
     with pytest.raises(ValueError, match="has no intact checkpoint"):
-        skips.of_step(4)(0, [term], why)
+        skips.note(why, [term], step=4, minibatch=0)
 
 
 def test_so_many_are_kept(pool: RankPool, tmp_path: Path) -> None:
@@ -260,7 +262,7 @@ def last_words(run_dirs: list[Path]) -> str:
     skips = Skips("actor", TrainerSection(default_local_dir=str(mine), max_skipped_updates=0))
     why = NotFinite(loss=float("inf"), grad_norm=1.0, rows=((),), parameters={})
     with pytest.raises(ValueError, match="max_skipped_updates") as caught:
-        skips.of_step(5)(0, [LossTerm(batch=experience(), objective=ACTOR)], why)
+        skips.note(why, [LossTerm(batch=experience(), objective=ACTOR)], step=5, minibatch=0)
     return str(caught.value)
 
 

@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,6 @@ from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
 from tests.support.layouts import slices
 from tests.support.tiny import SIZES, write_checkpoint
-
-Sync = Callable[[Any], None]
 
 
 def prompt(index: int, token_ids: list[int]) -> Prompt:
@@ -56,10 +55,10 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
     return load_file(checkpoint / "model.safetensors")
 
 
-def writer(tensors: dict[str, Tensor]) -> Sync:
-    """Return a sync that copies the pieces of the engine's layout from full tensors."""
-
-    def sync(weights: Any) -> None:
+@contextmanager
+def generating(engine: Any, tensors: dict[str, Tensor], *, version: int = 0) -> Iterator[None]:
+    """Copy the pieces of the engine's layout from full tensors, and let it generate within the block."""
+    with engine.receive_weights(version=version) as weights:
         pieces = defaultdict(list)
         for piece in weights.layout():
             pieces[piece.param].append(piece)
@@ -69,8 +68,8 @@ def writer(tensors: dict[str, Tensor]) -> Sync:
             for part in parts:
                 part.view(target).copy_(tensors[part.name][slices(part.box)])
             weights.close(param)
-
-    return sync
+    with engine.generating():
+        yield
 
 
 def index_valued(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,7 +146,7 @@ def load_as_published(model_dir: Path) -> Any:
 
     section = RolloutSection(dtype="float32", max_num_seqs=16, load_format="auto")
     arguments = llm_arguments(section, model_dir=model_dir, max_model_len=160, trust_remote_code=False, on_cpu=True)
-    with patches.start_isolated(), patches.without_compilation():
+    with patches.start_isolated(), patches.compilation(allowed=False):
         return LLM(**arguments, kv_cache_memory_bytes=1 << 26)
 
 
@@ -170,7 +169,7 @@ def start_with_expert_parallel(model_dir: Path, *, tp_size: int) -> Any:
     section = RolloutSection(tensor_model_parallel_size=tp_size, dtype="float32", max_num_seqs=16)
     arguments = llm_arguments(section, model_dir=model_dir, max_model_len=160, trust_remote_code=False, on_cpu=True)
     patches.mend_cpu_build(segments.claim() if segments.may_spin() else None)
-    with patches.start_isolated(), patches.without_compilation():
+    with patches.start_isolated(), patches.compilation(allowed=False):
         return LLM(**arguments, enable_expert_parallel=True, kv_cache_memory_bytes=1 << 26)
 
 

@@ -140,12 +140,12 @@ def forges() -> float:
     return 1.0
 
 
-def kills_its_keeper() -> None:
-    """Kill the outermost process of the keeper's program: what it forks has the same command."""
+def kills_its_supervisor() -> None:
+    """Kill the outermost process of the supervisor's program: what it forks has the same command."""
     pid = os.getpid()
-    while b"megarl.rewards.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes():
-        keeper, pid = pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(keeper, signal.SIGKILL)
+    while b"megarl.rewards.supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        supervisor, pid = pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(supervisor, signal.SIGKILL)
     time.sleep(1000)
 
 

@@ -1,13 +1,15 @@
 """Learners on tiny checkpoints: in float32, over all ranks of a test."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl.algorithms.kl import Divergence
+from megarl.batch import Rollouts
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.training.objectives import ActorObjective, CriticObjective
@@ -57,6 +59,28 @@ def make_test_learner(
     )
 
 
+def update(
+    learner: Any,
+    minibatches: Iterable[Rollouts],
+    objective: Any,
+    budget: Any,
+    *,
+    against: Any = None,
+    extra_terms: Iterable[Any] | None = None,
+    **options: Any,
+) -> dict[str, float]:
+    """Take an optimizer step on each mini-batch, with `options` of `update`; `extra_terms` are added one by one."""
+    from megarl.learner.terms import LossTerm
+    from megarl.training import updates
+
+    extra = [] if extra_terms is None else [[term] for term in extra_terms]
+    steps = [
+        [LossTerm(batch=batch, objective=objective, against=against), *more]
+        for batch, more in zip_longest(minibatches, extra, fillvalue=())
+    ]
+    return updates.update(learner, steps, budget, **options)
+
+
 def sizes(tp: int, pp: int) -> dict[str, Any]:
     """Return the fields of a MegatronSection for a tensor- and pipeline-parallel size."""
     return {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
@@ -76,8 +100,9 @@ def learner_outputs(
 
     The policies that are `named` read the samples of their data source.
     """
-    from megarl.learner.against import Against, BySource
     from megarl.learner.batching import Budget
+    from megarl.learner.forward import ReferenceDivergence
+    from megarl.learner.per_data_source import PerDataSource
 
     learner = make_test_learner(checkpoint, split, role=role, temperature=TEMPERATURE)
     other = None
@@ -86,8 +111,8 @@ def learner_outputs(
             make_test_learner(path, split, temperature=TEMPERATURE, optim=None, mesh=learner.mesh)
             for path in (against, *(named or {}).values())
         )
-        policies = BySource(named=dict(zip(named or {}, others, strict=True)), other=rest)
-        other = Against(policies=policies, divergence=divergence)
+        policies = PerDataSource(named=dict(zip(named or {}, others, strict=True)), other=rest)
+        other = ReferenceDivergence(policies=policies, divergence=divergence)
     if role == "value" and learner.mesh.is_last_stage:
         head = learner.modules[-1].output_layer.weight
         with torch.no_grad():
@@ -95,7 +120,7 @@ def learner_outputs(
     batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
     before = learner.infer(batch, budget, against=other, with_entropy=True)
     objective = objective or (ACTOR if role == "policy" else CRITIC)
-    metrics = learner.update([batch], objective, budget, against=other)
+    metrics = update(learner, [batch], objective, budget, against=other)
     after = learner.infer(batch, budget, against=other, with_entropy=True)
     return {"before": before, "metrics": metrics, "after": after}
 
@@ -123,9 +148,9 @@ def learn_twice(
     if load:
         load_learner(learner, load)
     else:
-        learner.update([batch], objective, budget)
+        update(learner, [batch], objective, budget)
     writing = save_learner(learner, save, Staging()) if save else None
-    metrics = learner.update([batch], objective, budget)
+    metrics = update(learner, [batch], objective, budget)
     if writing:
         writing.write()
         writing.finish()

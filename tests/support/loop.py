@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,9 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Group, Prompts, Rollouts, Scored
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
+from megarl.tracking.protocol import NullTracker
 from megarl.tracking.timers import Timers
-from megarl.tracking.tracker import NullTracker
-from megarl.training.interfaces import Review, Session
+from megarl.training.interfaces import Session
 from tests.support.records import answer, prompts
 
 LENGTHS = [3, 1, 2, 2]  # of the responses, two to each of two prompts
@@ -96,10 +97,8 @@ class Learner:
     def __init__(self, diary: Diary, name: str, says: float) -> None:
         self.diary, self.name, self.says = diary, name, says
 
-    def update(self, experience: Experience, *, step: int, review: Review | None = None) -> dict[str, float]:
-        outputs = self.outputs(experience)
-        if review and isinstance(outputs, PolicyOutputs):
-            experience = review(outputs) or experience
+    def update(self, experience: Experience, *, step: int, gradient: Any = None) -> dict[str, float]:
+        assert gradient is None or gradient.experience is experience
         self.diary.calls.append(f"{self.name}.update {step}")
         self.diary.learned.append(experience)
         return {f"{self.name}/lr": 0.5}
@@ -109,8 +108,24 @@ class Learner:
         return self.says * batch.mask
 
 
+@dataclass
+class Gradient:
+    """The gradient of a policy on an experience."""
+
+    diary: Diary
+    experience: Experience
+    outputs: PolicyOutputs
+
+    def discard(self) -> None:
+        self.diary.calls.append("discard")
+
+
 class Policy(Learner):
     exact_kl: float | None = None
+
+    def forward_backward(self, experience: Experience, *, step: int) -> Gradient:
+        self.diary.calls.append(f"{self.name}.forward_backward {step}")
+        return Gradient(self.diary, experience, self.outputs(experience))
 
     def infer(self, batch: Rollouts) -> PolicyOutputs:
         self.diary.calls.append(f"{self.name}.infer")

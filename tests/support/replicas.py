@@ -38,7 +38,7 @@ class Engine:
 
 
 @dataclass
-class Drawing:
+class Queue:
     """Draws one token of the first `room` samples in a step. The responses to row `r` have `r` tokens."""
 
     room: int = 64
@@ -102,7 +102,7 @@ class Environment:
 
 
 @dataclass
-class TurnDrawing(Drawing):
+class TurnQueue(Queue):
     """Ends a turn of row `r` after `r` tokens, whatever was said before."""
 
     asked: list[tuple[int, list[int]]] = field(default_factory=list)  # engine step, tokens of each request

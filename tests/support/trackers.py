@@ -4,8 +4,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from megarl.tracking.protocol import Tracker
 from megarl.tracking.run import TrackedRun
-from megarl.tracking.tracker import Tracker, make_tracker
+from megarl.tracking.tracker import make_tracker
 
 OF_RUN = {field.name for field in fields(TrackedRun)}
 

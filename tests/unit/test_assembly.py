@@ -9,17 +9,17 @@ import torch
 
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.assembly.records import open_records
+from megarl.assembly.next_steps import next_steps
+from megarl.assembly.records import console_tracker, run_tracker
 from megarl.assembly.resume import ResumePoint
 from megarl.assembly.run import make_kl_controller, make_schedule, make_work
-from megarl.assembly.signposts import signposts
 from megarl.bench.cases import MODELS
 from megarl.checkpoint.state import State
 from megarl.cli.command import parse
 from megarl.cli.commands import COMMANDS
 from megarl.config.load import load_config
 from megarl.distributed.launch import Launch
-from megarl.learner.against import BySource
+from megarl.learner.per_data_source import PerDataSource
 from megarl.models.architecture import read_architecture
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.jsonl import read_jsonl
@@ -27,16 +27,14 @@ from tests.support.ranks import world_of_one
 
 
 @pytest.mark.parametrize(
-    ("trainer", "resumed", "last_step", "validates_first"),
+    ("trainer", "resumed", "validates_first"),
     [
-        (TrainerSection(), False, 9, True),
-        (TrainerSection(val_before_train=False), False, 9, False),
-        (TrainerSection(), True, 9, False),  # it was validated when it was at this step before
-        (TrainerSection(val_only=True), False, 4, True),
-        (TrainerSection(val_only=True, val_before_train=False), True, 4, True),
+        (TrainerSection(), False, True),
+        (TrainerSection(val_before_train=False), False, False),
+        (TrainerSection(), True, False),  # it was validated when it was at this step before
     ],
 )
-def test_schedule(trainer: TrainerSection, resumed: bool, last_step: int, validates_first: bool) -> None:
+def test_schedule(trainer: TrainerSection, resumed: bool, validates_first: bool) -> None:
     schedule = make_schedule(
         trainer,
         Launch(rank=0, world_size=1, local_rank=0, local_world_size=1),
@@ -45,7 +43,7 @@ def test_schedule(trainer: TrainerSection, resumed: bool, last_step: int, valida
         resumed=resumed,
     )
     assert schedule.first_step == 4
-    assert schedule.last_step == last_step
+    assert schedule.last_step == 9
     assert schedule.validate_first == validates_first
 
 
@@ -64,11 +62,15 @@ def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_th
         *("critic.model.path=model", f"trainer.default_local_dir={tmp_path}", "trainer.logger=[jsonl]"),
     ]
 
-    def record(*more: str) -> None:
-        config = load_config([*arguments, *more], world_size=None, check_paths=False)
+    def record(*, validates: bool = False) -> None:
+        config = load_config(arguments, world_size=None, check_paths=False)
         launch = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
         with world_of_one():
-            tracker = open_records(config, launch, resume_point, last_step=3)
+            tracker = (
+                console_tracker(config.trainer, launch, total_steps=3)
+                if validates
+                else run_tracker(config, launch, resume_point, last_step=3)
+            )
         for number in (resume_point.state.step, 3):
             tracker.log({"val/test_score/gsm8k": 0.25 + number}, step=number)
             tracker.log_table("val/generations", [{"prompt": "2 2", "response": "4", "score": 1.0}], step=number)
@@ -81,7 +83,7 @@ def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_th
     records = files()
     assert {path.name for path in records} == {*RECORDS}
     assert "0.25" not in capsys.readouterr().out
-    record("trainer.val_only=true", "trainer.logger=[jsonl, mlflow]")
+    record(validates=True)
     assert files() == records
     assert f"validation gsm8k {0.25 + resume_point.state.step}" in capsys.readouterr().out
     record()  # a job that learns does otherwise
@@ -104,7 +106,7 @@ def test_the_commands_at_the_end_of_a_run_can_be_typed_as_shown(name: str, tmp_p
     (run_dir / "global_step_2" / "huggingface" / "config.json").write_text("{}")
     arguments = ["data.train_files=a", "actor_rollout_ref.model.path=b", f"trainer.default_local_dir={run_dir}"]
     config = load_config([*arguments, "critic.model.path=b"], world_size=None, check_paths=False)
-    shown = dict(signposts(config, "finished"))
+    shown = dict(next_steps(config, "finished"))
     commands = {str(command.name): command for command in COMMANDS}
     for what in ("evaluate", "export", "chat"):
         program, typed, *rest = shlex.split(shown[what])
@@ -135,7 +137,7 @@ def test_a_reference_is_counted_in_the_phases_that_it_reads_in(kinds: dict[str, 
     small, large = (read_architecture(MODELS[name]) for name in ("llama-1m", "llama-3m"))
     policy = SimpleNamespace(learner=SimpleNamespace(architecture=small, device=torch.device("cpu")))
     teacher = SimpleNamespace(learner=SimpleNamespace(architecture=large))
-    models = SimpleNamespace(actor=policy, critic=None, reference=SimpleNamespace(models=BySource(other=teacher)))
+    models = SimpleNamespace(actor=policy, critic=None, reference=SimpleNamespace(models=PerDataSource(other=teacher)))
     found = make_work(config, models, num_ranks=1).passes  # type: ignore[arg-type]
     assert {phase: count for phase, all_ in found.items() for of, count in all_ if of.other is large} == passes
     alone = {phase: count for phase, all_ in found.items() for of, count in all_ if of.other is small}

@@ -13,7 +13,7 @@ from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.config.rows_trial import check_rows
 from megarl.data.prepare import check
-from megarl.rewards.pool import Pool
+from megarl.sandbox.pool import Pool
 
 MINIMAL = ("actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
 Look = Callable[..., list[str]]

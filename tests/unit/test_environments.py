@@ -254,13 +254,13 @@ def test_a_turn_without_an_answer_ends_its_episode_alone() -> None:
         assert hung.fault and hung.fault.startswith("it took longer than environment.timeout_s=2")
         assert (fine.complete, LETTERS.decode(fine.token_ids)) == (False, "a1:a")
         assert long.fault == "its observation has 13 tokens, more than environment.max_observation_length=5"
-        assert scored.judged().tolist() == [False, True, False]
+        assert scored.has_score().tolist() == [False, True, False]
         assert scored.scores.isnan().tolist() == [True, False, True]
         assert metrics["episode/stop/timeout"] == metrics["episode/stop/failed"] == pytest.approx(1 / 3)
         with pytest.raises(RewardError, match=r"sample 0 \(data row 0\): it took longer .*on_failure=stop"):
             EpisodeScorer(replace(SECTION, on_failure="stop"), LETTERS).score(record)
         scored, _ = EpisodeScorer(replace(SECTION, on_failure="score"), LETTERS).score(record)
-        assert scored.judged().all()
+        assert scored.has_score().all()
 
 
 def test_the_environment_begins_each_episode() -> None:

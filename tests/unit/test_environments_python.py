@@ -9,8 +9,8 @@ import pytest
 from megarl.environments.host import Host
 from megarl.environments.protocol import Row, Step
 from megarl.environments.python import Python
-from megarl.rewards.pool import Pool, WorkerLimits
-from megarl.rewards.wire import pack
+from megarl.sandbox.pool import Pool, WorkerLimits
+from megarl.sandbox.wire import pack
 
 ROW = Row(prompt="p", data_source="gsm8k/flexible", ground_truth="42", extra_info={}, index=5, seed=1)
 

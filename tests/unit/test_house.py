@@ -3,9 +3,11 @@
 import ast
 import os
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
+from io import StringIO
 from itertools import chain
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 from tests.support.programs import ROOT, succeed
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_HABITS = 400, 60, 6
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FUNCTION_TOKENS, MAX_HABITS = 600, 80, 700, 6
 SCREEN = Path("megarl/platform/screen.py")
 TESTS = ("tests.unit", "tests.ranks", "tests.e2e", "tests.gpu", "tests.cluster", "tests.hollow.test_")
 
@@ -41,6 +43,12 @@ def trees(tracked: set[Path]) -> dict[Path, ast.Module]:
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def num_tokens(code: str) -> int:
+    """Count what is left of code without comments, line ends and indentation; a text is one token."""
+    blank = (tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
+    return sum(token.type not in blank for token in tokenize.generate_tokens(StringIO(code).readline))
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -71,6 +79,9 @@ def test_files_and_functions_are_short(trees: dict[Path, ast.Module]) -> None:
             assert function.end_lineno
             if (lines := function.end_lineno - function.lineno + 1) > MAX_FUNCTION_LINES:
                 long.append(f"{path}: {function.name} has {lines} lines, more than {MAX_FUNCTION_LINES}")
+            tokens = sum(num_tokens(ast.unparse(statement)) for statement in function.body)  # without tables of cases
+            if tokens > MAX_FUNCTION_TOKENS:
+                long.append(f"{path}: {function.name} has {tokens} tokens, more than {MAX_FUNCTION_TOKENS}")
     assert long == []
 
 
@@ -159,7 +170,7 @@ def test_every_import_of_the_package_is_declared(trees: dict[Path, ast.Module]) 
     assert {name for name in of_others if not declared & set(map(canonicalize_name, homes[name]))} == set()
 
 
-PRINTS = {  # results of commands, the last words of a process, and the output that a worker's keeper reads
+PRINTS = {  # results of commands, the last words of a process, and the output that a worker's supervisor reads
     *("bench", "cli", "new", "data/prepare", "report"),
     *("distributed/failures.py", "distributed/local.py", "distributed/watchdog.py", "platform/secrets.py"),
     *("environments/host.py", "rewards/http.py"),

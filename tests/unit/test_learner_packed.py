@@ -27,7 +27,7 @@ def test_sequences_lie_end_to_end_without_their_last_tokens() -> None:
     # the place before a response token predicts it
     assert packed.predictors.tolist() == [2, 3, 4, 6, 7]
     assert packed.targets.tolist() == [30, 31, 32, 10, 11]
-    assert packed.filling is None
+    assert packed.padding_mask is None
 
 
 def test_numbers_of_tokens_come_back_to_their_samples() -> None:
@@ -45,8 +45,8 @@ def test_a_sequence_that_nothing_reads_pads_a_row() -> None:
     assert packed.tokens.tolist() == [[100, 101, 200, 201, 202, 40, 0, 0]]
     assert packed.positions.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1]]
     assert bounds(packed) == [0, 2, 6, 8]
-    assert packed.filling is not None
-    assert packed.filling.tolist() == [[False] * 6 + [True] * 2]
+    assert packed.padding_mask is not None
+    assert packed.padding_mask.tolist() == [[False] * 6 + [True] * 2]
     assert packed.predictors.tolist() == [1, 4, 5]
     assert packed.targets.tolist() == [20, 40, 41]
 
@@ -68,8 +68,8 @@ def test_a_sequence_is_dealt_out_from_both_ends() -> None:
     assert first.positions.tolist() == [[0, 1, 6, 7, 0, 3]]
     assert second.tokens.tolist() == [[202, 30, 31, 0, 101, 10]]
     assert second.positions.tolist() == [[2, 3, 4, 5, 1, 2]]
-    assert first.filling is not None
-    assert first.filling.tolist() == [[False, False, True, True, False, True]]
+    assert first.padding_mask is not None
+    assert first.padding_mask.tolist() == [[False, False, True, True, False, True]]
     # 202 30 31 predict 30 31 32, and 101 10 predict 10 11: all on the second rank
     assert first.predictors.numel() == first.targets.numel() == 0
     assert second.predictors.tolist() == [0, 1, 2, 4, 5]

@@ -6,9 +6,9 @@ import pytest
 
 from megarl.rewards import REWARDS
 from megarl.rewards.countdown import MAX_BITS, evaluate
-from megarl.rewards.pool import Pool, WorkerLimits
 from megarl.rewards.rules import Rules
-from megarl.rewards.wire import pack
+from megarl.sandbox.pool import Pool, WorkerLimits
+from megarl.sandbox.wire import pack
 from tests.support.programs import run_python
 
 CPU_S = 3

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.rewards.calls import as_batch
+from megarl.rewards.calls import AsBatch
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool
-from megarl.rewards.pool import Pool, ScoringResult
-from megarl.rewards.results import RuleResult
-from megarl.rewards.wire import pack
+from megarl.sandbox.pool import Pool, ScoringResult
+from megarl.sandbox.results import RuleResult
+from megarl.sandbox.wire import pack
 from tests.support.places import without_places
 from tests.support.programs import ROOT
 
@@ -146,5 +146,5 @@ def test_a_reward_that_names_them_gets_the_tokens(
 
 def test_arrays_are_lists_of_scores() -> None:
     rows = [{"data_source": "", "solution_str": text, "ground_truth": None, "extra_info": {}} for text in "ab"]
-    found = as_batch(lambda **lists: np.array([0.5, 1.5], dtype=np.float32), is_async=False)(rows, 0.0)
+    found = AsBatch(lambda **lists: np.array([0.5, 1.5], dtype=np.float32), is_async=False)(rows, 0.0)
     assert found == [RuleResult({"score": 0.5}, None), RuleResult({"score": 1.5}, None)]

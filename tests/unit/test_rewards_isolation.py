@@ -10,10 +10,10 @@ import pytest
 
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool
-from megarl.rewards.limits import WorkerLimits
-from megarl.rewards.pool import Pool, ScoringResult
 from megarl.rewards.rules import Rules
-from megarl.rewards.wire import pack
+from megarl.sandbox.limits import WorkerLimits
+from megarl.sandbox.pool import Pool, ScoringResult
+from megarl.sandbox.wire import pack
 from tests.support.programs import ROOT
 
 TRUTH = 42

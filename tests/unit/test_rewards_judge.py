@@ -12,8 +12,8 @@ import pytest
 from megarl.rewards.config import CustomRewardSection, JudgeSection, RulesSection
 from megarl.rewards.configured import make_pool
 from megarl.rewards.judge import Judge, VerdictError
-from megarl.rewards.pool import Pool, ScoringResult
-from megarl.rewards.wire import pack
+from megarl.sandbox.pool import Pool, ScoringResult
+from megarl.sandbox.wire import pack
 from tests.support.judge_server import JudgeServer, judge_server
 
 KEY = "sesame-open-1234567890"

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 
 from megarl.platform.processes import descendants
-from megarl.rewards.helper import TAIL, last_lines
-from megarl.rewards.keeper import MAX_PROCESSES
-from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
-from megarl.rewards.results import MAX_NUMBERS
 from megarl.rewards.rules import Rules
-from megarl.rewards.wire import pack, unpack
+from megarl.sandbox.pool import Pool, ScoringResult, WorkerLimits
+from megarl.sandbox.process import TAIL, last_lines
+from megarl.sandbox.results import MAX_NUMBERS
+from megarl.sandbox.supervisor import MAX_PROCESSES
+from megarl.sandbox.wire import pack, unpack
 from tests.support.hostile_rewards import SECRET, counts_the_escaped
 from tests.support.places import without_places
 from tests.support.programs import ROOT
@@ -50,7 +50,7 @@ FAILS = {
     "crashes": ("error", "its process was ended by signal 11"),
     "closes_files": ("error", "its process"),
     "forges": ("error", "its process sent a message of 18446744073709551615 bytes"),
-    "kills_its_keeper": ("error", "the process that watches over rewards failed (EOFError"),
+    "kills_its_supervisor": ("error", "the process that watches over rewards failed (EOFError"),
     "says_nan": (
         "error",
         "TypeError: a reward returns a finite number or a dict with such a 'score', not nan",
@@ -172,7 +172,7 @@ for data_source in ("countdown", "math"):
 def test_processes_start_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool()
     with monkeypatch.context() as patient:
-        patient.setattr("megarl.rewards.pool.PATIENCE_S", 1000.0)
+        patient.setattr("megarl.sandbox.pool.PATIENCE_S", 1000.0)
         outcomes_of(pool, *["good"] * 5)
         assert len(pool._threads) == 1
     outcomes_of(pool, *["hears_nothing"] * 3)
@@ -181,7 +181,7 @@ def test_processes_start_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_signals_at_any_time_lose_no_reward() -> None:
-    """Signal every process of a job as a launcher does: keepers that start, workers that load, and busy workers."""
+    """Signal every process of a job as a launcher does: supervisors that start, workers that load, and busy workers."""
     pools, before, is_over = [make_pool(num_workers=1, timeout_s=100.0) for _ in range(4)], {*descendants()}, Event()
 
     def storm() -> None:
@@ -205,12 +205,12 @@ def test_signals_at_any_time_lose_no_reward() -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_response_whose_process_is_ended_from_outside_is_tried_again(place: int) -> None:
-    """End the keeper, its lender, or the worker: all are the first of their pool."""
+    """End the supervisor, its fork server, or the worker: all are the first of their pool."""
     pool, before = make_pool(num_workers=1, timeout_s=100.0), {*descendants()}
     future = pool.submit(arguments("waits"))
     while len(below := [pid for pid in descendants() if pid not in before]) < 3:
         assert not future.done()
-        time.sleep(0.02)  # the keeper may have only this core
+        time.sleep(0.02)  # the supervisor may have only this core
     os.kill(below[place], signal.SIGKILL)
     (outcome,) = pool.wait([future])
     pool.close()
@@ -242,9 +242,9 @@ def test_half_a_secret_is_not_shown_wherever_the_output_is_cut() -> None:
 
 RANK = """
 import sys
-from megarl.rewards.pool import WorkerLimits, Pool
+from megarl.sandbox.pool import WorkerLimits, Pool
 from megarl.rewards.rules import Rules
-from megarl.rewards.wire import pack
+from megarl.sandbox.wire import pack
 pool = Pool(Rules(path=sys.argv[1]), WorkerLimits(num_workers=1, timeout_s=1000, max_memory=500_000_000))
 row = {"data_source": "", "ground_truth": sys.argv[2], "extra_info": {}}
 pool.wait([pool.submit(pack(row | {"solution_str": "lets_escape_and_loops"}))])
@@ -259,7 +259,7 @@ def test_nothing_outlives_a_rank(number: signal.Signals) -> None:
             assert rank.poll() is None
             time.sleep(0.05)
         below = [*descendants(rank.pid)]
-        assert len(below) >= 4  # keeper, lender, worker, and the escaped process
+        assert len(below) >= 4  # supervisor, fork server, worker, and the escaped process
         rank.send_signal(number)
     while counts_the_escaped(mark) or any(map(runs, below)):
         time.sleep(0.05)  # until the test's own time limit
@@ -274,7 +274,9 @@ def runs(pid: int) -> bool:
 
 def test_the_processes_of_a_rank_are_small() -> None:
     """A worker that imported torch would take seconds to start and half a gigabyte."""
-    code = "import sys, megarl.rewards.keeper; print([name for name in sys.modules if name in ('torch', 'pydantic')])"
+    code = (
+        "import sys, megarl.rewards.supervisor; print([name for name in sys.modules if name in ('torch', 'pydantic')])"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

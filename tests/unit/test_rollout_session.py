@@ -2,31 +2,27 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megarl.platform import progress
 from megarl.batch import Group
-from megarl.rollout import drawing as drawing_of_replica
 from megarl.rollout.session import WINDOW, Session
-from tests.support.replicas import Drawing, Engine, Environment, Replicas, TurnDrawing, group
+from tests.support.replicas import Engine, Environment, Queue, Replicas, TurnQueue, group
 
 
 def on_replicas(number: int, use: Callable[[Session], Any]) -> tuple[Any, list[list[int]]]:
     """Return what `use` returns, the same on every replica, and the rows that each replica drew."""
-    drawings = [Drawing() for _ in range(number)]
+    queues = [Queue() for _ in range(number)]
 
     def work(engine: Engine) -> Any:
-        return use(Session(engine, drawings[engine.replica], num_slots=64))  # type: ignore[arg-type]
+        return use(Session(engine, queues[engine.replica], num_slots=64))  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(number) as pool:
         found = list(pool.map(work, Replicas(number).engines))
     assert all(one == found[0] for one in found)
-    return found[0], [drawing.rows for drawing in drawings]
+    return found[0], [queue.rows for queue in queues]
 
 
 def test_equal_prompts_are_dealt_in_turn() -> None:
@@ -87,14 +83,14 @@ def test_stopped_groups_keep_their_tokens_and_complete_samples() -> None:
 
 def share(rows: list[int], *, replicas: int, room: int, samples: int = 1) -> tuple[dict[int, Group], list[Any]]:
     """Return the groups of a step whose replicas have room for so many samples, and for each replica what it did."""
-    drawings = [Drawing(room) for _ in range(replicas)]
+    queues = [Queue(room) for _ in range(replicas)]
 
     def work(engine: Engine) -> tuple[dict[int, Group], Any]:
         engine.room = room
-        session = Session(engine, drawings[engine.replica], num_slots=room)  # type: ignore[arg-type]
+        session = Session(engine, queues[engine.replica], num_slots=room)  # type: ignore[arg-type]
         session.add({number: group(row, samples=samples) for number, row in enumerate(rows)})
         found = session.advance(None)
-        return found, (drawings[engine.replica].rows, engine.num_exchanges, session.occupancy())
+        return found, (queues[engine.replica].rows, engine.num_exchanges, session.occupancy())
 
     with ThreadPoolExecutor(replicas) as pool:
         groups, did = zip(*pool.map(work, Replicas(replicas).engines), strict=True)
@@ -135,62 +131,20 @@ def test_samples_depend_on_no_room(replicas: int, room: int, samples: int) -> No
     assert sorted(row for drawn, _, _ in did for row in drawn) == sorted(rows)
 
 
-class Stepper:
-    """Finishes one request in each step."""
-
-    def __init__(self) -> None:
-        self.requests = list[tuple[str, list[int]]]()
-
-    def add(self, token_ids: list[int], params: Any) -> str:
-        self.requests.append((str(len(self.requests)), token_ids))
-        return self.requests[-1][0]
-
-    def step(self) -> list[Any]:
-        name, asked = self.requests.pop(0)
-        sample = SimpleNamespace(token_ids=[1], logprobs=None, finish_reason="stop")
-        return [
-            SimpleNamespace(
-                request_id=name, prompt_token_ids=asked, outputs=[sample], finished=True, num_cached_tokens=0
-            )
-        ]
-
-
-def test_people_see_responses_arrive() -> None:
-    seen = []
-    drawing = drawing_of_replica.Drawing(
-        Stepper(),  # type: ignore[arg-type]
-        SimpleNamespace(params=lambda asked: None),  # type: ignore[arg-type]
-        around=lambda prompts: nullcontext(),
-        weight_version=0,
-        num_slots=8,
-        finished=lambda *sample: seen.append(progress.now()),
-    )
-    [engine] = Replicas(1).engines
-    session = Session(engine, drawing, num_slots=8)  # type: ignore[arg-type]
-    with progress.within("gen"):
-        session.add({0: group(5, samples=2), 1: group(6)})
-        session.advance(None)
-    assert [(phase.done, phase.total, phase.unit) for phase in seen if phase] == [
-        (1, 3, "responses"),
-        (2, 3, "responses"),
-        (3, 3, "responses"),
-    ]
-
-
 def play(rows: list[int], *, overlap: int, replicas: int = 1) -> tuple[dict[int, Group], list[Any], list[Environment]]:
-    drawings = [TurnDrawing() for _ in range(replicas)]
+    queues = [TurnQueue() for _ in range(replicas)]
     environments = [Environment(overlap) for _ in range(replicas)]
 
     def work(engine: Engine) -> dict[int, Group]:
-        drawing, episodes = drawings[engine.replica], environments[engine.replica]
-        session = Session(engine, drawing, num_slots=64, episodes=episodes)  # type: ignore[arg-type]
+        queue, episodes = queues[engine.replica], environments[engine.replica]
+        session = Session(engine, queue, num_slots=64, episodes=episodes)  # type: ignore[arg-type]
         session.add({number: group(row, samples=2) for number, row in enumerate(rows)})
         return session.advance(None)
 
     with ThreadPoolExecutor(replicas) as pool:
         found = list(pool.map(work, Replicas(replicas).engines))
     assert all(one == found[0] for one in found)
-    return found[0], [drawing.asked for drawing in drawings], environments
+    return found[0], [queue.asked for queue in queues], environments
 
 
 def test_a_request_continues_with_all_tokens_so_far() -> None:
@@ -214,7 +168,7 @@ def test_the_engine_goes_on_for_a_counted_number_of_windows(overlap: int, steps:
 def test_turns_that_wait_are_answered_when_a_session_stops() -> None:
     """Row 3 waits for the answers to its first turns; row 100 is in the middle of them."""
     [engine], environment = Replicas(1).engines, Environment(overlap=5)
-    session = Session(engine, TurnDrawing(), num_slots=64, episodes=environment)  # type: ignore[arg-type]
+    session = Session(engine, TurnQueue(), num_slots=64, episodes=environment)  # type: ignore[arg-type]
     session.add({0: group(100, samples=2), 1: group(3, samples=2)})
     assert session.advance() == {}
     found = session.stop()

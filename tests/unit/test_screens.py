@@ -51,7 +51,7 @@ TEXTS = {
 def console(text: str, directory: Path, *, terminal: bool = False) -> str:
     out = io.StringIO()
     screen = Screen(file=out, width=400, force_terminal=terminal, color_system=None, legacy_windows=False)
-    tracker = Console(total_steps=2, console=screen, signposts=lambda ending: [("report", text)])
+    tracker = Console(total_steps=2, console=screen, next_steps=lambda ending: [("report", text)])
     for step in (0, 1):
         tracker.log({f"val-core/{text}/reward/mean@1": 0.5}, step=step)
         sample = {"prompt": f"p {text}", "response": f"r{step} {text}", "score": float(step)}

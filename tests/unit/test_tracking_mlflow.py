@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from megarl.section import flatten
+from megarl.tracking.protocol import Tracker
 from megarl.tracking.run_id import RUN_ID_FILE
-from megarl.tracking.tracker import Tracker
 from tests.support.mlflow_server import Server, wait_for
 from tests.support.trackers import mlflow_client as client
 from tests.support.trackers import tracker_of

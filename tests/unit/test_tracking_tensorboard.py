@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.tracking.tracker import Tracker
+from megarl.tracking.protocol import Tracker
 from tests.support.trackers import tracker_of
 
 

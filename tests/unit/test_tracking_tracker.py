@@ -17,8 +17,9 @@ from megarl.platform.screen import Screen
 from megarl.tracking.console import Console
 from megarl.tracking.jsonl import Jsonl, read_jsonl
 from megarl.tracking.plot import plot_curves
+from megarl.tracking.protocol import NullTracker, Tracker
 from megarl.tracking.timers import Timers
-from megarl.tracking.tracker import NullTracker, Tracker, Trackers, recording
+from megarl.tracking.tracker import Trackers, recording
 from tests.support.trackers import tracker_of
 
 STEP = {
@@ -40,7 +41,7 @@ def run_of_three_steps(terminal: bool) -> str:
     out = io.StringIO()
     console = Screen(file=out, width=100, force_terminal=terminal, color_system=None, legacy_windows=False)
     places = [("report", "runs/" + "quickstart/" * 12 + "report.html")]
-    tracker = Console(total_steps=3, console=console, signposts=lambda ending: places)
+    tracker = Console(total_steps=3, console=console, next_steps=lambda ending: places)
     tracker.log_table("val/generations", [{"prompt": "3 5 = 8 :", "response": "3", "score": 0.0}], step=0)
     tracker.log({"val-core/countdown/reward/mean@1": 0.125}, step=0)
     tracker.log(STEP, step=1)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megarl.tracking.jsonl import read_jsonl
+from megarl.tracking.protocol import Tracker
 from megarl.tracking.run_id import WANDB_RUN_ID_FILE
-from megarl.tracking.tracker import Tracker
 from megarl.tracking.wandb import UNFINISHED_FILE
 from tests.support.outcomes import wandb_history, wandb_records
 from tests.support.trackers import tracker_of

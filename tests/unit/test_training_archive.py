@@ -138,7 +138,7 @@ def test_a_sample_without_a_score_is_kept_with_the_reason(tmp_path: Path) -> Non
         (found_baselines, baselines),
     ):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-    judged, rows = record.judged().nonzero()[:, 0], pq.read_table(tmp_path / "file").to_pylist()
+    judged, rows = record.has_score().nonzero()[:, 0], pq.read_table(tmp_path / "file").to_pylist()
     assert found.failures == record.failures
     assert_same(found.select(judged), record.select(judged))
     assert [(row["score"] is None, row["failure"]) for row in rows[:2]] == [(False, None), (True, "it took too long")]

@@ -330,7 +330,7 @@ def test_samples_without_a_score_are_kept_and_not_learnt_from(five: PromptStream
     world = World(lambda row, batch: (math.nan, 0.5) if row == 2 else (0.0, 1.0))
     collected = collector(five, world, enable=False).collect(Position(0, 2), Timers(), step=7)
     assert collected.scored.failures == ["nan is odd", None, None, None]
-    judged = collected.judged().scored
+    judged = collected.scored_only().scored
     assert judged.scores.tolist() == [0.5, 0.0, 1.0]
     assert (judged.texts, judged.failures) == (["21", "30", "31"], [None] * 3)
     assert (judged.groups.tolist(), rows(collected)) == ([0, 1, 1], [2, 3])
@@ -357,7 +357,7 @@ def test_a_baseline_without_a_score_takes_the_samples_of_its_prompt_along(five: 
     collected = collector(five, world, estimator="remax", enable=False).collect(Position(0, 2), Timers(), step=7)
     reason = "the greedy response to its prompt has no score: nan is odd"
     assert collected.scored.failures == [None, None, reason, reason]
-    kept = collected.judged()
+    kept = collected.scored_only()
     judged, baselines = kept.scored, kept.baselines
     assert baselines is not None
     assert judged.texts == ["20", "21"]

@@ -13,7 +13,7 @@ from megarl.data.order import Position
 from megarl.rollout.responses import of_groups
 from megarl.rollout.session import Session
 from megarl.training.dynamic import Queue, draw_differing
-from tests.support.replicas import Engine, Environment, Replicas, TurnDrawing, group
+from tests.support.replicas import Engine, Environment, Replicas, TurnQueue, group
 
 ROWS = [11, 3, 40, 7, 9, 18, 2, 27, 5, 16, 1, 6]  # tokens of a turn; the rewards to those above 10 never differ
 BATCH = 4
@@ -37,24 +37,24 @@ def judge(groups: list[Group]) -> Scored:
     return rollouts.extend(Scored, texts=[""] * len(sizes), scores=scores, accuracies=scores)
 
 
-def draw(num_replicas: int, *, overlap: int) -> tuple[list[Any], list[TurnDrawing]]:
+def draw(num_replicas: int, *, overlap: int) -> tuple[list[Any], list[TurnQueue]]:
     """Return what each replica finds, and its engine."""
-    drawings = [TurnDrawing() for _ in range(num_replicas)]
+    queues = [TurnQueue() for _ in range(num_replicas)]
 
     def work(engine: Engine) -> Any:
         episodes = Environment(overlap)
-        session = Session(engine, drawings[engine.replica], num_slots=64, episodes=episodes)  # type: ignore[arg-type]
+        session = Session(engine, queues[engine.replica], num_slots=64, episodes=episodes)  # type: ignore[arg-type]
         queue = Queue(Source(), Source(), Position(), step=0)  # type: ignore[arg-type]
         return draw_differing(session, queue, judge, lambda scored: scored.scores, FilterGroupsSection(enable=True))
 
     with ThreadPoolExecutor(num_replicas) as pool:
-        return list(pool.map(work, Replicas(num_replicas).engines)), drawings
+        return list(pool.map(work, Replicas(num_replicas).engines)), queues
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_a_step_learns_from_the_same_episodes_on_any_number_of_replicas(num_replicas: int, overlap: int) -> None:
-    found, drawings = draw(num_replicas, overlap=overlap)
+    found, queues = draw(num_replicas, overlap=overlap)
     for scored, position, metrics in found:
         assert [prompt.index for prompt in scored.prompts] == [3, 7, 9, 2]
         assert scored.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -65,4 +65,4 @@ def test_a_step_learns_from_the_same_episodes_on_any_number_of_replicas(num_repl
         assert position == Position(0, 8)
         assert metrics == found[0][2]
     assert found[0][2]["train/num_gen_batches"] == 2.0
-    assert not any(drawing.open for drawing in drawings), "what is drawn in vain is stopped"
+    assert not any(queue.open for queue in queues), "what is drawn in vain is stopped"

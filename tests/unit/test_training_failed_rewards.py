@@ -152,7 +152,7 @@ def test_what_is_learnt_is_that_of_a_batch_without_the_sample(estimator: Any) ->
         )
         baselines = says["baselines"] if estimator == "remax" else None
         collected = Collected(scored=failed(scored, samples), baselines=baselines, position=Position(), metrics={})
-        kept = collected.judged()
+        kept = collected.scored_only()
         others, rows = never_drawn(scored, samples)
         of_others = None if baselines is None else baselines[rows]
         found = learn(kept.scored, kept.baselines, rows, says, algorithm, actor)

@@ -16,7 +16,7 @@ from megarl.batch import Rollouts
 from megarl.checkpoint.state import State
 from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
-from megarl.training.gate import FREE_TOKENS, LEAST, WINDOW, Gate, MismatchError, Verdict, require_version
+from megarl.training.gate import FREE_TOKENS, LEAST, WINDOW, Gate, GateResult, MismatchError, require_version
 from tests.support.ranks import world_of_one
 from tests.support.records import answer, prompts
 
@@ -37,8 +37,10 @@ def noise(rollouts: Rollouts, scale: float, *, seed: int = 0) -> Tensor:
     return rollouts.rollout_log_probs + scale * torch.randn(rollouts.mask.shape, generator=generator)
 
 
-def judge(rollouts: Rollouts, log_probs: Tensor, limits: Limits = BFLOAT16, *, healthy: tuple[float, ...]) -> Verdict:
-    return Gate(limits=limits).judge(rollouts, log_probs, healthy, step=STEP)
+def check(
+    rollouts: Rollouts, log_probs: Tensor, limits: Limits = BFLOAT16, *, healthy: tuple[float, ...]
+) -> GateResult:
+    return Gate(limits=limits).check(rollouts, log_probs, healthy, step=STEP)
 
 
 def test_the_mismatch_of_a_token_is_half_its_squared_distance_and_bounded() -> None:
@@ -60,8 +62,8 @@ def test_limits_follow_the_coarser_type_unless_they_are_set() -> None:
 def test_rounding_passes_at_first_and_later_in_every_type(dtype: str, seed: int, factor: float) -> None:
     scale, limits = HEALTHY[dtype]
     rollouts = samples()
-    first = judge(rollouts, noise(rollouts, scale, seed=seed), limits, healthy=())
-    second = judge(rollouts, noise(rollouts, factor * scale, seed=seed + 1), limits, healthy=first.healthy)
+    first = check(rollouts, noise(rollouts, scale, seed=seed), limits, healthy=())
+    second = check(rollouts, noise(rollouts, factor * scale, seed=seed + 1), limits, healthy=first.healthy)
     assert len(second.rows) == len(rollouts)
     assert second.metrics["training/rollout_mismatch_left_out"] == 0.0
 
@@ -71,11 +73,11 @@ def test_rounding_passes_at_first_and_later_in_every_type(dtype: str, seed: int,
 def test_four_times_the_healthy_distance_never_passes(dtype: str, seed: int, factor: float) -> None:
     scale, limits = HEALTHY[dtype]
     rollouts = samples()
-    first = judge(rollouts, noise(rollouts, scale, seed=seed), limits, healthy=())
+    first = check(rollouts, noise(rollouts, scale, seed=seed), limits, healthy=())
     level = max(first.healthy[0], limits.mismatch_stop * LEAST / limits.mismatch_growth)
     distance = factor * (2 * level) ** 0.5
     with pytest.raises(MismatchError, match=r"samples of step 5 .* Nothing has learnt from them"):
-        judge(rollouts, noise(rollouts, distance, seed=seed + 1), limits, healthy=first.healthy)
+        check(rollouts, noise(rollouts, distance, seed=seed + 1), limits, healthy=first.healthy)
 
 
 @given(st.sets(st.integers(0, 40 * 24 - 1), min_size=1, max_size=FREE_TOKENS))
@@ -83,7 +85,7 @@ def test_a_few_tokens_may_disagree_wholly(places: set[int]) -> None:
     rollouts = samples()
     says = noise(rollouts, 2e-6)
     says.view(-1)[list(places)] = -30.0
-    verdict = judge(rollouts, says, FLOAT32, healthy=(2e-12,))
+    verdict = check(rollouts, says, FLOAT32, healthy=(2e-12,))
     assert len(verdict.rows) == len(rollouts)
 
 
@@ -92,22 +94,22 @@ def test_a_spoilt_sample_is_left_out_and_many_stop_the_run(dtype: str) -> None:
     scale, limits = HEALTHY[dtype]
     rollouts = samples()
     says = noise(rollouts, scale)
-    healthy = judge(rollouts, says, limits, healthy=()).healthy
+    healthy = check(rollouts, says, limits, healthy=()).healthy
     says[7] += 0.5  # as if one engine's shard were corrupt
     with world_of_one():
-        verdict = judge(rollouts, says, limits, healthy=healthy)
+        verdict = check(rollouts, says, limits, healthy=healthy)
     assert verdict.rows.tolist() == [row for row in range(40) if row != 7]
     assert verdict.metrics["training/rollout_mismatch_left_out"] == pytest.approx(1 / 40)
     says[20:23] += 0.5
     with pytest.raises(MismatchError, match=r"4 of 40 samples are far out \(rows 3, 10, 11 of the data\)"):
-        judge(rollouts, says, limits, healthy=healthy)
+        check(rollouts, says, limits, healthy=healthy)
 
 
 def test_a_token_that_is_not_finite_is_not_compared() -> None:
     rollouts = samples()
     says = noise(rollouts, 1e-3)
     says[1:] = float("nan")
-    verdict = judge(rollouts, says, healthy=(1e-3,))
+    verdict = check(rollouts, says, healthy=(1e-3,))
     assert len(verdict.rows) == len(rollouts)
     assert len(verdict.healthy) == 2
 
@@ -124,7 +126,7 @@ def test_a_gate_that_can_compare_no_token_stops(side: str, number: float) -> Non
         "0 have no finite log-probability of the engine and 960 none" if side == "trainer" else "960 have no finite"
     )
     with pytest.raises(MismatchError, match=f"no token of step 5 can be compared .* of 960 tokens {counts}"):
-        judge(rollouts, says, healthy=(1e-3,))
+        check(rollouts, says, healthy=(1e-3,))
 
 
 def test_a_step_without_a_token_of_the_current_weights_passes_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -132,7 +134,7 @@ def test_a_step_without_a_token_of_the_current_weights_passes_with_a_warning(cap
     assert rollouts.weight_versions is not None
     rollouts.weight_versions.fill_(STEP - 1)
     with world_of_one(), caplog.at_level(logging.WARNING):
-        verdict = judge(rollouts, noise(rollouts, 9.0), healthy=(1e-3,))
+        verdict = check(rollouts, noise(rollouts, 9.0), healthy=(1e-3,))
     assert verdict.healthy == (1e-3,)
     assert caplog.messages == [
         "no token of step 5 is compared between engine and trainer: older weights drew all of them"
@@ -147,12 +149,12 @@ def test_tokens_of_older_weights_are_not_compared() -> None:
     versions[:, :12] = STEP - 2
     moved = noise(rollouts, 0.032)
     moved[:, :12] += 3.0
-    verdict = judge(rollouts, moved, healthy=())
+    verdict = check(rollouts, moved, healthy=())
     assert len(verdict.rows) == len(rollouts)
     assert verdict.healthy[0] == pytest.approx(0.032**2 / 2, rel=0.2)
     moved[:, 12:] += 3.0
     with pytest.raises(MismatchError, match="the engine did not draw the samples of step 5"):
-        judge(rollouts, moved, healthy=())
+        check(rollouts, moved, healthy=())
 
 
 def test_a_token_is_of_known_weights_or_nothing_learns_from_it() -> None:
@@ -172,7 +174,7 @@ def test_a_token_is_of_known_weights_or_nothing_learns_from_it() -> None:
 def test_the_first_iterations_are_the_measure_of_the_others_after_a_resume_too(tmp_path: Path) -> None:
     rollouts, healthy = samples(), ()
     for number in range(WINDOW + 3):
-        healthy = judge(rollouts, noise(rollouts, 0.02, seed=number), healthy=healthy).healthy
+        healthy = check(rollouts, noise(rollouts, 0.02, seed=number), healthy=healthy).healthy
     assert len(healthy) == WINDOW
     (tmp_path / "state.json").write_text(json.dumps(asdict(State(step=9, mismatches=healthy))))
     assert State.read(tmp_path).mismatches == healthy

@@ -17,12 +17,11 @@ from megarl.bench.cases import MODELS
 from megarl.checkpoint.state import Best
 from megarl.data.order import Position
 from megarl.distributed import signals
-from megarl.learner.against import BySource
+from megarl.learner.per_data_source import PerDataSource
 from megarl.models.architecture import read_architecture
 from megarl.rollout.limits import Limits
 from megarl.training.collect import Collector
 from megarl.training.gate import Gate, MismatchError
-from megarl.training.interfaces import Review
 from megarl.training.loop import Job, Progress, train
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
@@ -31,7 +30,7 @@ from tests.support.loop import LENGTHS, Critic, Diary, Measured, OneFails, Polic
 from tests.support.ranks import world_of_one
 from tests.support.records import answer
 
-PASSES = [(BySource(other=read_architecture(MODELS["llama-1m"])), 3)]
+PASSES = [(PerDataSource(other=read_architecture(MODELS["llama-1m"])), 3)]
 WORK = Work(passes=dict.fromkeys(("gen", "old_log_prob", "update_actor", "testing"), PASSES), peak=4e12)
 LIMITS = Limits(probs_warn=1.0, probs_stop=1.0, mismatch_stop=1e-4, mismatch_growth=10.0, mismatch_share=0.3)
 
@@ -59,7 +58,7 @@ def run(
         "tracker": records,
         "num_ranks": 4,
         "work": WORK,
-        "reads_while_learning": False,
+        "fused_old_log_probs": False,
     }
     progress = Progress(kl=kl or FixedKL(0.1), position=Position(2, changes.get("first_step", 0)))
     train(Job(**job | {key: value for key, value in changes.items() if key in job}), progress)
@@ -96,9 +95,9 @@ def test_a_sample_whose_reward_failed_reaches_no_model_and_no_number() -> None:
     met: list[list[float]] = []
 
     class Meets(Policy):
-        def update(self, experience: Experience, *, step: int, review: Review | None = None) -> dict[str, float]:
+        def update(self, experience: Experience, *, step: int, gradient: Any = None) -> dict[str, float]:
             met.append(experience.scores.tolist())
-            return super().update(experience, step=step, review=review)
+            return super().update(experience, step=step, gradient=gradient)
 
     diary = Diary()
     kl = AdaptiveKL(0.1, target=0.1, horizon=10)
@@ -115,16 +114,8 @@ def test_a_sample_whose_reward_failed_reaches_no_model_and_no_number() -> None:
 
 def test_grpo_asks_neither_critic_nor_an_absent_reference() -> None:
     diary = run(last_step=1, critic=None, reference=None, algorithm=AlgorithmSection(adv_estimator="grpo"))
-    assert diary.calls == [
-        "wake",
-        "take 0",
-        "generate 0",
-        "sleep",
-        "score",
-        "actor.infer",
-        "actor.update 0",
-        "close",
-    ]
+    drawn = ["wake", "take 0", "generate 0", "sleep", "score"]
+    assert diary.calls == [*drawn, "actor.infer", "actor.update 0", "close"]
     assert "actor/reward_kl_penalty" not in diary.logged[1]
 
 
@@ -278,14 +269,15 @@ def test_a_sample_that_is_far_out_teaches_nothing_and_is_counted() -> None:
     assert diary.logged[2]["training/rollout_probs_diff_max"] > 0.1  # of all samples
 
 
-ON_POLICY: dict[str, Any] = {"algorithm": AlgorithmSection(use_kl_in_reward=False), "reads_while_learning": True}
+ON_POLICY: dict[str, Any] = {"algorithm": AlgorithmSection(use_kl_in_reward=False), "fused_old_log_probs": True}
 
 
 def test_one_update_reads_and_learns_in_one_pass() -> None:
     diary = run(last_step=2, critic_warmup=1, **ON_POLICY)
     first = ["actor.infer", "reference.infer", "critic.infer", "critic.update 0"]  # only the critic learns
-    second = ["reference.infer", "critic.infer", "actor.update 1", "critic.update 1"]
-    assert [call for call in diary.calls if "infer" in call or "update" in call] == [*first, *second]
+    frozen, update = ["reference.infer", "critic.infer"], ["actor.forward_backward 1", "actor.update 1"]
+    second = [*frozen, *update, "critic.update 1"]
+    assert [call for call in diary.calls if call.split(".")[0] in ("actor", "reference", "critic")] == [*first, *second]
     assert diary.learned[1].old_log_probs is None
     assert diary.logged[1].keys() | {"actor/lr", "timing_s/update_actor", "perf/mfu/actor"} == diary.logged[
         2
@@ -316,6 +308,8 @@ def test_a_sample_that_is_far_out_is_taken_out_of_the_pass_that_reads_it() -> No
         run(diary=diary, actor=actor, samples=samples, last_step=1, **ON_POLICY)
     [of_actor, of_critic] = diary.learned
     assert of_actor is of_critic
+    gradient = ["actor.forward_backward 0", "discard", "actor.update 0"]
+    assert [call for call in diary.calls if call in gradient] == gradient
     assert diary.calls.count("reference.infer") == diary.calls.count("critic.infer") == 1
     assert of_actor.ref_log_probs is not None and of_actor.ref_log_probs.shape == of_actor.mask.shape
     assert of_actor.scores.tolist() == [1.0, 2.0, 3.0]
@@ -357,9 +351,9 @@ def test_an_exact_divergence_needs_no_log_probabilities_of_the_reference() -> No
 class Interrupted(Policy):
     """Its process receives a signal to end while it learns."""
 
-    def update(self, experience: Experience, *, step: int, review: Review | None = None) -> dict[str, float]:
+    def update(self, experience: Experience, *, step: int, gradient: Any = None) -> dict[str, float]:
         os.kill(os.getpid(), signal.SIGUSR1)
-        return super().update(experience, step=step, review=review)
+        return super().update(experience, step=step, gradient=gradient)
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
 """A role prepares the data for its learner, which here only records them."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from megarl.algorithms.config import PolicyLossSection
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Marked, Prompts, Rollouts, Scored
 from megarl.config.policy import ActorSection
-from megarl.learner.against import BySource
 from megarl.learner.batching import Budget
+from megarl.learner.finite import GradientStatus
+from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import LossTerm
 from megarl.training.objectives import PTXObjective, mark
 from megarl.training.ptx import Supervision
@@ -23,26 +25,32 @@ from tests.support.records import answer, prompts
 BUDGET = Budget(max_tokens=64, max_sequences=None)
 
 
+class Optimizer:
+    lr = 0.5
+
+    def advance_schedule(self) -> None:
+        pass
+
+
 class Learner:
+    """Records the terms of each mini-batch."""
+
     def __init__(self) -> None:
-        self.minibatches: list[Experience] = []
+        self.optimizer = Optimizer()
+        self.minibatches: list[Any] = []
         self.extra_terms: list[LossTerm] = []
 
-    def update(
-        self,
-        minibatches: Iterable[Experience],
-        objective: Any,
-        budget: Budget,
-        *,
-        against: Any,
-        extra_terms: Any,
-        on_minibatch: Any,
-        review: Any,
-    ) -> dict[str, float]:
-        for minibatch, term in zip(minibatches, extra_terms or repeat(None), strict=False):
-            self.minibatches.append(minibatch)
-            self.extra_terms += [term] if term else []
-        return {"lr": 0.5, "actor/pg_loss": 1.0}
+    def learning(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forward_backward(self, terms: Sequence[LossTerm], budget: Budget, *, with_outputs: bool = False) -> Any:
+        first, *others = terms
+        self.minibatches.append(first.batch)
+        self.extra_terms += others
+        return SimpleNamespace(status=GradientStatus.LEARN, metrics={"actor/pg_loss": 1.0}, norm=2.0)
+
+    def optim_step(self, gradient: Any) -> None:
+        pass
 
 
 def experience() -> Experience:
@@ -76,7 +84,8 @@ def test_every_mini_batch_is_prepared_whole() -> None:
         prepare=partial(mark, section=section),
     )
     actor = Model(name="actor", learner=learner, budget=BUDGET, updates=updates)  # type: ignore[arg-type, var-annotated]
-    assert actor.update(experience(), step=0) == {"actor/lr": 0.5, "actor/pg_loss": 1.0}
+    metrics = actor.update(experience(), step=0)
+    assert {"actor/lr": 0.5, "actor/pg_loss": 1.0, "actor/grad_norm": 2.0}.items() <= metrics.items()
     assert len(learner.minibatches) == 4
     for minibatch in learner.minibatches:
         assert isinstance(minibatch, Marked)
@@ -132,7 +141,7 @@ def test_each_reference_reads_the_samples_of_its_data_source() -> None:
     )
     batch = answer(asked, [2, 3, 1, 2, 3, 3])
     math, unused, others = Reader(2.0), Reader(5.0), Reader(3.0)
-    reference = Reference(BySource(named={"math": math, "poetry": unused}, other=others))  # type: ignore[dict-item,arg-type]
+    reference = Reference(PerDataSource(named={"math": math, "poetry": unused}, other=others))  # type: ignore[dict-item,arg-type]
     outputs = reference.infer(batch)
     factors = torch.tensor([2.0, 2.0, 3.0, 3.0, 2.0, 2.0])[:, None]
     assert torch.equal(outputs.log_probs, factors * batch.responses)

@@ -12,8 +12,8 @@ import torch
 
 from megarl.batch import Prompts, Rollouts, Scored
 from megarl.rewards.collective import RewardError
+from megarl.tracking.protocol import NullTracker
 from megarl.tracking.timers import Timers
-from megarl.tracking.tracker import NullTracker
 from megarl.training.archive import Archive
 from megarl.training.validation import Validation
 from tests.support.disks import small_disk

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.bench.cases import MODELS
-from megarl.learner.against import BySource
+from megarl.learner.per_data_source import PerDataSource
 from megarl.models.architecture import read_architecture
 from megarl.models.flops import Tokens, forward_flops
 from megarl.training.work import Work
@@ -13,7 +13,7 @@ from tests.support.records import answer, prompts
 
 SIZES = read_architecture(MODELS["llama-1m"])
 PASSES = {"gen": 1, "old_log_prob": 1, "update_actor": 3, "update_critic": 6}
-WORK = Work(passes={phase: [(BySource(other=SIZES), passes)] for phase, passes in PASSES.items()}, peak=4e12)
+WORK = Work(passes={phase: [(PerDataSource(other=SIZES), passes)] for phase, passes in PASSES.items()}, peak=4e12)
 SAMPLES = answer(prompts([4, 6]), [3, 1, 2, 2])
 FORWARD = forward_flops(SIZES, Tokens.of([7, 5, 8, 8], num_outputs=8)) / 1e12
 
@@ -39,7 +39,7 @@ def test_each_teacher_is_counted_for_its_own_samples() -> None:
     small, large = SIZES, read_architecture(MODELS["llama-100m"])
     samples = answer(prompts([4, 6]), [3, 1, 2, 2])
     samples = replace(samples, prompts=[replace(samples.prompts[0], data_source="hard"), samples.prompts[1]])
-    work = Work(passes={"ref": [(BySource(named={"hard": large, "unused": large}, other=small), 1)]})
+    work = Work(passes={"ref": [(PerDataSource(named={"hard": large, "unused": large}, other=small), 1)]})
     expected = sum(
         forward_flops(architecture, Tokens.of(lengths, num_outputs=outputs))
         for architecture, lengths, outputs in ((large, [7, 5], 4), (small, [8, 8], 4))
@@ -50,7 +50,7 @@ def test_each_teacher_is_counted_for_its_own_samples() -> None:
 def test_a_phase_may_have_passes_of_several_models() -> None:
     """An exact divergence in the loss: the actor learns, and in the same pass a larger reference reads."""
     large = read_architecture(MODELS["llama-100m"])
-    work = Work(passes={"update_actor": [(BySource(other=SIZES), 3), (BySource(other=large), 1)]}, peak=4e12)
+    work = Work(passes={"update_actor": [(PerDataSource(other=SIZES), 3), (PerDataSource(other=large), 1)]}, peak=4e12)
     reading = forward_flops(large, Tokens.of([7, 5, 8, 8], num_outputs=8)) / 1e12
     found = work.metrics(SAMPLES, {"timing_s/update_actor": 0.5})
     assert found["perf/tflop"] == pytest.approx(3 * FORWARD + reading)

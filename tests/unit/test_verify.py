@@ -9,13 +9,13 @@ import torch
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_verify_config
 from megarl.reshard.layout import Box, Piece, row_major, whole
-from megarl.sync.verification import Difference, Findings, SyncCost, _places, _slabs
+from megarl.sync.verification import Difference, SyncCost, VerifyReport, _places, _slabs
 from tests.support.tiny import write_checkpoint
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
-SOUND = Findings(
+SOUND = VerifyReport(
     differences={"trainer-engine": Difference(5e-5, 1e-6), "trainer-transformers": Difference(5e-5, 1e-6)},
-    changed_on_the_way=[],
+    roundtrip_mismatches=[],
     sync=SyncCost(bytes_received=[8, 0], seconds=0.5, peak_extra_bytes=16),
     lower_bounds=[8, 0],
     is_float32=True,
@@ -36,7 +36,7 @@ def test_a_sound_report_says_what_was_measured() -> None:
         ({"differences": {"trainer-engine": Difference(2e-4, 1e-6)}}, "trainer-engine: log-probabilities differ by"),
         ({"differences": {"trainer-engine": Difference(float("nan"), 0.0)}}, "trainer-engine: log-probabilities"),
         ({"differences": {"a-b": Difference(0.5, 0.02)}, "is_float32": False}, "a-b: probabilities differ by 0.02"),
-        ({"changed_on_the_way": ["model.norm.weight"]}, "1 tensors changed between loading and export: model.norm"),
+        ({"roundtrip_mismatches": ["model.norm.weight"]}, "1 tensors changed between loading and export: model.norm"),
         ({"lower_bounds": [8, 1]}, "rank 1 received 0 bytes, but lacked 1"),
     ],
 )

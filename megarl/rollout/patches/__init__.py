@@ -6,16 +6,17 @@ Importing this package does not import vLLM. Invariant: nothing here changes wha
 from megarl.rollout.patches.draws import draw_together
 from megarl.rollout.patches.kernels import normalize_by_kernels
 from megarl.rollout.patches.process import (
+    compilation,
     frozen,
     prepare_environment,
     random_state_kept,
     start_isolated,
-    without_compilation,
 )
 from megarl.rollout.patches.rotary import rotate_heads_correctly
 from megarl.rollout.patches.shared_memory import name_channels, name_message_queues
 
 __all__ = [
+    "compilation",
     "draw_together",
     "frozen",
     "mend_cpu_build",
@@ -23,7 +24,6 @@ __all__ = [
     "prepare_environment",
     "random_state_kept",
     "start_isolated",
-    "without_compilation",
 ]
 
 

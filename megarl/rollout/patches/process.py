@@ -6,7 +6,7 @@ import os
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -96,10 +96,10 @@ def frozen() -> Iterator[None]:
     gc.unfreeze()  # otherwise nanobind reports what an interpreter that unloads does not free
 
 
-def without_compilation() -> AbstractContextManager[Any]:
-    """Run vLLM's small compiled helpers (log-prob ranks, vocabulary mask) as they are written.
+def compilation(*, allowed: bool) -> AbstractContextManager[Any]:
+    """Run vLLM's small compiled helpers (log-prob ranks, vocabulary mask) as they are written, unless `allowed`.
 
     vLLM 0.26 - 0.32 marks them with `torch.compile` even under enforce_eager. On CPU that costs seconds in the first
     step (a quarter of a minute with a cold cache) and, on two ranks, more than half of the time of every later step.
     """
-    return torch.compiler.set_stance("force_eager")
+    return nullcontext() if allowed else torch.compiler.set_stance("force_eager")

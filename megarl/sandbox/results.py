@@ -32,6 +32,8 @@ _GIANTS.maxstring = _GIANTS.maxother = READ_CHARACTERS
 
 def as_rule_result(result: Any) -> RuleResult:
     """Convert the return value of a reward; TypeError as for `as_numbers`. A long answer is cut at its end."""
+    if isinstance(result, RuleResult):
+        return result
     pred = result.get("pred") if isinstance(result, Mapping) else None
     answer = beginning(pred, MAX_PRED).encode(errors="replace").decode() if isinstance(pred, str) else None
     return RuleResult(as_numbers(result), answer)

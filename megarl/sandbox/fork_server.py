@@ -17,48 +17,52 @@ from pathlib import Path
 from typing import NoReturn
 
 from megarl.platform.processes import die_with_parent
-from megarl.rewards import signals
-from megarl.rewards.calls import Callee, GroupReward
-from megarl.rewards.limits import WorkerLimits
-from megarl.rewards.wire import Inbox, encode
-from megarl.rewards.worker import answer, load
+from megarl.sandbox import signals
+from megarl.sandbox.limits import WorkerLimits
+from megarl.sandbox.protocol import Callee, GroupReward
+from megarl.sandbox.wire import Inbox, encode
+from megarl.sandbox.worker import answer, load
 
 _KEPT = os.O_RDONLY | os.O_WRONLY | os.O_RDWR | os.O_APPEND  # other flags belong to the creation of a file
 
 
-def lend(connection: socket.socket, output: int, rules: Callee, *, limits: WorkerLimits, keeper: int) -> NoReturn:
-    """Load the rules, and fork a worker for each socket and pipe that the process `keeper` sends.
+def serve_forks(
+    connection: socket.socket, output: int, rules: Callee, *, limits: WorkerLimits, supervisor: int
+) -> NoReturn:
+    """Load the rules, and fork a worker for each socket and pipe that the process `supervisor` sends.
 
-    The keeper learns how each worker ended before it asks for the next. The worker itself tells its number.
+    The supervisor learns how each worker ended before it asks for the next. The worker itself tells its number.
     """
-    reward = load(connection, output, rules, limits=limits, keeper=keeper)
+    reward = load(connection, output, rules, limits=limits, supervisor=supervisor)
     inbox = Inbox(connection, max_bytes=sys.maxsize)
     while True:
         _, files, *_ = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)
         if len(files) < 2:
-            os._exit(0)  # the keeper has hung up
+            os._exit(0)  # the supervisor has hung up
         request, (theirs, printed) = inbox.wait(), files
         for data_source in request["data_sources"]:
             rules.warm_up(data_source)
         gc.freeze()  # a collection in a worker would touch, and so copy, everything that is loaded
         with suppress(Exception):  # the user's file may have replaced it
             sys.stdout.flush()
-        lender = os.getpid()
+        fork_server = os.getpid()
         with signals.blocked():
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                _work(theirs, printed, rules, reward, timeout_s=limits.timeout_s, lender=lender)
+                _work(theirs, printed, rules, reward, timeout_s=limits.timeout_s, fork_server=fork_server)
         os.close(theirs)
         os.close(printed)
         connection.sendall(encode({"ended": _wait(pid)}))
 
 
-def _work(theirs: int, printed: int, rules: Callee, reward: GroupReward, *, timeout_s: float, lender: int) -> NoReturn:
-    """Answer one request, in a process that the process `lender` forked."""
+def _work(
+    theirs: int, printed: int, rules: Callee, reward: GroupReward, *, timeout_s: float, fork_server: int
+) -> NoReturn:
+    """Answer one request, in a process that the process `fork_server` forked."""
     try:
         os.setsid()
-        die_with_parent(signal.SIGKILL, parent=lender)
+        die_with_parent(signal.SIGKILL, parent=fork_server)
         signals.ignore()
         os.dup2(printed, 1)
         os.dup2(printed, 2)

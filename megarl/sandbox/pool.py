@@ -1,7 +1,7 @@
-"""The processes of one rank that call rewards: keepers, each with a worker, as many as the work needs.
+"""The processes of one rank that call rewards: supervisors, each with a worker, as many as the work needs.
 
-A rank may hold a CUDA context and many threads, so it never forks: keepers are started as new programs. They exchange
-text and numbers with the rank; the rank runs and unpickles nothing that they send.
+A rank may hold a CUDA context and many threads, so it never forks: supervisors are started as new programs. They
+exchange text and numbers with the rank; the rank runs and unpickles nothing that they send.
 """
 
 import os
@@ -18,16 +18,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.rewards import signals
-from megarl.rewards.calls import Callee
-from megarl.rewards.canary import MAX_CALLS
-from megarl.rewards.keeper import CLEAN_S, START_S
-from megarl.rewards.limits import WorkerLimits as WorkerLimits
-from megarl.rewards.results import Numbers
-from megarl.rewards.wire import Inbox, encode
+from megarl.sandbox import signals
+from megarl.sandbox.canary import MAX_CALLS
+from megarl.sandbox.limits import WorkerLimits as WorkerLimits
+from megarl.sandbox.protocol import Callee
+from megarl.sandbox.results import Numbers
+from megarl.sandbox.supervisor import CLEAN_S, START_S
+from megarl.sandbox.wire import Inbox, encode
 
-MAX_KEEPERS = 2
-"""Most keepers that are tried with one response: the first may have ended for another reason."""
+MAX_SUPERVISORS = 2
+"""Most supervisors that are tried with one response: the first may have ended for another reason."""
 PATIENCE_S = 0.25
 """Seconds that a response waits for a process before another process is started."""
 _MAX_REPLY_BYTES = 1 << 20
@@ -107,14 +107,14 @@ class Pool:
         with self._changed:
             late = self._waiting and time.monotonic() - self._waiting[0].since > PATIENCE_S
             if not self._threads or (late and len(self._threads) < self._limits.num_workers):
-                # the kernel ends a keeper together with the thread that started it, so each keeper has its own thread
+                # the kernel ends a supervisor with the thread that started it, so each supervisor has its own thread
                 self._threads.append(threading.Thread(target=self._work, name="rewards", daemon=True))
                 self._threads[-1].start()
 
     def _work(self) -> None:
-        keeper = None
+        supervisor = None
         while tasks := self._next():
-            keeper, results = self._judge(keeper, [task.arguments for task in tasks])
+            supervisor, results = self._call(supervisor, [task.arguments for task in tasks])
             if len(results) == len(tasks):
                 for task, result in zip(tasks, results, strict=True):
                     task.result.set_result(result)
@@ -122,24 +122,26 @@ class Pool:
                 with self._changed:
                     self._waiting.extendleft(replace(task, is_alone=True) for task in reversed(tasks))
                     self._changed.notify_all()
-        if keeper:
-            keeper.close()
+        if supervisor:
+            supervisor.close()
 
-    def _judge(self, keeper: "_Keeper | None", samples: Sequence[Any]) -> "tuple[_Keeper | None, list[ScoringResult]]":
-        """Return the keeper for the next request, and the results of this one; replace a keeper that has ended once.
+    def _call(
+        self, supervisor: "_Supervisor | None", samples: Sequence[Any]
+    ) -> "tuple[_Supervisor | None, list[ScoringResult]]":
+        """Return the supervisor for the next request, and the results of this one. Replace one that has ended once.
 
         There are no results if the call for several responses failed, and each has to be tried alone.
         """
         failures = list[str]()
-        while len(failures) < MAX_KEEPERS:
+        while len(failures) < MAX_SUPERVISORS:
             try:
-                keeper = keeper or _Keeper(self._rules, self._limits)
-                return keeper, keeper.judge(samples)
+                supervisor = supervisor or _Supervisor(self._rules, self._limits)
+                return supervisor, supervisor.call(samples)
             except Exception as error:  # a caller waits for the result, whatever the error
                 failures.append(f"{type(error).__name__}: {error}")
-                if keeper:
-                    keeper.close()
-                keeper = None
+                if supervisor:
+                    supervisor.close()
+                supervisor = None
                 if len(samples) > 1:
                     return None, []
                 if not isinstance(error, EOFError | ConnectionError):  # it hangs, and has used its time
@@ -164,32 +166,32 @@ class Pool:
             return tasks
 
 
-class _Keeper:
-    """The rank's connection to a keeper."""
+class _Supervisor:
+    """The rank's connection to a supervisor."""
 
     def __init__(self, rules: Callee, limits: WorkerLimits) -> None:
         self._connection, theirs = socket.socketpair()
         num_calls = 2 + (MAX_CALLS if limits.canary_every else 0)
         self._connection.settimeout(num_calls * (2 * START_S + limits.timeout_s + CLEAN_S) + _SLACK_S)
         self._inbox = Inbox(self._connection, max_bytes=_MAX_REPLY_BYTES * limits.num_together)
-        with theirs, signals.blocked():  # the keeper inherits the mask, and unblocks once its handlers are set
+        with theirs, signals.blocked():  # the supervisor inherits the mask, and unblocks once its handlers are set
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", rules.keeper, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", rules.supervisor, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": _search_path(), "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # a signal to the rank's group must leave the keeper time to clean up
+                start_new_session=True,  # a signal to the rank's group must leave the supervisor time to clean up
             )
         settings = {"rules": asdict(rules), "limits": asdict(limits)}
         self._connection.sendall(encode(settings))
 
-    def judge(self, samples: Sequence[Any]) -> list[ScoringResult]:
-        """Return what `keeper.Keeper.judge` does. OSError, EOFError or UserError if the keeper itself is lost."""
+    def call(self, samples: Sequence[Any]) -> list[ScoringResult]:
+        """Return what `supervisor.Supervisor.call` does. OSError, EOFError or UserError if the supervisor is lost."""
         self._connection.sendall(encode(samples))
         return [ScoringResult(**result) for result in self._inbox.wait()]
 
     def close(self) -> None:
-        """Hang up; the keeper then ends its descendants and itself."""
+        """Hang up; the supervisor then ends its descendants and itself."""
         self._connection.close()
         try:
             self._process.wait(2 * CLEAN_S)

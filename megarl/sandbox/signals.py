@@ -1,13 +1,13 @@
-"""The signals that keepers and workers do not hear, because launchers send them to every process of a job."""
+"""The signals that supervisors and workers do not hear, because launchers send them to every process of a job."""
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 RANK_ENDED = signal.SIGUSR2
-"""The signal that a keeper gets when its rank ends."""
+"""The signal that a supervisor gets when its rank ends."""
 UNHEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Signals that a keeper and its processes ignore; programs and forks of a reward receive them."""
+"""Signals that a supervisor and its processes ignore; programs and forks of a reward receive them."""
 
 
 def ignore() -> None:

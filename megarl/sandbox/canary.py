@@ -7,7 +7,7 @@ equal responses equal scores: a reward that varies is not checked.
 from collections.abc import Callable
 from typing import Any
 
-from megarl.rewards.calls import Callee
+from megarl.sandbox.protocol import Callee
 
 NUM_REPEATS = 3
 """Repeats of a score that distinguish a reward that has changed from a reward that varies."""
@@ -16,7 +16,7 @@ MAX_CALLS = 2 * NUM_REPEATS + 1
 
 
 class Canary:
-    """The known wrong response of one keeper, and the score that it earned at first."""
+    """The known wrong response of one supervisor, and the score that it earned at first."""
 
     def __init__(
         self, rules: Callee, *, every: int, score: Callable[[Any], float | None], renew: Callable[[], None]

@@ -1,34 +1,30 @@
-"""The frozen policies that a policy is compared with: one for all samples, or several by data source."""
+"""Models that read samples: one for all samples, or several by data source."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.kl import Divergence
 from megarl.batch import Rollouts
-
-if TYPE_CHECKING:
-    from megarl.learner.learner import Learner
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BySource(Generic[T]):
+class PerDataSource(Generic[T]):
     """Readers of samples. The data source of its prompt decides which of them reads a sample."""
 
     named: Mapping[str, T] = field(default_factory=dict)
     other: T  # reads the samples of all other data sources
 
-    def map(self, function: Callable[[T], U]) -> "BySource[U]":
+    def map(self, function: Callable[[T], U]) -> "PerDataSource[U]":
         """Return what `function` makes of each reader, as readers of the same data sources."""
         named = {source: function(reader) for source, reader in self.named.items()}
-        return BySource(named=named, other=function(self.other))
+        return PerDataSource(named=named, other=function(self.other))
 
     def shares(self, batch: Rollouts) -> list[tuple[T, Tensor]]:
         """Return the readers that have samples in `batch`, and the samples of each (int64 `[b]`, ascending)."""
@@ -37,11 +33,3 @@ class BySource(Generic[T]):
         of_sample = of_prompt[batch.groups]
         shares = [(of_sample == place).nonzero()[:, 0] for place in range(len(readers))]
         return [(reader, samples) for reader, samples in zip(readers, shares, strict=True) if len(samples)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Against:
-    """An exact divergence, and the policies that it is taken from."""
-
-    policies: "BySource[Learner]"
-    divergence: Divergence

@@ -1,9 +1,9 @@
-"""A process that calls rewards for a keeper: one request after another, or a single one.
+"""A process that calls rewards for a supervisor: one request after another, or a single one.
 
 A request holds one response, or several for a reward that takes several at once.
 
-The bound on memory is the only safeguard here against the rewards: they may do anything to this process, and the keeper
-does not rely on it.
+The bound on memory is the only safeguard here against the rewards: they may do anything to this process, and the
+supervisor does not rely on it.
 """
 
 import os
@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,30 +20,34 @@ from megarl.errors import UserError
 from megarl.platform.own import place_of
 from megarl.platform.processes import bound_memory, die_with_parent
 from megarl.platform.secrets import beginning
-from megarl.rewards import signals
-from megarl.rewards.calls import Arguments, Callee, GroupReward, Outcome, TooLateError
-from megarl.rewards.limits import WorkerLimits
-from megarl.rewards.wire import Inbox, encode, unpack
+from megarl.sandbox import signals
+from megarl.sandbox.limits import WorkerLimits
+from megarl.sandbox.protocol import Callee, GroupReward, Outcome, TooLateError
+from megarl.sandbox.wire import Inbox, encode, unpack
 
 _SHOWN_CHARACTERS = 500
 
 
-def serve(connection: socket.socket, output: int, rules: Callee, *, limits: WorkerLimits, keeper: int) -> NoReturn:
-    """Load the rules, and answer all requests. The process `keeper` forked this one."""
-    reward = load(connection, output, rules, limits=limits, keeper=keeper)
+def serve(connection: socket.socket, output: int, rules: Callee, *, limits: WorkerLimits, supervisor: int) -> NoReturn:
+    """Load the rules, and answer all requests. The process `supervisor` forked this one."""
+    reward = load(connection, output, rules, limits=limits, supervisor=supervisor)
     inbox = Inbox(connection, max_bytes=sys.maxsize)
     while answer(connection, inbox.wait(), rules, reward, timeout_s=limits.timeout_s):
         pass
-    os._exit(1)  # the keeper replaces it
+    os._exit(1)  # the supervisor replaces it
 
 
-def load(connection: socket.socket, output: int, rules: Callee, *, limits: WorkerLimits, keeper: int) -> GroupReward:
-    """Return the rules' function in a process that the process `keeper` forked, and tell it; end if they do not load.
+def load(
+    connection: socket.socket, output: int, rules: Callee, *, limits: WorkerLimits, supervisor: int
+) -> GroupReward:
+    """Return the rules' function in a process that the process `supervisor` forked, and report it.
+
+    The process ends if the rules do not load.
 
     Everything that is printed goes to the pipe `output`.
     """
     os.setsid()
-    die_with_parent(signal.SIGKILL, parent=keeper)
+    die_with_parent(signal.SIGKILL, parent=supervisor)
     signal.signal(signals.RANK_ENDED, signal.SIG_DFL)
     os.register_at_fork(after_in_child=signals.restore)
     _redirect(output)
@@ -66,20 +69,17 @@ def answer(
     for arguments in samples:
         rules.warm_up(arguments["data_source"])
     connection.sendall(encode({"id": request["id"], "begun": process}))  # its time limit starts now
-    reply, is_sound = _call(reward, samples, time.monotonic() + timeout_s)
+    deadline, is_sound, reply = time.monotonic() + timeout_s, True, dict[str, Any]()
+    try:
+        reply["results"] = [_as_reply(outcome) for outcome in reward(samples, deadline)]
+    except BaseException as error:  # sys.exit is a failure too
+        reply["error"] = _describe(error)
+        is_sound = isinstance(error, Exception) and not isinstance(error, MemoryError)
     if os.getpid() != process:  # a reward forked, and this is the copy
         os._exit(0)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     connection.sendall(encode({"id": request["id"], **reply}))
     return is_sound
-
-
-def _call(reward: GroupReward, samples: Sequence[Arguments], deadline: float) -> tuple[dict[str, Any], bool]:
-    """Call a reward; return the reply, and whether this process can continue."""
-    try:
-        return {"results": [_as_reply(outcome) for outcome in reward(samples, deadline)]}, True
-    except BaseException as error:  # sys.exit is a failure too
-        return {"error": _describe(error)}, isinstance(error, Exception) and not isinstance(error, MemoryError)
 
 
 def _as_reply(outcome: Outcome) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Messages between ranks, keepers and workers: JSON after its length, over a socket. Nothing in it can be run.
+"""Messages between ranks, supervisors and workers: JSON after its length, over a socket. Nothing in it can be run.
 
 Rows of parquet have values that JSON lacks. They keep their types: in a packed value every JSON object is a tag with
 the value that it tags.

@@ -1,4 +1,4 @@
-"""The signposts at the end of a run: the files that it leaves, and the commands that use them."""
+"""The next steps at the end of a run: the files that it leaves, and the commands that use them."""
 
 import shlex
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from megarl.tracking.names import Ending
 from megarl.tracking.samples import GENERATIONS
 
 
-def signposts(config: Config | SupervisedConfig, ending: Ending) -> Iterator[tuple[str, str]]:
+def next_steps(config: Config | SupervisedConfig, ending: Ending) -> Iterator[tuple[str, str]]:
     """Yield what a run has left, with its place, and what can be done next, with the command."""
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
     steps = saved_steps(run_dir)

@@ -1,4 +1,4 @@
-"""The keeper's view of a process that loads or calls rules: its messages, its output and its end."""
+"""The supervisor's view of a process that loads or calls rules: its messages, its output and its end."""
 
 import math
 import os
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.platform.secrets import redact
-from megarl.rewards.wire import Inbox
+from megarl.sandbox.wire import Inbox
 
 _PIECE = 1 << 16  # the capacity of a pipe
 TAIL = 1 << 14
@@ -22,7 +22,7 @@ _ENDING_S = 0.2  # a process closes its files a moment before it has ended
 _ROUND_S = 0.002
 
 
-class WorkerLost(Exception):  # noqa: N818 - the worker is lost, and the keeper has no error
+class WorkerLost(Exception):  # noqa: N818 - the worker is lost, and the supervisor has no error
     """The worker gave no valid reply, and must be replaced before the next response."""
 
     def __init__(self, fault: str, detail: str) -> None:
@@ -31,18 +31,18 @@ class WorkerLost(Exception):  # noqa: N818 - the worker is lost, and the keeper 
 
 
 @dataclass(kw_only=True)
-class Helper:
-    """A process that works for the keeper."""
+class ChildProcess:
+    """A process that works for the supervisor."""
 
     connection: socket.socket
     inbox: Inbox
     output: int  # the pipe with what it prints
     pid: int = 0  # 0: not known yet
-    lender: "Helper | None" = None  # the process that forked it, and reaps it; None: the keeper did
+    fork_server: "ChildProcess | None" = None  # the process that forked it, and reaps it; None: the supervisor did
     loaded: frozenset[int] = frozenset()  # itself and its processes after it loaded the rules
     num_threads: int = 1  # after it loaded the rules
     printed: bytes = b""  # the end of its output for this response
-    is_over: bool = False  # the lender has reaped it
+    is_over: bool = False  # the fork server has reaped it
     exit_code: int | None = None  # negative for a signal; None: unknown
 
     def drain(self) -> bool:
@@ -70,7 +70,7 @@ class Helper:
 
     def has_ended(self, *, within_s: float = 0.0) -> bool:
         """Return whether the process has ended, after at most `within_s` seconds."""
-        if self.lender:
+        if self.fork_server:
             return self._is_reaped(within_s)
         deadline = time.monotonic() + within_s
         while (ending := os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
@@ -108,14 +108,14 @@ class Helper:
         os.close(self.output)
 
     def _is_reaped(self, within_s: float) -> bool:
-        """Return whether the lender has reaped this process, and learn how it ended."""
-        assert self.lender, "nothing but a lender reports the end of a process"
+        """Return whether the fork server has reaped this process, and learn how it ended."""
+        assert self.fork_server, "nothing but a fork server reports the end of a process"
         deadline = time.monotonic() + within_s
         while not self.is_over:
-            if isinstance(message := self.lender.take(), dict):
+            if isinstance(message := self.fork_server.take(), dict):
                 self.exit_code, self.is_over = message.get("ended"), True
-            elif is_readable(self.lender.connection, within_s=deadline - time.monotonic()):
-                self.lender.read()
+            elif is_readable(self.fork_server.connection, within_s=deadline - time.monotonic()):
+                self.fork_server.read()
             else:
                 break
         return self.is_over

@@ -12,12 +12,12 @@ SLOWEST = "reward/slowest_s"
 EXTREMES = {"max": max, "min": min, "slowest_s": max}  # by the last part of a metric's name
 
 
-class Judge:
+class ScoreAccumulator:
     """A reward, with its metrics over all samples so far."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer, self._reported = scorer, list[tuple[int, Metrics]]()
-        self._num_judged, self._failures = 0, list[str]()
+        self._num_scored, self._failures = 0, list[str]()
 
     def score(self, rollouts: Rollouts, *, least: int = 0) -> Scored:
         """Score every sample.
@@ -27,10 +27,10 @@ class Judge:
         """
         scored, metrics = self._scorer.score(rollouts)
         self._reported.append((len(rollouts), metrics))
-        self._num_judged += int(scored.judged().sum())
+        self._num_scored += int(scored.has_score().sum())
         self._failures += first_failures(scored)
         if (num_samples := sum(count for count, _ in self._reported)) >= least:
-            require_scores(self._num_judged, of=num_samples, failures=self._failures)
+            require_scores(self._num_scored, of=num_samples, failures=self._failures)
         return scored
 
     def metrics(self) -> Metrics:
@@ -47,11 +47,11 @@ class Judge:
         }
 
 
-def require_scores(num_judged: int, *, of: int, failures: Sequence[str]) -> None:
+def require_scores(num_scored: int, *, of: int, failures: Sequence[str]) -> None:
     """Raise a RewardError with the first `failures` if fewer than half of the samples have a score."""
-    if 2 * num_judged < of:
+    if 2 * num_scored < of:
         raise RewardError(
-            f"the reward failed on {of - num_judged} of {of} responses, more than half, so the others would teach "
+            f"the reward failed on {of - num_scored} of {of} responses, more than half, so the others would teach "
             f"something else: {'; '.join(failures[:NUM_WARNINGS])}. Mend the reward or raise its timeout_s; with "
             "on_failure=score such responses get default_score (keys of reward_model, or of environment)"
         )

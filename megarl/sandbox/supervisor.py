@@ -1,14 +1,16 @@
 """A process that supervises a worker that calls rewards, and replies for every response whatever the worker does.
 
-Runs as `python -m megarl.rewards.keeper SOCKET PARENT`, started by a rank (`megarl.rewards.pool`). The keeper is small
-and has one thread, so it can fork; it calls no reward itself. If requests are isolated, it forks a lender
-(`megarl.rewards.lender`), which forks a worker for each request; if not, it forks a worker for many. Invariants:
+A rank starts it (`megarl.sandbox.pool`) as the program of what it calls: `python -m megarl.rewards.supervisor SOCKET
+PARENT`. The supervisor is small and has one thread, so it can fork; it calls no reward itself. If requests are
+isolated, it forks a fork server (`megarl.sandbox.fork_server`), which forks a worker for each request; if not, it forks
+a worker for many. Invariants:
 
 - Every request gets a reply, within its time limit and a little more. A request for several responses may get an empty
   one: then each response is to be tried alone, because the call failed and the cause may be any of them.
-- Between two requests the keeper has no descendants except the process that has loaded the rules and the processes that
-  this one started while it loaded them.
-- When the keeper ends, it leaves no descendants. (After SIGKILL, only lender and worker are sure to end with it.)
+- Between two requests the supervisor has no descendants except the process that has loaded the rules and the processes
+  that this one started while it loaded them.
+- When the supervisor ends, it leaves no descendants. (After SIGKILL, only fork server and worker are sure to end with
+  it.)
 """
 
 import math
@@ -24,23 +26,22 @@ from itertools import count, islice
 from typing import Any, NoReturn
 
 from megarl.platform.processes import adopt_orphans, descendants, die_with_parent, end_descendants
-from megarl.rewards import signals
-from megarl.rewards.calls import Callee
-from megarl.rewards.canary import Canary
-from megarl.rewards.helper import Helper, WorkerLost, is_readable
-from megarl.rewards.lender import lend
-from megarl.rewards.limits import WorkerLimits
-from megarl.rewards.results import is_number
-from megarl.rewards.rules import Rules
-from megarl.rewards.wire import Inbox, encode, value_of
-from megarl.rewards.worker import serve
+from megarl.sandbox import signals
+from megarl.sandbox.canary import Canary
+from megarl.sandbox.fork_server import serve_forks
+from megarl.sandbox.limits import WorkerLimits
+from megarl.sandbox.process import ChildProcess, WorkerLost, is_readable
+from megarl.sandbox.protocol import Callee
+from megarl.sandbox.results import is_number
+from megarl.sandbox.wire import Inbox, encode, value_of
+from megarl.sandbox.worker import serve
 
 START_S = 120.0
 """Seconds that a process may take to load its rules, and the modules that built-in rules import at their first call."""
 CLEAN_S = 5.0
 """Seconds to wait for the end of processes that a reward left running, before the next reward is called."""
 MAX_PROCESSES = 64
-"""Most descendants of one keeper, its worker included."""
+"""Most descendants of one supervisor, its worker included."""
 CANCEL_S = 2.0
 """Seconds, after the limit, in which a call for several responses may end those that are late."""
 MAX_REPLY_BYTES = 1 << 16
@@ -52,19 +53,19 @@ _THREADS = (
 )
 
 
-class Keeper:
+class Supervisor:
     """Runs one worker at a time, and replaces a worker that is lost or has done its work."""
 
     def __init__(self, rank: socket.socket, *, rules: Callee, limits: WorkerLimits) -> None:
         self._rank, self._rules, self._limits = rank, rules, limits
-        self._loaded: Helper | None = None  # the process that has loaded the rules: a lender, or the worker itself
-        self._worker: Helper | None = None
-        self._is_lost = False
+        self._loaded: ChildProcess | None = None  # has loaded the rules: a fork server, or the worker itself
+        self._worker: ChildProcess | None = None
+        self._worker_failed = False
         self._ids = count()
-        self._begun = 0.0  # when the worker began with the current request
+        self._started_at = 0.0  # when the worker began with the current request
         self._canary = Canary(rules, every=limits.canary_every, score=self._score_alone, renew=self.end)
 
-    def judge(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
+    def call(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
         """Return `numbers` and `pred` of each response, or `fault` and `detail`; always the `seconds` of the call.
 
         The list is empty if the call for several responses failed: each has to be tried alone.
@@ -72,7 +73,7 @@ class Keeper:
         if fault := self._canary.fault(samples[0]):
             return [{"fault": "canary", "detail": fault, "seconds": 0.0}] * len(samples)
         replies = self._try(samples)
-        if self._is_lost and replies and replies[0]["fault"] == "error":  # an earlier response may be the cause
+        if self._worker_failed and replies and replies[0]["fault"] == "error":  # an earlier response may be the cause
             self.clean()
             replies = self._try(samples)
         return replies
@@ -84,13 +85,13 @@ class Keeper:
         return replies[0].get("numbers", {}).get("score")
 
     def _try(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
         try:
             replies = self._ask(self._worker or self._start(samples), samples)
         except WorkerLost as lost:
-            self._is_lost = True
+            self._worker_failed = True
             replies = [{"fault": lost.fault, "detail": str(lost)}]
-        seconds = time.monotonic() - self._begun
+        seconds = time.monotonic() - self._started_at
         if len(replies) != len(samples):
             return []
         if (speaker := self._worker or self._loaded) and any("fault" in reply for reply in replies):
@@ -102,10 +103,10 @@ class Keeper:
 
     def clean(self) -> None:
         """End a worker that is unsound or has done its work, and every process that the last response left running."""
-        loaded, is_clear = self._loaded, not self._is_lost
+        loaded, is_clear = self._loaded, not self._worker_failed
         if self._worker is not loaded:
             is_clear = self._end_borrowed()
-        self._is_lost = False
+        self._worker_failed = False
         sound = loaded and is_clear and not loaded.has_ended()
         if not (loaded and sound and end_descendants(spare=loaded.loaded, within_s=CLEAN_S)):
             self.end()
@@ -113,7 +114,7 @@ class Keeper:
     def end(self, *, within_s: float | None = CLEAN_S) -> None:
         """End all descendants of this process."""
         helpers = {id(helper): helper for helper in (self._worker, self._loaded) if helper}
-        self._worker, self._loaded, self._is_lost = None, None, False
+        self._worker, self._loaded, self._worker_failed = None, None, False
         for helper in helpers.values():
             helper.kill()
         end_descendants(within_s=within_s)
@@ -121,36 +122,36 @@ class Keeper:
             os.waitpid(-1, os.WNOHANG)
 
     def _end_borrowed(self) -> bool:
-        """End the worker that a lender forked; return whether the lender is ready for the next."""
+        """End the worker that a fork server forked; return whether the fork server is ready for the next."""
         worker, self._worker = self._worker, None
-        if worker is None or worker.lender is None:
+        if worker is None or worker.fork_server is None:
             return False
         worker.kill()
         if not worker.pid:  # it may still be to be forked
             return False
-        worker.lender.drain()
+        worker.fork_server.drain()
         try:
             return worker.has_ended(within_s=CLEAN_S)
-        except WorkerLost:  # the lender is lost
+        except WorkerLost:  # the fork server is lost
             return False
 
-    def _start(self, samples: Sequence[Any]) -> Helper:
+    def _start(self, samples: Sequence[Any]) -> ChildProcess:
         """Return a process for a request of these samples."""
         is_lent = self._limits.isolation == "response"
-        loaded = self._loaded or self._load(lend if is_lent else serve)
+        loaded = self._loaded or self._load(serve_forks if is_lent else serve)
         self._worker = self._borrow(loaded, samples) if is_lent else loaded
         return self._worker
 
-    def _load(self, run: Callable[..., NoReturn]) -> Helper:
+    def _load(self, run: Callable[..., NoReturn]) -> ChildProcess:
         """Fork a process that loads the rules."""
         helper, theirs, printed = self._connected()
-        keeper = os.getpid()
+        supervisor = os.getpid()
         helper.pid = os.fork()
         if helper.pid == 0:
             try:
                 helper.connection.close()
                 self._rank.close()
-                run(theirs, printed, self._rules, limits=self._limits, keeper=keeper)
+                run(theirs, printed, self._rules, limits=self._limits, supervisor=supervisor)
             except Exception:
                 sys.excepthook(*sys.exc_info())  # the warning shows these last lines
             finally:
@@ -164,32 +165,32 @@ class Keeper:
         helper.loaded, helper.num_threads = frozenset([helper.pid, *descendants()]), reply["threads"]
         return helper
 
-    def _borrow(self, lender: Helper, samples: Sequence[Any]) -> Helper:
-        """Let the lender fork a worker, after it has imported what rows of these data sources need."""
+    def _borrow(self, fork_server: ChildProcess, samples: Sequence[Any]) -> ChildProcess:
+        """Let the fork server fork a worker, after it has imported what rows of these data sources need."""
         worker, theirs, printed = self._connected()
-        worker.lender = lender
+        worker.fork_server = fork_server
         data_sources = sorted({value_of(sample, "data_source") for sample in samples})
         try:
-            socket.send_fds(lender.connection, [b"\0"], [theirs.fileno(), printed])
-            lender.connection.sendall(encode({"data_sources": data_sources}))
+            socket.send_fds(fork_server.connection, [b"\0"], [theirs.fileno(), printed])
+            fork_server.connection.sendall(encode({"data_sources": data_sources}))
         except OSError:
             worker.hang_up()
-            raise WorkerLost("error", lender.how_it_ended()) from None
+            raise WorkerLost("error", fork_server.how_it_ended()) from None
         finally:
             theirs.close()
             os.close(printed)
         return worker
 
-    def _connected(self) -> tuple[Helper, socket.socket, int]:
+    def _connected(self) -> tuple[ChildProcess, socket.socket, int]:
         """Return a helper that is still to be forked, its end of the connection, and the pipe for what it prints."""
         ours, theirs = socket.socketpair()
         output, printed = os.pipe()
         os.set_blocking(output, False)
         ours.settimeout(START_S)
         inbox = Inbox(ours, max_bytes=MAX_REPLY_BYTES * self._limits.num_together)
-        return Helper(connection=ours, inbox=inbox, output=output), theirs, printed
+        return ChildProcess(connection=ours, inbox=inbox, output=output), theirs, printed
 
-    def _ask(self, worker: Helper, samples: Sequence[Any]) -> list[dict[str, Any]]:
+    def _ask(self, worker: ChildProcess, samples: Sequence[Any]) -> list[dict[str, Any]]:
         """Return the reply for each response, or one fault of the entire call."""
         worker.printed = b""
         number = next(self._ids)
@@ -202,11 +203,11 @@ class Keeper:
             raise WorkerLost("error", worker.how_it_ended()) from None
         reply = self._wait(worker, unstarted, START_S)
         late_detail = f"it took longer than {self._rules.section}.timeout_s={self._limits.timeout_s:g}"
-        if worker.lender and worker.lender.num_threads > 1:
+        if worker.fork_server and worker.fork_server.num_threads > 1:
             late_detail += _THREADS
         if reply.get("id") == number and isinstance(pid := reply.get("begun"), int):
             worker.pid = pid
-            self._begun = time.monotonic()
+            self._started_at = time.monotonic()
             limit_s = self._limits.timeout_s + (CANCEL_S if self._limits.num_together > 1 else 0.0)
             reply = self._wait(worker, WorkerLost("timeout", late_detail), limit_s)
         match reply:
@@ -216,7 +217,7 @@ class Keeper:
                 return [_checked(result, late_detail) for result in results]
         raise _invalid()
 
-    def _wait(self, helper: Helper, late: WorkerLost, seconds: float) -> dict[str, Any]:
+    def _wait(self, helper: ChildProcess, late: WorkerLost, seconds: float) -> dict[str, Any]:
         """Return the helper's next message. Raises `late` if it takes longer than `seconds`."""
         sources = select.poll()  # `select.select` takes no numbers above 1023, and a rank of many ranks has more files
         for source in (helper.connection.fileno(), helper.output, self._rank.fileno()):
@@ -259,21 +260,21 @@ def _invalid() -> WorkerLost:
     return WorkerLost("error", "its process sent an invalid reply")
 
 
-def _look_at(helper: Helper) -> None:
+def _look_at(helper: ChildProcess) -> None:
     if helper.has_ended() and not is_readable(helper.connection, within_s=0.0):  # a fork of it may hold its files open
         raise WorkerLost("error", helper.how_it_ended())
     if len(list(islice(descendants(), MAX_PROCESSES + 1))) > MAX_PROCESSES:
         raise WorkerLost("error", f"it started more than {MAX_PROCESSES} processes")
 
 
-def main(argv: Sequence[str] = sys.argv[1:], *, kind: Callable[..., Callee] = Rules) -> None:
+def main(argv: Sequence[str] = sys.argv[1:], *, kind: Callable[..., Callee]) -> None:
     """Serve the rank until it hangs up. The worker calls the `kind` with the settings that the rank sends."""
     rank = socket.socket(fileno=int(argv[0]))
-    keeper: Keeper | None = None
+    supervisor: Supervisor | None = None
 
     def leave(*_: object) -> NoReturn:
-        if keeper:
-            keeper.end(within_s=None)
+        if supervisor:
+            supervisor.end(within_s=None)
         os._exit(0)
 
     signal.signal(signals.RANK_ENDED, leave)  # an exception here could interrupt the clean-up after a hang-up
@@ -284,14 +285,10 @@ def main(argv: Sequence[str] = sys.argv[1:], *, kind: Callable[..., Callee] = Ru
     try:
         with suppress(EOFError, ConnectionError):  # a rank that has finished hangs up
             settings = inbox.wait()
-            keeper = Keeper(rank, rules=kind(**settings["rules"]), limits=WorkerLimits(**settings["limits"]))
+            supervisor = Supervisor(rank, rules=kind(**settings["rules"]), limits=WorkerLimits(**settings["limits"]))
             while True:
-                rank.sendall(encode(keeper.judge(inbox.wait())))
-                keeper.clean()
+                rank.sendall(encode(supervisor.call(inbox.wait())))
+                supervisor.clean()
     finally:
-        if keeper:
-            keeper.end(within_s=None)
-
-
-if __name__ == "__main__":
-    main()
+        if supervisor:
+            supervisor.end(within_s=None)

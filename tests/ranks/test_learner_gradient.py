@@ -1,7 +1,6 @@
-"""An update that is reviewed: the review sees what `infer` tells, and decides from which samples the model learns."""
+"""A gradient before the optimizer step: its outputs are those of `infer`, and it may be discarded."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.batch import Experience, Rollouts
+from megarl.batch import Experience
 from megarl.config.policy import ActorSection
 from megarl.training.objectives import ActorObjective
-from tests.support.learners import TOLERANCE, make_test_learner
+from tests.support.learners import TOLERANCE, make_test_learner, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 
@@ -29,48 +28,42 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-class RefusedError(Exception):
-    """Raised by a review."""
+def learned_in_one_pass(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
+    """On each rank: update from known log-probabilities, and from those of the update's own forward pass.
 
-
-def reviewed(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
-    """On each rank: update after no review, and after reviews that agree, choose other samples, or raise."""
+    Then discard a gradient, alone and before an update on fewer samples.
+    """
     from megarl.learner.batching import Budget
+    from megarl.learner.terms import LossTerm
 
     batch, budget = experience(), Budget(max_tokens=24, max_sequences=None)
     fewer = batch.select(torch.arange(len(batch) - 2))
-    seen = []
+    in_one_pass = replace(batch, old_log_probs=None)
 
-    def learnt(start: Experience, review: Any = None) -> tuple[Any, dict[str, Tensor]]:
+    def learner_and_gradient() -> tuple[Any, Any]:
         learner = make_test_learner(checkpoint, split)
-        metrics = {}
-        with suppress(RefusedError):
-            metrics = learner.update([start], OBJECTIVE, budget, review=review)
+        term = LossTerm(batch=in_one_pass, objective=OBJECTIVE)
+        return learner, learner.forward_backward([term], budget, with_outputs=True)
+
+    def result(learner: Any, start: Experience | None, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+        metrics = update(learner, [start], OBJECTIVE, budget, **options) if start else {}
         with learner.weights() as weights:
             return metrics, {name: tensor.clone() for name, tensor in weights.items()}
 
-    def agrees(outputs: Any) -> Rollouts | None:
-        seen.append(outputs)
-        return None
-
-    def refuses(outputs: Any) -> Rollouts | None:
-        raise RefusedError
-
-    learner = make_test_learner(checkpoint, split)
-    told = learner.infer(batch, budget, with_entropy=True)
+    told = make_test_learner(checkpoint, split).infer(batch, budget, with_entropy=True)
     known = replace(batch, old_log_probs=told.log_probs)
-    with learner.weights() as weights:
-        untouched = {name: tensor.clone() for name, tensor in weights.items()}
     found = {
-        "read before": learnt(known),
-        "read meanwhile": learnt(replace(batch, old_log_probs=None), agrees),
-        "fewer": learnt(fewer),
-        "fewer, chosen": learnt(batch, lambda outputs: fewer),
-        "untouched": ({}, untouched),
-        "refused": learnt(batch, refuses),
+        "untouched": result(make_test_learner(checkpoint, split), None),
+        "read before": result(make_test_learner(checkpoint, split), known),
+        "fewer": result(make_test_learner(checkpoint, split), fewer),
     }
-    [outputs] = seen
-    return found | {"told": told, "seen": outputs}
+    learner, gradient = learner_and_gradient()
+    found["read meanwhile"] = result(learner, in_one_pass, gradient=gradient)
+    for name, start in (("discarded", None), ("discarded, then fewer", fewer)):
+        learner, refused = learner_and_gradient()
+        refused.discard()
+        found[name] = result(learner, start)
+    return found | {"told": told, "seen": gradient.outputs}
 
 
 def chunks_with_entropy(checkpoint: Path) -> dict[str, set[bool]]:
@@ -81,15 +74,15 @@ def chunks_with_entropy(checkpoint: Path) -> dict[str, set[bool]]:
     from megarl.training.objectives import PTXObjective, SFTObjective
 
     learner, batch, budget = make_test_learner(checkpoint, {}), experience(), Budget(max_tokens=24, max_sequences=None)
-    extra = LossTerm(batch=batch, objective=PTXObjective(0.5))
+    plain, extra = (LossTerm(batch=batch, objective=objective) for objective in (PLAIN, PTXObjective(0.5)))
     passes: dict[str, Callable[[], Any]] = {
         "infer": lambda: learner.infer(batch, budget),
         "infer, asked": lambda: learner.infer(batch, budget, with_entropy=True),
-        "update": lambda: learner.update([batch], PLAIN, budget),
-        "update, bonus": lambda: learner.update([batch], OBJECTIVE, budget),
-        "update, bonus and pairs": lambda: learner.update([batch], OBJECTIVE, budget, extra_terms=[extra]),
-        "update, reviewed": lambda: learner.update([batch], PLAIN, budget, review=lambda outputs: None),
-        "supervised": lambda: learner.update([batch], SFTObjective(), budget),
+        "update": lambda: update(learner, [batch], PLAIN, budget),
+        "update, bonus": lambda: update(learner, [batch], OBJECTIVE, budget),
+        "update, bonus and pairs": lambda: update(learner, [batch], OBJECTIVE, budget, extra_terms=[extra]),
+        "update, asked": lambda: learner.forward_backward([plain], budget, with_outputs=True),
+        "supervised": lambda: update(learner, [batch], SFTObjective(), budget),
     }
     found = {}
     for name, run in passes.items():
@@ -107,24 +100,28 @@ def test_entropies_are_computed_only_where_somebody_asks_for_them(pool: RankPool
             "update": {False},
             "update, bonus": {True},
             "update, bonus and pairs": {True, False},
-            "update, reviewed": {True},
+            "update, asked": {True},
             "supervised": {False},
         }
     ]
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_it_sees_what_infer_tells_and_decides_what_is_learned(
+def test_one_pass_learns_what_two_passes_learn_and_a_discarded_gradient_nothing(
     pool: RankPool, checkpoints: dict[str, Path], split: str
 ) -> None:
-    for found in pool.run(SPLITS[split][0], reviewed, checkpoints["llama"], SPLITS[split][1]):
+    for found in pool.run(SPLITS[split][0], learned_in_one_pass, checkpoints["llama"], SPLITS[split][1]):
         torch.testing.assert_close(found["seen"].log_probs, found["told"].log_probs, **TOLERANCE)
         torch.testing.assert_close(found["seen"].entropy, found["told"].entropy, **TOLERANCE)
-        pairs = (("read meanwhile", "read before"), ("fewer, chosen", "fewer"), ("refused", "untouched"))
+        pairs = (
+            ("read meanwhile", "read before"),
+            ("discarded, then fewer", "fewer"),
+            ("discarded", "untouched"),
+        )
         for one, other in pairs:
             (metrics, weights), (expected, expected_weights) = found[one], found[other]
             assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
-            torch.testing.assert_close(weights, expected_weights, rtol=0, atol=0 if one == "refused" else 1e-6)
+            torch.testing.assert_close(weights, expected_weights, rtol=0, atol=0 if one == "discarded" else 1e-6)
         assert found["read before"][0]["grad_norm"] > 0.0
         different = [not tensor.equal(found["untouched"][1][name]) for name, tensor in found["fewer"][1].items()]
         assert any(different)

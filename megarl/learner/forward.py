@@ -1,0 +1,123 @@
+"""Forward passes of a batch: its micro-batches on this rank, and the outputs of all micro-batches on all ranks.
+
+`against` computes an exact divergence from other policies with the same vocabulary and mesh. The other policies run
+first, on the same micro-batches and ranks; their hidden states wait in host memory until the policy needs them. These
+are a few thousand numbers for each response token, and no rank sends any of them. A micro-batch has samples of one of
+the other policies alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.kl import Divergence
+from megarl.batch import Rollouts
+from megarl.learner.batching import Batching, Budget
+from megarl.learner.contributions import add_outputs
+from megarl.learner.offload import Offload
+from megarl.learner.outputs import LogitFactors, OutputHead
+from megarl.learner.parallel import Mesh
+from megarl.learner.per_data_source import PerDataSource
+from megarl.learner.schedule import Head, MicroBatch, run_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceDivergence:
+    """An exact divergence, and the policies that it is taken from."""
+
+    policies: "PerDataSource[ForwardPass]"
+    divergence: Divergence
+
+
+class ForwardPass:
+    """The forward passes of one model."""
+
+    def __init__(
+        self,
+        models: tuple[Any, ...],
+        head: OutputHead,
+        batching: Batching,
+        *,
+        offload: Offload,
+        mesh: Mesh,
+        device: torch.device,
+    ) -> None:
+        self._models, self._head, self._batching = models, head, batching
+        self._offload, self._mesh, self._device = offload, mesh, device
+
+    def infer(
+        self,
+        batch: Rollouts,
+        budget: Budget,
+        against: ReferenceDivergence | None,
+        *,
+        with_entropy: bool,
+        temperature: float | None,
+    ) -> Any:
+        """Return the outputs of a batch, as `Learner.infer` does."""
+
+        def head(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+            return self._head.token_outputs(
+                hidden,
+                packed=micro_batch.row,
+                other=micro_batch.other,
+                with_entropy=with_entropy,
+                temperature=temperature,
+            )
+
+        micro_batches = self.divide(batch, budget, against)
+        outputs = self._run(micro_batches, head, budget)
+        return self.gather_outputs(
+            batch, micro_batches, outputs, with_entropy=with_entropy, with_kl=against is not None
+        )
+
+    def divide(self, batch: Rollouts, budget: Budget, against: ReferenceDivergence | None) -> list[MicroBatch]:
+        """Return this rank's micro-batches, each with the logit factors of its other policy, if any."""
+        micro_batches = list[MicroBatch]()
+        everything = torch.arange(len(batch))
+        for other, share in against.policies.shares(batch) if against else [(None, everything)]:
+            divided = self._batching.divide(batch.select(share), budget)
+            samples = [share[micro].tolist() for micro in divided]
+            factors = [None] * len(samples)
+            if against and other:
+                factors = other.logit_factors(batch, samples, budget, against.divergence)
+            rows = self._batching.pack(batch, samples)
+            micro_batches += [MicroBatch(row=row, other=of_row) for row, of_row in zip(rows, factors, strict=True)]
+        return micro_batches
+
+    def logit_factors(
+        self, batch: Rollouts, samples: list[list[int]], budget: Budget, divergence: Divergence
+    ) -> list[Any]:
+        """Return this policy's `LogitFactors` on each micro-batch; None before the last pipeline stage."""
+
+        def head(hidden: Tensor, micro_batch: MicroBatch) -> LogitFactors:
+            return self._head.logit_factors(hidden, packed=micro_batch.row, divergence=divergence)
+
+        micro_batches = [MicroBatch(row=row) for row in self._batching.pack(batch, samples)]
+        return self._run(micro_batches, head, budget) or [None] * len(micro_batches)
+
+    def _run(self, micro_batches: Sequence[MicroBatch], head: Head, budget: Budget) -> list[Any]:
+        """Run micro-batches forward only; return what the head returns for each, on the last pipeline stage."""
+        for model in self._models:
+            model.eval()
+        with torch.no_grad(), self._offload.parameters():
+            return run_schedule(self._models, micro_batches, head, budget.row_length(self._mesh), forward_only=True)
+
+    def gather_outputs(
+        self,
+        batch: Rollouts,
+        micro_batches: Sequence[MicroBatch],
+        outputs: Sequence[Tensor],
+        *,
+        with_entropy: bool,
+        with_kl: bool,
+    ) -> Any:
+        """Bring the outputs of all micro-batches of `batch` to all ranks, as `Learner.infer` returns them."""
+        num_outputs = self._head.num_outputs(with_entropy=with_entropy, with_kl=with_kl)
+        whole = add_outputs(
+            micro_batches, outputs, batch.mask, self._mesh, num_outputs=num_outputs, device=self._device
+        )
+        return self._head.as_outputs(whole, with_entropy=with_entropy)
