@@ -171,7 +171,7 @@ def test_a_reward_that_sleeps_is_named_with_its_rows(ends: dict[str, Future[End]
     assert end.code == EXIT_CODE, end.printed
     behind, waiting = end.printed.split("Behind:")[1].split("Waiting:")
     rows = ", ".join(map(str, end.reports[1]["rows"]))  # type: ignore[call-overload]
-    assert "rank 1 on " in behind and "step 0, phase reward, at megarl/rewards/" in behind and f"rows {rows}" in behind
+    assert "rank 1 on " in behind and "step 0, phase reward, at megarl/sandbox/" in behind and f"rows {rows}" in behind
     assert "rank 0 on " in waiting
 
 

@@ -138,7 +138,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(told: tuple[World, dict[str,
     _, seen = told
     commands = "\n".join(seen["killed"])  # all ended a moment later
     assert commands.count("megarl.train") >= 3  # the launcher and its ranks
-    assert "megarl.sandbox.supervisor" in commands
+    assert "megarl.rewards.supervisor" in commands
     assert not seen["segments left"]  # after the start of the next job
 
 

@@ -43,7 +43,7 @@ def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.T
     split = {"param_offload": param_offload}
     learner = make_test_learner(policy, split)
     other = make_test_learner(reference, split, optim=None, mesh=learner.mesh)
-    against = ReferenceDivergence(policies=PerDataSource(other=other), divergence=Divergence())
+    against = ReferenceDivergence(policies=PerDataSource(other=other.forward), divergence=Divergence())
     budget = Budget(max_tokens=24, max_sequences=None)
     kl = learner.infer(experience(), budget, against=against).kl
     metrics: dict[str, Any] = update(learner, [experience()], ACTOR, budget, against=against)

@@ -96,6 +96,15 @@ def test_an_operation_has_the_numbers_of_the_cpu(name: str) -> None:
         assert found == expected
 
 
+def test_a_kernel_whose_numbers_nobody_computes_is_an_error() -> None:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError, match="nothing computes"), _disable_current_modes():
+        x + 1
+    assert (x + 1).tolist() == [2.0] * 4
+
+
 def test_a_tensor_that_has_lost_its_memory_cannot_be_read() -> None:
     x = torch.ones(1000, device="cuda")
     x.untyped_storage().resize_(0)

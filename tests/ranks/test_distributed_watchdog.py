@@ -47,7 +47,7 @@ def test_rewards_that_hang_end_the_job(ended: dict[str, tuple[int, str, Path]]) 
     code, errors, directory = ended["hung-rewards"]
     assert code == EXIT_CODE, errors
     behind, waiting = errors.split("Behind:")[1].split("Waiting:")
-    assert "rank 1 on " in behind and "step 1, phase reward, at megarl/rewards/" in behind
+    assert "rank 1 on " in behind and "step 1, phase reward, at megarl/sandbox/" in behind
     assert "rank 0 on " in waiting
 
 

@@ -108,7 +108,7 @@ def learner_outputs(
     other = None
     if against:
         rest, *others = (
-            make_test_learner(path, split, temperature=TEMPERATURE, optim=None, mesh=learner.mesh)
+            make_test_learner(path, split, temperature=TEMPERATURE, optim=None, mesh=learner.mesh).forward
             for path in (against, *(named or {}).values())
         )
         policies = PerDataSource(named=dict(zip(named or {}, others, strict=True)), other=rest)

@@ -71,3 +71,19 @@ __attribute__((destructor)) static void append_report(void) {
     }
     fclose(file);
 }
+
+/* ---- launches on the solid device, where the CPU computes what a kernel would have ---- */
+
+static __thread int num_computing; /* operations of this thread that the CPU computes afterwards */
+
+PUBLIC void hollow_compute(int change) {
+    num_computing += change;
+}
+
+PUBLIC bool hollow_may_launch(void) {
+    const char *solid = getenv("HOLLOW_SOLID");
+    if (num_computing || !solid || strcmp(solid, "1"))
+        return true;
+    hollow_complain("a kernel was launched where nothing computes its numbers");
+    return false;
+}

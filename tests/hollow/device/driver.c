@@ -259,6 +259,8 @@ PUBLIC CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned gr
                                void **extra) {
     (void)function, (void)shared, (void)stream, (void)arguments, (void)extra;
     COUNT("kernels");
+    if (!hollow_may_launch())
+        return CUDA_ERROR_LAUNCH_FAILED;
     bool is_right = grid_x && grid_y && grid_z && block_x && block_y && block_z;
     return checked(is_right && (size_t)block_x * block_y * block_z <= 1024);
 }

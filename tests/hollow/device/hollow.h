@@ -70,6 +70,7 @@ struct hollow_counter {
 
 void hollow_add(struct hollow_counter *counter, long amount);
 int hollow_unwritten(struct hollow_counter *counter); /* the body of a function that is not written out */
+bool hollow_may_launch(void); /* false on the solid device if no operation computes what the kernel would have */
 void hollow_complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 #define COUNT_BY(label, amount)                            \

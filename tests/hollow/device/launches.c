@@ -10,6 +10,8 @@
 
 static cudaError_t launch(dim3 grid, dim3 block) {
     COUNT("kernels");
+    if (!hollow_may_launch())
+        return hollow_remember(cudaErrorLaunchFailure);
     size_t threads = (size_t)block.x * block.y * block.z;
     bool is_right = grid.x && grid.y <= 65535 && grid.y && grid.z && grid.z <= 65535 && threads && threads <= 1024;
     return hollow_remember(is_right ? cudaSuccess : cudaErrorInvalidConfiguration);

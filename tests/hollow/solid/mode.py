@@ -25,6 +25,7 @@ from tests.hollow.solid.operations import LEFT, WRITTEN_OUT, ZEROS, is_sized_by_
 
 CPU = torch.device("cpu")
 DRIVER = ctypes.CDLL("libcuda.so.1")
+COMPUTE = ctypes.PyDLL("libcuda.so.1").hollow_compute  # called for each operation, so it keeps Python's lock
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -108,11 +109,22 @@ class Solid(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_on_device = any(tensor.is_cuda for tensor in tensors) or _is_cuda(kwargs.get("device"))
         is_symbolic = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if not is_on_device or is_symbolic or self._is_left(func):
+        if not is_on_device or is_symbolic:
+            return func(*args, **kwargs)
+        COMPUTE(1)
+        try:
+            return self._on_device(func, args, kwargs)
+        finally:
+            COMPUTE(-1)
+
+    def _on_device(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on the device, and compute it."""
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if self._is_left(func):
             return func(*args, **kwargs)
         if func._can_decompose():  # in inference mode, whoever says `to` may mean a view or a copy
             with self:
