@@ -133,7 +133,7 @@ class Solid(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.name() in ZEROS:
             return clear(func(*args, **kwargs))
-        if is_sized_by_numbers(func.name(), args):
+        if is_sized_by_numbers(func.name(), args, kwargs):
             graphs.refuse(func.name())
             found = func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
             if func._schema.is_mutable:

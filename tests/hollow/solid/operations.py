@@ -1,6 +1,6 @@
 """Which operations the device does itself, which need their numbers first, and which are written out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,17 +32,19 @@ SIZED_BY_NUMBERS = {  # their results have as many elements as the numbers say
     "aten::bincount",
     "aten::masked_select",
     "aten::nonzero",
-    "aten::repeat_interleave.Tensor",
     "aten::unique_consecutive",
     "aten::unique_dim",
 }
 
 
+REPEATED = "aten::repeat_interleave.Tensor"
 INDEXED = {"aten::_index_put_impl_", "aten::index.Tensor", "aten::index_put", "aten::index_put_"}
 
 
-def is_sized_by_numbers(name: str, arguments: Sequence[Any]) -> bool:
+def is_sized_by_numbers(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
     """Return whether the numbers decide how many elements an operation has to do with: also those of a mask."""
+    if name == REPEATED:
+        return keywords.get("output_size") is None
     masks = arguments[1] if name in INDEXED else ()
     return name in SIZED_BY_NUMBERS or any(mask is not None and not mask.dtype.is_signed for mask in masks)
 
