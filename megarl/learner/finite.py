@@ -1,4 +1,4 @@
-"""Mini-batches without a finite, non-zero gradient: the verdict, their description, and the removal of their traces.
+"""Mini-batches without a finite, non-zero gradient: their status, their description, and the removal of their traces.
 
 Invariant: numbers of all ranks decide whether a mini-batch is finite, so all ranks decide alike.
 """
@@ -17,7 +17,7 @@ MOST_NAMED = 8  # parameters of one rank
 
 
 class GradientStatus(IntEnum):
-    """The fate of a mini-batch after its backward pass; the largest verdict of a rank holds for all ranks."""
+    """The state of the gradient of a mini-batch; the largest status of a rank holds for all ranks."""
 
     IDLE = 0  # the gradient is exactly 0: there is nothing to learn
     LEARN = 1
@@ -25,7 +25,7 @@ class GradientStatus(IntEnum):
 
     @classmethod
     def of(cls, loss: float, grad_norm: float) -> "GradientStatus":
-        """Return the verdict of this rank on a mini-batch with this loss and this norm of the gradient."""
+        """Return the status on this rank of a gradient with this norm, of this loss."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return cls.NOT_FINITE
         return cls.LEARN if grad_norm else cls.IDLE

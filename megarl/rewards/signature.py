@@ -20,9 +20,9 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 """The arguments of a batch function: lists of the former, in their order."""
 IDS = "solution_ids"
+"""A further argument, for a reward whose parameters name it: the token ids of the response, or a list of those."""
 PROMPT = "prompt"
 """The text of the prompt, which only a judge receives."""
-"""A further argument, for a reward whose parameters name it: the token ids of the response, or a list of those."""
 BATCH_NAME = "compute_score_batch"
 METHODS = ("__call__", "compute_score", BATCH_NAME)
 """The methods that score; the first that a class has is called."""

@@ -28,7 +28,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestParams:
-    """What the requests for all samples share: sampling, lengths, seed, stop tokens."""
+    """Parameters that the requests for all samples share: sampling, lengths, seed, stop tokens."""
 
     sampling: Sampling
     max_tokens: int  # of a response

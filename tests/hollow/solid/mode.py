@@ -109,21 +109,20 @@ class Solid(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         is_on_device = any(tensor.is_cuda for tensor in tensors) or _is_cuda(kwargs.get("device"))
         is_symbolic = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not is_on_device or is_symbolic:
             return func(*args, **kwargs)
         COMPUTE(1)
         try:
-            return self._on_device(func, args, kwargs)
+            return self._on_device(func, args, kwargs, leaves, tensors)
         finally:
             COMPUTE(-1)
 
-    def _on_device(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation on the device, and compute it."""
-        leaves = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    def _on_device(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], tensors: list[Tensor]) -> Any:
+        """Run an operation on the device, and compute it. `leaves` and their `tensors` are those of the arguments."""
         if self._is_left(func):
             return func(*args, **kwargs)
         if func._can_decompose():  # in inference mode, whoever says `to` may mean a view or a copy
