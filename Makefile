@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make setup        .venv with exactly requirements/cpu.lock (PYTHON=... chooses the interpreter)"
-	@echo "make setup-peers  .venv-peers: .venv with the libraries that 'megarl bench step --peer' measures"
+	@echo "make setup-peers  .venv-peers: .venv with the libraries that 'python -m benchmarks step --peer' measures"
 	@echo "make quickstart   watch a small language model learn arithmetic by PPO"
 	@echo "make fix          mend what ruff can mend, and format"
 	@echo "make check        ruff, mypy, import contracts"

@@ -224,7 +224,7 @@ def patch_table(patches: Sequence[Patch]) -> Table:
 
 def peak_findings(torch: ModuleType) -> list[Finding]:
     """Measure the devices, or the processor if there are none: products of matrices, and copies of memory."""
-    from megarl.bench import engine_cost
+    from megarl.planning import engine_cost
     from megarl.platform.peaks import measure
 
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]

@@ -245,12 +245,6 @@ DOCTOR = Command(
     "code 1: training cannot work here.",
     example="megarl doctor\nsrun --nodes 2 --ntasks-per-node 1 megarl doctor --hosts node001,node002",
 )
-BENCH = Relay(
-    "bench",
-    module="megarl.bench.__main__",
-    section=PLANS,
-    text="Measure a step, a sync, a save or a plan.",
-)
 PREPARE = Relay(
     "prepare",
     module="megarl.data.prepare.__main__",
@@ -365,7 +359,7 @@ COMMANDS = (
     *(NEW, PREPARE),
     *(TRAIN, SFT, TRAIN_REWARD),
     *(EVALUATE, EXPORT, CHAT, WATCH, REPORT, COMPARE),
-    *(CONFIG, PLAN, VERIFY, DOCTOR, BENCH),
+    *(CONFIG, PLAN, VERIFY, DOCTOR),
 )
 """All commands, in the order of the help. A new command is declared above and named here."""
 

@@ -15,7 +15,6 @@ from click.shell_completion import ShellComplete
 
 import megarl
 from megarl.__main__ import main
-from megarl.bench.options import PARSERS
 from megarl.cli import version
 from megarl.cli.command import parse
 from megarl.cli.commands import COMMANDS, EXPORT, PLAN, TRAIN
@@ -53,7 +52,7 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str]:
 
 
 def test_help_of_every_command_imports_nothing_heavy() -> None:
-    more = [*(["bench", name] for name in PARSERS), *(["prepare", name] for name in TASKS)]
+    more = [["prepare", name] for name in TASKS]
     printed = succeed(sys.executable, "-c", HELP_OF_ALL.replace("{more}", str(more)), timeout_s=120)
     for text in printed.split("HELP OF")[2:]:  # the first is that of `megarl` itself
         name = text.splitlines()[0].strip()
@@ -153,8 +152,6 @@ def completions(*words: str) -> list[tuple[str, str]]:
         (("prepare", "--che"), ("plain", "--check")),
         (("prepare", "--check", "data/tr"), ("file", "data/tr")),
         (("prepare", "own", "mine.csv", "--prom"), ("plain", "--prompt")),
-        (("bench", "res"), ("plain", "reshard")),
-        (("bench", "step", "--algorithm", "g"), ("plain", "grpo")),
         (("report", "--o"), ("plain", "--out")),
         (("report", "runs/a"), ("file", "runs/a")),
     ],

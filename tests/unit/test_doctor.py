@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from megarl.bench import engine_cost
 from megarl.doctor import (
     NEEDED,
     allocator_finding,
@@ -23,6 +22,7 @@ from megarl.doctor import (
     tool_findings,
     torchvision_findings,
 )
+from megarl.planning import engine_cost
 from megarl.planning.seconds import EngineCost
 from megarl.platform.finding import Finding
 from megarl.platform.installed import bytecode_findings, import_findings

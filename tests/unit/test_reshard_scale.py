@@ -1,7 +1,7 @@
 """The plan of one of 2,048 ranks, for models whose tensors would fill hundreds of machines.
 
 The holdings are cut here by hand, not by the rules of `megarl.models`: the counts that are asserted follow from these
-cuts alone, and a change of a rule cannot move them. `megarl.bench plan` measures the same with those rules.
+cuts alone, and a change of a rule cannot move them. `benchmarks plan` measures the same with those rules.
 """
 
 import pickle

@@ -1,4 +1,4 @@
-"""`megarl bench episodes`: how busy the engine is while environments take their time.
+"""`python -m benchmarks episodes`: how busy the engine is while environments take their time.
 
 `megarl.train` plays the same episodes several times, with environments that answer at once and with slow ones. The
 requests in the engine depend on counted steps, so equal `overlap` means the same engine steps and the same occupancy,
@@ -14,10 +14,10 @@ from typing import Any
 
 from rich.table import Table
 
-from megarl.bench import report
-from megarl.bench.options import episodes_parser
-from megarl.bench.step import WARM_UP, run_module
-from megarl.bench.workload import Workload
+from benchmarks import report
+from benchmarks.options import episodes_parser
+from benchmarks.step import WARM_UP, run_module
+from benchmarks.workload import Workload
 from megarl.cli.command import print_error
 from megarl.errors import UserError
 from megarl.platform.screen import Screen

@@ -1,4 +1,4 @@
-"""Measure the machine, or another library, at the work of a step: `python -m megarl.bench.step_peers PEER DIRECTORY`.
+"""Measure the machine, or another library, at the work of a step: `python -m benchmarks.step_peers PEER DIRECTORY`.
 
 DIRECTORY/peers.json names the model and the samples. The result is DIRECTORY/PEER.json.
 """

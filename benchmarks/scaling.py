@@ -1,7 +1,7 @@
-"""`megarl bench scaling`: tokens per second over growing ranks, batches and responses, as a table and a picture.
+"""`python -m benchmarks scaling`: tokens per second over growing ranks, batches and responses, as table and picture.
 
-Each point is a run of `megarl bench step` without other libraries; all but one of its sizes are those of the first
-point. On a CPU all ranks share the cores, so more ranks are worth only what they save.
+Each point is a run of `python -m benchmarks step` without other libraries; all but one of its sizes are those of the
+first point. On a CPU all ranks share the cores, so more ranks are worth only what they save.
 """
 
 import argparse
@@ -15,10 +15,10 @@ from typing import Any
 
 from rich.table import Table
 
-from megarl.bench import report
-from megarl.bench.options import scaling_parser
-from megarl.bench.step import summarize, train
-from megarl.bench.workload import Workload
+from benchmarks import report
+from benchmarks.options import scaling_parser
+from benchmarks.step import summarize, train
+from benchmarks.workload import Workload
 from megarl.cli.command import print_error
 from megarl.errors import UserError
 from megarl.platform.screen import Screen

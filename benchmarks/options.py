@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
-from megarl.bench.cases import LAYOUTS, LENGTHS, MODELS
+from benchmarks.cases import LAYOUTS, LENGTHS, MODELS
 from megarl.platform.arguments import Arguments
 
 STEP = "The time of every phase of a step, next to vLLM and transformers on the same samples."
@@ -24,9 +24,9 @@ NUM_RANKS = 2048
 def parser() -> Arguments:
     """Return the measurements with their options."""
     root = Arguments(
-        prog="megarl bench",
+        prog="python -m benchmarks",
         description="Measure a step, a sync, a save or a plan.",
-        example="megarl bench step --help\nmegarl bench step --json",
+        example="python -m benchmarks step --help\nmegarl bench step --json",
     )
     measurements = root.add_subparsers(title="Measurements", metavar="MEASUREMENT", required=True)
     for name, (text, options) in PARSERS.items():
@@ -53,10 +53,10 @@ def _add_workload(parser: Arguments) -> None:
 def step_parser() -> Arguments:
     """Return the options of a measured step; other arguments are keys of a run."""
     parser = Arguments(
-        prog="megarl bench step",
+        prog="python -m benchmarks step",
         description=STEP,
         usage="%(prog)s [options] [a.b.c=value ...]",
-        example="megarl bench step --lengths ragged actor_rollout_ref.rollout.partial.enable=true",
+        example="python -m benchmarks step --lengths ragged actor_rollout_ref.rollout.partial.enable=true",
     )
     _add_workload(parser)
     parser.add_argument(
@@ -88,10 +88,10 @@ def step_parser() -> Arguments:
 def scaling_parser() -> Arguments:
     """Return the options of measured scaling; other arguments are keys of a run."""
     parser = Arguments(
-        prog="megarl bench scaling",
+        prog="python -m benchmarks scaling",
         description=SCALING,
         usage="%(prog)s [options] [a.b.c=value ...]",
-        example="megarl bench scaling --ranks 1,2 --picture scaling.svg --markdown",
+        example="python -m benchmarks scaling --ranks 1,2 --picture scaling.svg --markdown",
     )
     _add_workload(parser)
     parser.add_argument("--ranks", type=_sizes, default="1,2", help="processes, such as 1,2,4")
@@ -108,9 +108,9 @@ def scaling_parser() -> Arguments:
 def reshard_parser() -> Arguments:
     """Return the options of measured syncs."""
     parser = Arguments(
-        prog="megarl bench reshard",
+        prog="python -m benchmarks reshard",
         description=RESHARD,
-        example="megarl bench reshard --model llama-100m --layout tp2-tp1",
+        example="python -m benchmarks reshard --model llama-100m --layout tp2-tp1",
     )
     parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated")
     parser.add_argument("--layout", action="append", help=f"TRAINER-ENGINE, may be repeated ({', '.join(LAYOUTS)})")
@@ -128,7 +128,9 @@ def reshard_parser() -> Arguments:
 def phases_parser() -> Arguments:
     """Return the options of a measured wake, sync and sleep."""
     parser = Arguments(
-        prog="megarl bench phases", description=PHASES, example="megarl bench phases --layout tp2pp2-tp2"
+        prog="python -m benchmarks phases",
+        description=PHASES,
+        example="python -m benchmarks phases --layout tp2pp2-tp2",
     )
     parser.add_argument("--model", choices=MODELS, default="llama-100m", help="a shape, with random weights")
     parser.add_argument("--layout", default="tp1-tp1", help="TRAINER-ENGINE, as in tp2pp2-tp2")
@@ -142,7 +144,9 @@ def phases_parser() -> Arguments:
 def checkpoint_parser() -> Arguments:
     """Return the options of measured saves and loads."""
     parser = Arguments(
-        prog="megarl bench checkpoint", description=CHECKPOINT, example="megarl bench checkpoint --ranks 4 --tensor 2"
+        prog="python -m benchmarks checkpoint",
+        description=CHECKPOINT,
+        example="python -m benchmarks checkpoint --ranks 4 --tensor 2",
     )
     parser.add_argument("--model", choices=MODELS, default="llama-200m", help="a shape, with random weights")
     parser.add_argument("--ranks", type=int, default=2, help="processes")
@@ -158,9 +162,9 @@ def checkpoint_parser() -> Arguments:
 def episodes_parser() -> Arguments:
     """Return the options of measured episodes; other arguments are keys of a run."""
     parser = Arguments(
-        prog="megarl bench episodes",
+        prog="python -m benchmarks episodes",
         description=EPISODES,
-        example="megarl bench episodes --seconds 2 --overlap 1 4 --json",
+        example="python -m benchmarks episodes --seconds 2 --overlap 1 4 --json",
         usage="%(prog)s [options] [a.b.c=value ...]",
     )
     parser.add_argument("--seconds", type=float, default=2.0, help="most of a turn")
@@ -172,7 +176,11 @@ def episodes_parser() -> Arguments:
 
 def rewards_parser() -> Arguments:
     """Return the options of measured rewards."""
-    parser = Arguments(prog="megarl bench rewards", description=REWARDS, example="megarl bench rewards --workers 2")
+    parser = Arguments(
+        prog="python -m benchmarks rewards",
+        description=REWARDS,
+        example="python -m benchmarks rewards --workers 2",
+    )
     parser.add_argument("--responses", type=int, default=512, help="for each rule")
     parser.add_argument("--workers", type=int, default=1, help="reward_model.num_workers")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -181,7 +189,11 @@ def rewards_parser() -> Arguments:
 
 def plan_parser() -> Arguments:
     """Return the options of measured plans."""
-    parser = Arguments(prog="megarl bench plan", description=PLAN, example="megarl bench plan --rank 1000")
+    parser = Arguments(
+        prog="python -m benchmarks plan",
+        description=PLAN,
+        example="python -m benchmarks plan --rank 1000",
+    )
     parser.add_argument(
         "--rank",
         type=_rank,

@@ -1,4 +1,4 @@
-"""`megarl bench rewards`: how many responses a second a rank scores, by rule and by isolation.
+"""`python -m benchmarks rewards`: how many responses a second a rank scores, by rule and by isolation.
 
 The responses are scored as in a run: by the supervisors of a rank, which get them one by one. A custom function is
 measured in both ways, because `reward_model.isolation` applies to it alone. Processor time does not depend on other
@@ -17,8 +17,8 @@ from typing import Any
 
 from rich.table import Table
 
-from megarl.bench import report
-from megarl.bench.options import rewards_parser
+from benchmarks import report
+from benchmarks.options import rewards_parser
 from megarl.platform.screen import Screen
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool

@@ -1,4 +1,4 @@
-"""Measurements: `megarl bench {step,scaling,episodes,reshard,phases,plan,checkpoint,rewards} [...]`.
+"""Measurements: `python -m benchmarks {step,scaling,episodes,reshard,phases,plan,checkpoint,rewards} [...]`.
 
 Each command prints a table for people or, with `--json`, one JSON object.
 """
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from megarl.bench.options import PARSERS, parser
+from benchmarks.options import PARSERS, parser
 from megarl.platform.quiet import silence_imports
 from megarl.platform.secrets import guard_output
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         PARSERS[argv[0]][1]().print_help()
         return 0
     silence_imports()
-    command: Callable[[Sequence[str]], int] = import_module(f"megarl.bench.{argv[0]}").main
+    command: Callable[[Sequence[str]], int] = import_module(f"benchmarks.{argv[0]}").main
     return command(argv[1:])
 
 

@@ -7,7 +7,6 @@ import shlex
 import statistics
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ def machine(device: str) -> dict[str, Any]:
 def origin(name: str, argv: Sequence[str]) -> dict[str, Any]:
     """Return what a measurement on the CPU is known by: its command, its machine, and versions of packages."""
     return {
-        "command": shlex.join(["megarl", "bench", name, *argv]),
+        "command": shlex.join(["python", "-m", "benchmarks", name, *argv]),
         "machine": machine("cpu"),
         "versions": versions(),
     }
@@ -114,7 +113,7 @@ def describe(cases: Table, found: dict[str, Any], console: Screen) -> None:
 def markdown(found: dict[str, Any]) -> str:
     """Return the page of results."""
     cases = table(COLUMNS, map(_row, found["cases"]))
-    template = files("megarl.bench").joinpath("reshard.md").read_text(encoding="utf-8")
+    template = Path(__file__).with_name("reshard.md").read_text(encoding="utf-8")
     return template.format(table=cases, **{title: line(found[title]) for title in ("command", "machine", "versions")})
 
 

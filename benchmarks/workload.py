@@ -1,4 +1,4 @@
-"""The work of `megarl.bench step`: a model, prompts of random numbers, a reward, and the arguments of the run."""
+"""The work of `benchmarks step`: a model, prompts of random numbers, a reward, and the arguments of the run."""
 
 import json
 import random
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.bench.cases import MODELS
+from benchmarks.cases import MODELS
 from megarl.data.parquet import write_rows
 
 Lengths = Literal["equal", "ragged", "long-tail"]

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from megarl.bench.cases import MODELS
+from benchmarks.cases import MODELS
 from megarl.models.architecture import hf_shapes, read_architecture
 from tests.support.programs import run_python
 
@@ -19,9 +19,9 @@ SECONDS = {"megarl", "mbridge", "copy", "exchange", "repack"}
 def test_a_reshard_is_measured_and_its_bytes_are_those_of_the_layout() -> None:
     pytest.importorskip("mbridge")
     arguments = ["reshard", "--model", "llama-1m", "--layout", "tp2-tp2", "--repeats", "2", "--device", "cpu", "--json"]
-    printed = run_python("-m", "megarl.bench", *arguments, timeout_s=560)
+    printed = run_python("-m", "benchmarks", *arguments, timeout_s=560)
     found = json.loads(printed.splitlines()[-1])
-    assert found["command"] == f"megarl bench {' '.join(arguments)}"
+    assert found["command"] == f"python -m benchmarks {' '.join(arguments)}"
     assert {"torch", "megatron-core", "mbridge"} < found["versions"].keys()
     [case] = found["cases"]
     shapes = hf_shapes(read_architecture(MODELS["llama-1m"]))
@@ -41,7 +41,7 @@ def test_a_reshard_is_measured_and_its_bytes_are_those_of_the_layout() -> None:
 @pytest.mark.timeout(600)
 def test_saves_are_measured_and_have_the_bytes_of_the_state() -> None:
     arguments = ["checkpoint", "--model", "llama-1m", "--repeats", "1", "--device", "cpu", "--json"]
-    found = json.loads(run_python("-m", "megarl.bench", *arguments, timeout_s=560).splitlines()[-1])
+    found = json.loads(run_python("-m", "benchmarks", *arguments, timeout_s=560).splitlines()[-1])
     shapes = hf_shapes(read_architecture(MODELS["llama-1m"]))
     state_bytes = (BYTES_PER_ELEMENT + 12) * sum(map(prod, shapes.values()))  # float32 weights and two moments
     assert state_bytes < found["bytes"] < 1.1 * state_bytes
@@ -53,7 +53,7 @@ def test_saves_are_measured_and_have_the_bytes_of_the_state() -> None:
 def test_slow_environments_change_no_engine_step() -> None:
     arguments = ["episodes", "--seconds", "0.2", "--overlap", "1", "--repeats", "1", "--json"]
     arguments.append("data.max_response_length=128")
-    found = json.loads(run_python("-m", "megarl.bench", *arguments, timeout_s=560).splitlines()[-1])
+    found = json.loads(run_python("-m", "benchmarks", *arguments, timeout_s=560).splitlines()[-1])
     quick, slow = found["cases"]
     assert (quick["seconds"], slow["seconds"]) == (0.0, 0.2)
     assert quick["occupancy"] == slow["occupancy"] > 0.5

@@ -1,9 +1,9 @@
-"""The tables of docs/benchmarks/step.md, from what `megarl bench step --json` prints."""
+"""The tables of docs/benchmarks/step.md, from what `python -m benchmarks step --json` prints."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.bench import report
+from benchmarks import report
 
 RATIOS = {
     "generation": "generation / vLLM",

@@ -15,7 +15,7 @@ from megarl.errors import UserError
 from megarl.platform.files import write_whole
 
 SHOWN_CHARACTERS = 2000
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)

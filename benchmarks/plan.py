@@ -1,4 +1,4 @@
-"""`megarl bench plan`: the time that one rank of thousands takes to plan its part of a sync, and its size.
+"""`python -m benchmarks plan`: the time that one rank of thousands takes to plan its part of a sync, and its size.
 
 Everything is computed from sizes, as every rank does at the start of a job; no ranks, weights or devices are needed.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from megarl.bench.options import NUM_RANKS, plan_parser
-from megarl.bench.report import describe, origin
+from benchmarks.options import NUM_RANKS, plan_parser
+from benchmarks.report import describe, origin
 from megarl.models.architecture import read_architecture
 from megarl.models.engine import engine_layout, engine_placement
 from megarl.models.grid import Grid

@@ -1,4 +1,4 @@
-"""`megarl bench phases`: the time between training and generation, phase by phase.
+"""`python -m benchmarks phases`: the time between training and generation, phase by phase.
 
 Trainer and engine have random weights. In every repeat the engine wakes for its weights (`wake`), receives them
 (`sync`), makes room for keys and values (`KV wake`) and returns all memory (`sleep`). Before it sleeps, its responses
@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.bench.cases import MODELS, Case, Split
-from megarl.bench.options import phases_parser
-from megarl.bench.reshard import BUCKET_MEGABYTES
+from benchmarks.cases import MODELS, Case, Split
+from benchmarks.options import phases_parser
+from benchmarks.reshard import BUCKET_MEGABYTES
 from megarl.distributed.launch import Launch
 from megarl.entry import run
 from megarl.errors import UserError
@@ -28,7 +28,7 @@ from megarl.tracking.config import TrainerSection
 if TYPE_CHECKING:
     import torch
 
-    from megarl.bench.subject import TrainerAndEngine
+    from benchmarks.subject import TrainerAndEngine
     from megarl.reshard.executor import Reshard
 
 WARM_UP = 1
@@ -71,11 +71,11 @@ class Clock:
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Measure, and print the results."""
     run(
-        "megarl.bench.phases",
+        "benchmarks.phases",
         argv,
         read_arguments,
         measure,
-        imports=("megarl.bench.subject", "megarl.rollout.imported"),
+        imports=("benchmarks.subject", "megarl.rollout.imported"),
     )
     return 0
 
@@ -107,9 +107,9 @@ def measure(arguments: Arguments, launch: Launch) -> None:
     Raises:
         UserError: at the end the weights of engine and trainer differ.
     """
-    from megarl.bench.report import machine, spread
-    from megarl.bench.subject import TrainerAndEngine
-    from megarl.bench.ways import Direct
+    from benchmarks.report import machine, spread
+    from benchmarks.subject import TrainerAndEngine
+    from benchmarks.ways import Direct
     from megarl.distributed.exchange import together
     from megarl.platform.versions import versions
 
@@ -148,7 +148,7 @@ def show(found: dict[str, Any]) -> None:
     """Print the times as a table."""
     from rich.table import Table
 
-    from megarl.bench.report import describe
+    from benchmarks.report import describe
     from megarl.platform.screen import Screen
 
     table = Table("phase", "median s", "min s", "max s", "GB in use after it")

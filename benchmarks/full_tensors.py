@@ -1,6 +1,6 @@
 """vLLM's own way to load new weights while it runs: full Hugging Face tensors, through its loaders.
 
-Training does not use it; `megarl.bench` compares the direct way with it.
+Training does not use it; `benchmarks` compares the direct way with it.
 """
 
 from collections.abc import Iterable

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.bench.gpu_site import Site, last_object
-from megarl.bench.report import machine
-from megarl.bench.workload import Algorithm, Workload
+from benchmarks.gpu_site import Site, last_object
+from benchmarks.report import machine
+from benchmarks.workload import Algorithm, Workload
 from megarl.distributed.signals import EXIT_CODE
 from megarl.errors import UserError
 from megarl.models.families import FAMILIES
@@ -128,7 +128,7 @@ def doctor(site: Site, stage: Stage) -> dict[str, Any]:
         directory = site.work / "peaks"
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "peers.json").write_text(json.dumps({"dtype": site.dtype}), encoding="utf-8")
-        site.program(stage.name, "-m", "megarl.bench.step_peers", "machine", directory, limit_s=stage.limit_s)
+        site.program(stage.name, "-m", "benchmarks.step_peers", "machine", directory, limit_s=stage.limit_s)
         found["peaks"] = json.loads((directory / "machine.json").read_text(encoding="utf-8"))
     return found
 
@@ -240,7 +240,7 @@ def layout(site: Site) -> str:
 def phases(model: str, site: Site, stage: Stage) -> dict[str, Any]:
     """Time waking, syncing and sleeping."""
     options = ["--model", REHEARSED if site.rehearses else model, "--layout", layout(site), "--device", site.device]
-    printed = site.program(stage.name, "-m", "megarl.bench", "phases", *options, "--json", limit_s=stage.limit_s)
+    printed = site.program(stage.name, "-m", "benchmarks", "phases", *options, "--json", limit_s=stage.limit_s)
     found = last_object(printed)
     return {key: found[key] for key in ("case", "seconds", "bytes_in_use", "bytes_received_max")}
 
@@ -252,7 +252,7 @@ def reshard(model: str, site: Site, stage: Stage) -> dict[str, Any]:
     model = REHEARSED if site.rehearses else model
     options = ["--model", model, "--layout", layout(site), "--device", site.device, "--repeats", 3]
     found = last_object(
-        site.program(stage.name, "-m", "megarl.bench", "reshard", *options, "--json", limit_s=stage.limit_s)
+        site.program(stage.name, "-m", "benchmarks", "reshard", *options, "--json", limit_s=stage.limit_s)
     )
     return dict(found["cases"][0])
 

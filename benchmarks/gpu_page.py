@@ -7,10 +7,10 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from megarl.bench.cases import MODELS
-from megarl.bench.gpu_stages import PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, SIZES, SYNCED, Stage, stages
-from megarl.bench.phases import PHASES
-from megarl.bench.report import line
+from benchmarks.cases import MODELS
+from benchmarks.gpu_stages import PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, SIZES, SYNCED, Stage, stages
+from benchmarks.phases import PHASES
+from benchmarks.report import line
 from megarl.planning.planner import Planner
 from megarl.planning.traffic import Links
 from megarl.platform.peaks import Peaks
@@ -55,7 +55,7 @@ def floor(model: str, algorithm: str, *, num_devices: int) -> float:
 
 def _head(results: Results, num_devices: int) -> Iterator[str]:
     yield "# On a GPU"
-    yield "<!-- Written by `python scripts/gpu_check.py --page`; change megarl/bench/gpu_page.py instead. -->"
+    yield "<!-- Written by `python scripts/gpu_check.py --page`; change benchmarks/gpu_page.py instead. -->"
     if not results:
         yield "**Not run on a GPU yet.** The floors below are computed, and nothing was measured."
     else:

@@ -1,4 +1,4 @@
-"""One measurement on its ranks: `python -m megarl.bench.case DIRECTORY times|peaks`.
+"""One measurement on its ranks: `python -m benchmarks.case DIRECTORY times|peaks`.
 
 DIRECTORY has `case.json` and the model's `config.json`; `times.json` or `peaks.json` is written to it. Every repeat
 changes the trainer's weights, and before each way the engine's weights are set to zero. Afterwards the engine must give
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.bench.cases import Case, Split
-from megarl.bench.memory import peak_extra_bytes
+from benchmarks.cases import Case, Split
+from benchmarks.memory import peak_extra_bytes
 from megarl.distributed.exchange import wait_for_all
 from megarl.distributed.launch import Launch
 from megarl.entry import run
@@ -22,8 +22,8 @@ from megarl.errors import UserError
 from megarl.tracking.config import TrainerSection
 
 if TYPE_CHECKING:
-    from megarl.bench.subject import TrainerAndEngine
-    from megarl.bench.ways import Direct, FullTensors
+    from benchmarks.subject import TrainerAndEngine
+    from benchmarks.ways import Direct, FullTensors
 
 GROWTH = 1.01  # of all weights between two repeats
 LARGEST_DIFFERENCE = 0.01  # mean difference between the probabilities of a token in trainer and engine
@@ -41,7 +41,7 @@ class Arguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Measure one case."""
-    run("megarl.bench.case", argv, read_arguments, measure, imports=("megarl.bench.subject", "megarl.rollout.imported"))
+    run("benchmarks.case", argv, read_arguments, measure, imports=("benchmarks.subject", "megarl.rollout.imported"))
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
@@ -58,8 +58,8 @@ def measure(arguments: Arguments, launch: Launch) -> None:
     Raises:
         UserError: after a way the weights of engine and trainer differ.
     """
-    from megarl.bench.subject import TrainerAndEngine
-    from megarl.bench.ways import Direct, FullTensors
+    from benchmarks.subject import TrainerAndEngine
+    from benchmarks.ways import Direct, FullTensors
     from megarl.distributed.exchange import together
 
     case = arguments.case
@@ -90,7 +90,7 @@ def times(subject: "TrainerAndEngine", direct: "Direct", full: "FullTensors", *,
     Raises:
         UserError: after a way the weights of engine and trainer differ.
     """
-    from megarl.bench.ways import Exchange, PlainCopy, Repack
+    from benchmarks.ways import Exchange, PlainCopy, Repack
 
     copy, exchange, repack = PlainCopy(subject), Exchange(direct.plan, subject.learner.device), Repack(subject)
     ways: dict[str, Callable[[], None]] = {"megarl": direct.run, "mbridge": full.run}

@@ -1,4 +1,4 @@
-"""`megarl bench checkpoint`: the time that training waits for a save, asynchronous or not, and for a load.
+"""`python -m benchmarks checkpoint`: the time that training waits for a save, asynchronous or not, and for a load.
 
 Its own ranks save and load the state of one model in turn. Training only advances the save every `STEP_S` seconds
 meanwhile. The waiting time is all time that training spends in the save, from the first copy to the last rename. Files
@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from megarl.bench.cases import MODELS
-from megarl.bench.options import checkpoint_parser
+from benchmarks.cases import MODELS
+from benchmarks.options import checkpoint_parser
 from megarl.distributed.launch import Launch
 from megarl.entry import run
 from megarl.tracking.config import TrainerSection
@@ -46,7 +46,7 @@ class Arguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Measure, and print the results."""
-    run("megarl.bench.checkpoint", argv, read_arguments, measure, imports=("megarl.learner.imported",))
+    run("benchmarks.checkpoint", argv, read_arguments, measure, imports=("megarl.learner.imported",))
     return 0
 
 
@@ -67,7 +67,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 def measure(arguments: Arguments, launch: Launch) -> None:
     """Save and load in turn, and print the times of the slowest rank."""
-    from megarl.bench.report import machine, spread
+    from benchmarks.report import machine, spread
     from megarl.checkpoint.find import find_checkpoint
     from megarl.checkpoint.store import CheckpointStore
     from megarl.distributed.exchange import together
@@ -125,7 +125,7 @@ def _make_directory(arguments: Arguments) -> str:
 
 
 def _save(store: "CheckpointStore", step: int) -> dict[str, float]:
-    from megarl.bench.case import timed
+    from benchmarks.case import timed
     from megarl.checkpoint.state import State
 
     return {"waits at once": timed(lambda: store.save(State(step=step)))}
@@ -133,7 +133,7 @@ def _save(store: "CheckpointStore", step: int) -> dict[str, float]:
 
 def _save_async(store: "CheckpointStore", step: int) -> dict[str, float]:
     """Return the seconds that training waits, those of its copies, and those until the checkpoint is complete."""
-    from megarl.bench.case import timed
+    from benchmarks.case import timed
     from megarl.checkpoint.directory import STEP_PREFIX
     from megarl.checkpoint.state import State
     from megarl.distributed.exchange import together

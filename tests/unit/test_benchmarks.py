@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from megarl.bench import engine_cost, scaling, step_page, step_plan, step_trl
-from megarl.bench.cases import MODELS, Split
-from megarl.bench.options import scaling_parser, step_parser
-from megarl.bench.peer_trl import Clock, arguments
-from megarl.bench.report import summary
-from megarl.bench.step import compare
-from megarl.bench.workload import Lengths, Workload
+from benchmarks import scaling, step_page, step_plan, step_trl
+from benchmarks.cases import MODELS, Split
+from benchmarks.options import scaling_parser, step_parser
+from benchmarks.peer_trl import Clock, arguments
+from benchmarks.report import summary
+from benchmarks.step import compare
+from benchmarks.workload import Lengths, Workload
 from megarl.models.architecture import hf_shapes, read_architecture
+from megarl.planning import engine_cost
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_a_token_of_trl_is_compared_with_one_of_megarl_phase_by_phase() -> None:
 
 def test_trl_learns_outside_of_the_preparation_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, now = Clock(), iter([0.0, 1.0, 2.0, 5.0, 6.0, 10.0])
-    monkeypatch.setattr("megarl.bench.peer_trl.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("benchmarks.peer_trl.time.perf_counter", lambda: next(now))
     clock.begin()
     assert clock.timed("prepare", clock.timed("gen", lambda seed: seed))(7) == 7
     assert clock.end() == {"gen": 3.0, "update": 5.0, "step": 10.0}
@@ -189,7 +190,7 @@ def test_a_plan_is_compared_with_the_median_step() -> None:
 def test_runs_become_the_tables_of_the_page() -> None:
     phases = {"step": 4.0, "gen": 2.0, "ref": 0.5, "update_actor": 1.0}
     run: dict[str, Any] = {
-        "command": "megarl bench step",
+        "command": "python -m benchmarks step",
         "machine": {"cores": 2},
         "versions": {"torch": "2"},
         "workload": {"model": "llama-1m", "algorithm": "grpo", "lengths": "equal", "ranks": 1},
@@ -203,7 +204,7 @@ def test_runs_become_the_tables_of_the_page() -> None:
     assert "| llama-1m, grpo, equal, 1 rank | 0.125 | 0.250 |" in page
     assert "| llama-1m, grpo, equal, 1 rank | step | 5.00 | 4.00 | 1.25 |" in page
     assert page.count("| llama-1m, grpo, equal, 1 rank | gen | 3.00 | 1.50x |") == 1
-    assert page.count("- Command: `megarl bench step`") == 1
+    assert page.count("- Command: `python -m benchmarks step`") == 1
 
 
 def test_scaling_changes_one_size_at_a_time_and_is_drawn(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""TRL's GRPO at the work of `megarl bench step`, in the environment of `make setup-peers`.
+"""TRL's GRPO at the work of `python -m benchmarks step`, in the environment of `make setup-peers`.
 
-`python -m megarl.bench.peer_trl SETTINGS` prints a JSON object with its versions. For each line of its input, a number,
+`python -m benchmarks.peer_trl SETTINGS` prints a JSON object with its versions. For each line of its input, a number,
 it takes as many steps, and prints a JSON object with the seconds of each. No clock runs while it waits for a line.
 
-TRL has its own defaults, with three exceptions. Trainer and engine compute in the type of `megarl bench step`.
+TRL has its own defaults, with three exceptions. Trainer and engine compute in the type of `python -m benchmarks step`.
 Activations are kept for the backward pass. TRL takes one optimizer step on the samples, so the log-probabilities before
 it are those of its own forward pass, and are not computed separately (`vllm_importance_sampling_correction`).
 """

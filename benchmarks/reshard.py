@@ -1,4 +1,4 @@
-"""`megarl bench reshard`: time and cost of the transfer of new weights from trainer to engine.
+"""`python -m benchmarks reshard`: time and cost of the transfer of new weights from trainer to engine.
 
 Each model and layout is a separate run. In it, three ways take turns on one trainer and engine: megarl's, mbridge's
 `export_weights` into vLLM's own reload, and a plain copy of the bytes of the engine's weights.
@@ -18,9 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.bench import memory, report
-from megarl.bench.cases import DEFAULT_MODELS, LAYOUTS, MODELS, Case, Split
-from megarl.bench.options import reshard_parser
+from benchmarks import memory, report
+from benchmarks.cases import DEFAULT_MODELS, LAYOUTS, MODELS, Case, Split
+from benchmarks.options import reshard_parser
 from megarl.cli.command import print_error
 from megarl.errors import UserError
 from megarl.platform.device import decide_device
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         print_error(error)
         return 1
     found = {
-        "command": shlex.join(["megarl", "bench", "reshard", *argv]),
+        "command": shlex.join(["python", "-m", "benchmarks", "reshard", *argv]),
         "machine": report.machine(cases[0].device),
         "versions": versions("mbridge"),
         "cases": results,
@@ -71,7 +71,7 @@ def run_case(case: Case, *, logs: Path | None) -> dict[str, Any]:
         (directory / "config.json").write_text(json.dumps(MODELS[case.model]), encoding="utf-8")
         (directory / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
         for what, settings in (("times", {}), ("peaks", memory.ENVIRONMENT)):
-            command = [sys.executable, "-m", "megarl.bench.case", name, what]
+            command = [sys.executable, "-m", "benchmarks.case", name, what]
             with ExitStack() as stack:
                 output = sys.stderr
                 if logs:

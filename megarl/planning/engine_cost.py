@@ -1,7 +1,7 @@
 """The seconds that an engine step takes on the host, measured with engines of tiny models.
 
-`python -m megarl.bench.engine_cost NUM_LAYERS DTYPE` prints the seconds of a step that draws one sample, and of a step
-that draws many. Their products of matrices take no time to speak of.
+`python -m megarl.planning.engine_cost NUM_LAYERS DTYPE` prints the seconds of a step that draws one sample, and of a
+step that draws many. Their products of matrices take no time to speak of.
 """
 
 import json
@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megarl.bench.cases import COMMON, LLAMA
 from megarl.errors import UserError
 from megarl.planning.seconds import EngineCost
 from megarl.platform.quiet import silence_imports
@@ -26,8 +25,22 @@ SAMPLES = (1, 128)
 TOKENS = (8, 40)  # of a response; the difference leaves out the prompt
 REPEATS = 5
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # vLLM reads them
-TINY = COMMON | LLAMA | {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "head_dim": 64}
-TINY |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 64,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def measure(dtype: str) -> EngineCost:
@@ -44,7 +57,7 @@ def from_seconds(shallow: Sequence[float], deep: Sequence[float]) -> EngineCost:
 
 
 def _step_seconds(num_layers: int, dtype: str) -> list[float]:
-    command = [sys.executable, "-m", "megarl.bench.engine_cost", str(num_layers), dtype]
+    command = [sys.executable, "-m", "megarl.planning.engine_cost", str(num_layers), dtype]
     done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", env=os.environ | ALONE, check=False)
     if done.returncode:
         raise UserError(f"{' '.join(command[1:])} failed with exit code {done.returncode}; its messages are above")

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.bench.full_tensors import load_full_tensors
-from megarl.bench.peer_mbridge import Counter as Received
-from megarl.bench.peer_mbridge import Exporter, on_this_platform
-from megarl.bench.subject import TrainerAndEngine
+from benchmarks.full_tensors import load_full_tensors
+from benchmarks.peer_mbridge import Counter as Received
+from benchmarks.peer_mbridge import Exporter, on_this_platform
+from benchmarks.subject import TrainerAndEngine
 from megarl.distributed.exchange import together
 from megarl.learner.model import padded_vocab_size
 from megarl.reshard.executor import Reshard

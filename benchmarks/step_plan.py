@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from megarl.bench.workload import Workload
+from benchmarks.workload import Workload
 from megarl.planning.planner import Planner
 from megarl.planning.seconds import EngineCost, Lengths
 from megarl.planning.traffic import Links

@@ -1,4 +1,4 @@
-"""`megarl bench step`: the time of every phase of a step, next to other libraries on the same samples.
+"""`python -m benchmarks step`: the time of every phase of a step, next to other libraries on the same samples.
 
 `megarl.train` runs as users run it. Then vLLM alone generates as many tokens for the same prompts, and transformers
 reads and learns the samples of the last step, both on all cores. The floor of a phase is the time that its products of
@@ -23,13 +23,14 @@ from typing import Any
 
 from rich.table import Table
 
-from megarl.bench import engine_cost, report, step_page, step_plan, step_trl
-from megarl.bench.options import step_parser
-from megarl.bench.workload import Workload
+from benchmarks import report, step_page, step_plan, step_trl
+from benchmarks.options import step_parser
+from benchmarks.workload import Workload
 from megarl.cli.command import print_error
 from megarl.errors import UserError
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.flops import UPDATE, Tokens, forward_flops
+from megarl.planning import engine_cost
 from megarl.platform.screen import Screen
 from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
@@ -96,7 +97,7 @@ def measure(
     settings |= {"dtype": options.dtype, "repeats": options.repeats}
     (directory / "peers.json").write_text(json.dumps(settings), encoding="utf-8")
     for peer in PEERS:
-        run_module("megarl.bench.step_peers", peer, str(directory))
+        run_module("benchmarks.step_peers", peer, str(directory))
     peers = {peer: json.loads((directory / f"{peer}.json").read_text(encoding="utf-8")) for peer in PEERS}
     peers["host"] = asdict(engine_cost.measure(options.dtype))
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))

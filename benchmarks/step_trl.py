@@ -1,4 +1,4 @@
-"""`megarl bench step --peer trl`: TRL's GRPO on the same workload, in turn with megarl's steps.
+"""`python -m benchmarks step --peer trl`: TRL's GRPO on the same workload, in turn with megarl's steps.
 
 TRL has an environment of its own and runs there as a program (`peer_trl.py`), which waits while megarl works.
 """
@@ -12,14 +12,13 @@ from typing import Any
 
 from rich.table import Table
 
-import megarl
-from megarl.bench import report
-from megarl.bench.workload import Workload
+from benchmarks import report
+from benchmarks.workload import Workload
 from megarl.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.tracking.names import STEP_SECONDS, TIMING, TOKENS
 
-ROOT = Path(megarl.__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 PHASES: Mapping[str, Sequence[str]] = {
     "gen": ("gen",),
@@ -64,7 +63,7 @@ class Trl:
         """
         settings = workload.settings(directory) | {"dtype": dtype, "output": str(directory / "trl")}
         self._process = subprocess.Popen(
-            [PYTHON, "-m", "megarl.bench.peer_trl", json.dumps(settings)],
+            [PYTHON, "-m", "benchmarks.peer_trl", json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             encoding="utf-8",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.cases import Case, Split
 from megarl.batch import Rollouts
-from megarl.bench.cases import Case, Split
 from megarl.learner.batching import Budget
 from megarl.learner.config import MegatronSection
 from megarl.learner.factory import make_learner

@@ -1,11 +1,11 @@
-"""`megarl bench step` runs as a command, next to other libraries, and its counts equal counts by hand."""
+"""`python -m benchmarks step` runs as a command, next to other libraries, and its counts equal counts by hand."""
 
 import json
 
 import pytest
 
-from megarl.bench import step_trl
-from megarl.bench.cases import MODELS
+from benchmarks import step_trl
+from benchmarks.cases import MODELS
 from megarl.models.architecture import read_architecture
 from megarl.models.flops import Tokens, forward_flops
 from tests.support.programs import run_python
@@ -19,8 +19,8 @@ PHASES = {"gen", "sync", "reward", "old_log_prob", "ref", "values", "adv", "upda
 def test_a_step_is_measured_beside_vllm_and_transformers() -> None:
     arguments = ["step", "--model", "llama-1m", "--algorithm", "ppo", "--lengths", "ragged", "--prompts", "4"]
     arguments += ["--responses", "2", "--repeats", "2", "--json", "data.max_response_length=16"]
-    found = json.loads(run_python("-m", "megarl.bench", *arguments, timeout_s=560).splitlines()[-1])
-    assert found["command"] == f"megarl bench {' '.join(arguments)}"
+    found = json.loads(run_python("-m", "benchmarks", *arguments, timeout_s=560).splitlines()[-1])
+    assert found["command"] == f"python -m benchmarks {' '.join(arguments)}"
     seconds = found["seconds"]
     assert seconds.keys() > PHASES
     assert all(0 < times["min"] <= times["median"] <= times["max"] for times in seconds.values())
@@ -44,7 +44,7 @@ def test_a_step_is_measured_beside_vllm_and_transformers() -> None:
 def test_a_step_is_measured_beside_trl() -> None:
     arguments = ["step", "--model", "llama-1m", "--prompts", "4", "--responses", "2", "--repeats", "1"]
     arguments += ["--peer", "trl", "--json"]
-    found = json.loads(run_python("-m", "megarl.bench", *arguments, timeout_s=860).splitlines()[-1])
+    found = json.loads(run_python("-m", "benchmarks", *arguments, timeout_s=860).splitlines()[-1])
     trl = found["trl"]
     assert trl["versions"]["torch"] == found["versions"]["torch"]
     assert trl["seconds"].keys() == trl["times_faster"].keys() == step_trl.PHASES.keys()
