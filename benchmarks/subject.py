@@ -18,7 +18,7 @@ from megarl.learner.parallel import build_mesh
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
-from megarl.sync.selfcheck import ask, fixed_prompts, probability_differences
+from megarl.weight_sync.selfcheck import ask, fixed_prompts, probability_differences
 
 MAX_MODEL_LEN = 160  # tokens of the fixed prompts and their responses
 

@@ -33,7 +33,7 @@ from megarl.platform.screen import Screen, labelled
 from megarl.platform.terminal import outlive_readers
 from megarl.tracking.config import TrainerSection
 
-IMPORTS = ("megarl.sync.verification", "megarl.rollout.imported")
+IMPORTS = ("megarl.weight_sync.verification", "megarl.rollout.imported")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 def verify(arguments: Arguments, launch: Launch) -> None:
     """Verify, print the report on rank 0, and end the program with code 1 if a check failed."""
     from megarl.distributed.exchange import together
-    from megarl.sync.verification import VerifySetup, probability_limit, run_checks
+    from megarl.weight_sync.verification import VerifySetup, probability_limit, run_checks
 
     if arguments.as_json:
         keep_stdout_for_the_report()

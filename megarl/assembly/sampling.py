@@ -29,9 +29,6 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.limits import Limits
 from megarl.rollout.start import start_engine
 from megarl.section import flatten
-from megarl.sync.plan import plan_sync
-from megarl.sync.selfcheck import SelfCheck
-from megarl.sync.transfer import Sync
 from megarl.tracking.protocol import Tracker
 from megarl.training.archive import Archive
 from megarl.training.collect import Collector, SampleSource
@@ -40,6 +37,9 @@ from megarl.training.partial import Partial
 from megarl.training.replay import Recorder
 from megarl.training.roles import EngineSampler
 from megarl.training.validation import Validation
+from megarl.weight_sync.plan import plan_sync
+from megarl.weight_sync.selfcheck import SelfCheck
+from megarl.weight_sync.transfer import Sync
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from megarl.planning.states import held_bytes
 from megarl.planning.workload import Workload
 from megarl.reshard.layout import Holding, Place, Placement
 from megarl.reshard.planner import TransferSchedule
-from megarl.sync.plan import actor_placement, sampler_placement
+from megarl.weight_sync.plan import actor_placement, sampler_placement
 
 
 @dataclass(frozen=True, kw_only=True)

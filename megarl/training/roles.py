@@ -23,13 +23,13 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.responses import of_groups
 from megarl.rollout.sampling import GREEDY, Sampling
 from megarl.rollout.session import Session
-from megarl.sync.transfer import Sync
 from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Metrics
 from megarl.training.kept import Kept
 from megarl.training.minibatches import minibatches
 from megarl.training.skips import Skips
 from megarl.training.updates import update
+from megarl.weight_sync.transfer import Sync
 
 Outputs = TypeVar("Outputs", PolicyOutputs, Tensor)
 R = TypeVar("R", bound=Rollouts)

@@ -177,7 +177,7 @@ def test_the_picture_of_the_rooms_shows_the_imports_of_the_code() -> None:
 
 
 def test_the_picture_of_a_step_shows_the_phases_of_the_code() -> None:
-    files = [*(ROOT / "megarl" / "training").glob("*.py"), *(ROOT / "megarl" / "sync").glob("*.py")]
+    files = [*(ROOT / "megarl" / "training").glob("*.py"), *(ROOT / "megarl" / "weight_sync").glob("*.py")]
     timed = {name for file in files for name in re.findall(r'timers\("(\w+)"', file.read_text())}
     assert {name for _, name, _, _ in STEP} - timed == {"gate"}
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megarl.sync.memory import MemoryMeter
+from megarl.weight_sync.memory import MemoryMeter
 
 CPU = torch.device("cpu")
 

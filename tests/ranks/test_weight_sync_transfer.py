@@ -66,11 +66,11 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     from megarl.reshard.planner import plan_between
     from megarl.rollout.config import RolloutSection, SyncSection
     from megarl.rollout.limits import Limits
-    from megarl.sync.selfcheck import SelfCheck
-    from megarl.sync.transfer import Sync
     from megarl.tracking.timers import Timers
     from megarl.training.objectives import SFTObjective
     from megarl.training.roles import EngineSampler
+    from megarl.weight_sync.selfcheck import SelfCheck
+    from megarl.weight_sync.transfer import Sync
 
     split = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     learner = make_test_learner(checkpoint, split, temperature=SAMPLING["temperature"], optim=OptimSection(lr=1e-2))

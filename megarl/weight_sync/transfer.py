@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from megarl.learner.learner import Learner
 from megarl.reshard.executor import Destination, Reshard, SyncReport
 from megarl.rollout.engine import RolloutEngine
-from megarl.sync.selfcheck import SelfCheck
 from megarl.tracking.timers import Timers
+from megarl.weight_sync.selfcheck import SelfCheck
 
 
 def send_weights(actor: Learner, destination: Destination, reshard: Reshard, *, check: bool = False) -> SyncReport:

@@ -1,7 +1,7 @@
 """The measurements of `megarl.verify`: a trainer and an engine with the same weights, and `transformers` as a third.
 
-They compare probabilities of the engine's greedy responses to fixed prompts (see `megarl.sync.selfcheck`). Such tokens
-are likely, so wrong weights give them other probabilities.
+They compare probabilities of the engine's greedy responses to fixed prompts (see `megarl.weight_sync.selfcheck`). Such
+tokens are likely, so wrong weights give them other probabilities.
 """
 
 import json
@@ -34,11 +34,11 @@ from megarl.reshard.planner import lower_bound
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.limits import Limits
 from megarl.rollout.start import start_engine
-from megarl.sync.memory import MemoryMeter
-from megarl.sync.plan import actor_placement, plan_sync, sampler_placement
-from megarl.sync.random_weights import write_random_weights
-from megarl.sync.selfcheck import NUM_PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS, ask, fixed_prompts
-from megarl.sync.transfer import send_weights
+from megarl.weight_sync.memory import MemoryMeter
+from megarl.weight_sync.plan import actor_placement, plan_sync, sampler_placement
+from megarl.weight_sync.random_weights import write_random_weights
+from megarl.weight_sync.selfcheck import NUM_PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS, ask, fixed_prompts
+from megarl.weight_sync.transfer import send_weights
 
 CHUNK = 1 << 22  # elements changed at once
 FLOAT32_LIMIT = 1e-4  # between two log-probabilities of a float32 model

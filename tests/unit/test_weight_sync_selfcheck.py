@@ -12,7 +12,7 @@ import torch
 
 from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
-from megarl.sync.selfcheck import CheckResult, SelfCheck, fixed_prompts, probability_differences, stale_replicas
+from megarl.weight_sync.selfcheck import CheckResult, SelfCheck, fixed_prompts, probability_differences, stale_replicas
 from tests.support.ranks import world_of_one
 from tests.support.records import answer, prompts
 
@@ -83,7 +83,7 @@ def test_the_first_two_different_weights_are_checked_whenever_they_come(check_ev
     trainer = Trainer(torch.arange(6.0))
     limits = Limits.of(SyncSection(), "float32")
     due = []
-    with world_of_one(), patch("megarl.sync.selfcheck.ask"):
+    with world_of_one(), patch("megarl.weight_sync.selfcheck.ask"):
         check = SelfCheck(limits, SimpleNamespace(max_model_len=40), trainer, None, check_every=check_every)
         for step in range(5):
             if step >= 3:  # the actor learns, after a warm-up of the critic
