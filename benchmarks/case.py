@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import Case, Split
 from benchmarks.memory import peak_extra_bytes
+from megarl.commands.entry import run
 from megarl.distributed.exchange import wait_for_all
 from megarl.distributed.launch import Launch
-from megarl.entry import run
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.tracking.config import TrainerSection
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 SIDE = re.compile(r"(?:tp(?P<tp>[1-9]\d*))?(?:pp(?P<pp>[1-9]\d*))?(?:dp(?P<dp>[1-9]\d*))?")
 LENGTHS = ("equal", "ragged", "long-tail")

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import MODELS
 from benchmarks.options import checkpoint_parser
+from megarl.commands.entry import run
 from megarl.distributed.launch import Launch
-from megarl.entry import run
 from megarl.tracking.config import TrainerSection
 
 if TYPE_CHECKING:

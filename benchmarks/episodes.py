@@ -1,6 +1,6 @@
 """`python -m benchmarks episodes`: how busy the engine is while environments take their time.
 
-`megarl.train` plays the same episodes several times, with environments that answer at once and with slow ones. The
+`megarl train` plays the same episodes several times, with environments that answer at once and with slow ones. The
 requests in the engine depend on counted steps, so equal `overlap` means the same engine steps and the same occupancy,
 however slow the environments are. The price of slow environments is the time in which the engine waits for them.
 """
@@ -18,8 +18,8 @@ from benchmarks import report
 from benchmarks.options import episodes_parser
 from benchmarks.step import WARM_UP, run_module
 from benchmarks.workload import Workload
-from megarl.cli.command import print_error
-from megarl.errors import UserError
+from megarl.commands.cli.command import print_error
+from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.tracking.jsonl import read_jsonl
 
@@ -98,7 +98,7 @@ def measure(most: float, overlap: int, repeats: int, overrides: Sequence[str]) -
             f"trainer.default_local_dir={directory / 'run'}",
             *overrides,
         ]
-        run_module("megarl.train", *arguments)
+        run_module("megarl.commands.train", *arguments)
         steps = [line for line in read_jsonl(directory / "run" / "metrics.jsonl") if line["step"] > WARM_UP]
     return {
         "seconds": most,

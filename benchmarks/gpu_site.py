@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 
 SHOWN_CHARACTERS = 2000

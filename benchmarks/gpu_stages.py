@@ -14,8 +14,8 @@ from benchmarks.gpu_site import Site, last_object
 from benchmarks.report import machine
 from benchmarks.workload import Algorithm, Workload
 from megarl.distributed.signals import EXIT_CODE
-from megarl.errors import UserError
 from megarl.models.families import FAMILIES
+from megarl.platform.errors import UserError
 from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
 
@@ -116,7 +116,7 @@ def stages() -> list[Stage]:
 
 def doctor(site: Site, stage: Stage) -> dict[str, Any]:
     """Report what the machine has and lacks, and measure its peaks."""
-    with site.started(stage.name, "-m", "megarl.doctor") as running:
+    with site.started(stage.name, "-m", "megarl", "doctor") as running:
         shown, is_ready = running.finish(limit_s=stage.limit_s, expected=None), running.process.returncode == 0
     found = {
         "machine": machine(site.device),
@@ -163,7 +163,7 @@ def verify(family: str, site: Site, stage: Stage) -> dict[str, Any]:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(small_config(family)), encoding="utf-8")
     settings = [f"{ACTOR}.megatron.dtype={site.dtype}", f"{ROLLOUT}.max_num_seqs={VERIFIED_SEQUENCES}", *split(site)]
-    printed = site.program(stage.name, "-m", "megarl.verify", directory, *settings, "--json", limit_s=stage.limit_s)
+    printed = site.program(stage.name, "-m", "megarl", "verify", directory, *settings, "--json", limit_s=stage.limit_s)
     report = last_object(printed)
     return {key: report[key] for key in ("ok", "max_abs_logprob_diff", "differences", "roundtrip_exact", "seconds")}
 
@@ -195,7 +195,7 @@ def train(size: Size, algorithm: Algorithm, site: Site, stage: Stage) -> dict[st
         "trainer.save_last=false",
         f"trainer.default_local_dir={run}",
     ]
-    site.program(stage.name, "-m", "megarl.train", *arguments, limit_s=stage.limit_s)
+    site.program(stage.name, "-m", "megarl", "train", *arguments, limit_s=stage.limit_s)
     traces = site.out / "traces" / stage.name
     shutil.copytree(run / "profile", traces, dirs_exist_ok=True)
     return {"steps": read_jsonl(run / "metrics.jsonl"), "traces": sorted(path.name for path in traces.iterdir())}
@@ -263,7 +263,7 @@ def resume(site: Site, stage: Stage) -> dict[str, Any]:
     run = site.work / stage.name
     shutil.rmtree(run, ignore_errors=True)
     command = [
-        *("-m", "megarl.train", *training_arguments(size, "grpo", site, site.work / size.model)),
+        *("-m", "megarl", "train", *training_arguments(size, "grpo", site, site.work / size.model)),
         *(f"trainer.total_training_steps={RESUMED_STEPS}", f"trainer.default_local_dir={run}", "trainer.save_freq=1"),
     ]
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.cases import MODELS, Case, Split
 from benchmarks.options import phases_parser
 from benchmarks.reshard import BUCKET_MEGABYTES
+from megarl.commands.entry import run
 from megarl.distributed.launch import Launch
-from megarl.entry import run
-from megarl.errors import UserError
 from megarl.platform.device import decide_device
+from megarl.platform.errors import UserError
 from megarl.tracking.config import TrainerSection
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from typing import Any, Literal
 from benchmarks import memory, report
 from benchmarks.cases import DEFAULT_MODELS, LAYOUTS, MODELS, Case, Split
 from benchmarks.options import reshard_parser
-from megarl.cli.command import print_error
-from megarl.errors import UserError
+from megarl.commands.cli.command import print_error
 from megarl.platform.device import decide_device
+from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.platform.versions import versions
 

@@ -19,8 +19,8 @@ from benchmarks import report
 from benchmarks.options import scaling_parser
 from benchmarks.step import summarize, train
 from benchmarks.workload import Workload
-from megarl.cli.command import print_error
-from megarl.errors import UserError
+from megarl.commands.cli.command import print_error
+from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen
 
 AXES = {"ranks": "ranks", "prompts": "prompts of a step", "response_tokens": "tokens of a response"}

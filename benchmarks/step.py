@@ -1,6 +1,6 @@
 """`python -m benchmarks step`: the time of every phase of a step, next to other libraries on the same samples.
 
-`megarl.train` runs as users run it. Then vLLM alone generates as many tokens for the same prompts, and transformers
+`megarl train` runs as users run it. Then vLLM alone generates as many tokens for the same prompts, and transformers
 reads and learns the samples of the last step, both on all cores. The floor of a phase is the time that its products of
 matrices take at the machine's own speed. With `--peer trl`, TRL's GRPO trains on the same workload in turn. `megarl
 plan` predicts the step from the machine's speeds, which are measured in the same run.
@@ -26,11 +26,11 @@ from rich.table import Table
 from benchmarks import report, step_page, step_plan, step_trl
 from benchmarks.options import step_parser
 from benchmarks.workload import Workload
-from megarl.cli.command import print_error
-from megarl.errors import UserError
+from megarl.commands.cli.command import print_error
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.flops import UPDATE, Tokens, forward_flops
 from megarl.planning import engine_cost
+from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
@@ -121,7 +121,7 @@ def train(
     """Run some steps, and return the metrics of those after the warm-up. Raises UserError as `run_module` does."""
     num_steps = WARM_UP + options.repeats
     run_module(
-        "megarl.train",
+        "megarl.commands.train",
         *_split(options),
         "trainer.logger=[jsonl]",
         "trainer.save_freq=-1",

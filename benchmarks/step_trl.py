@@ -14,7 +14,7 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.workload import Workload
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.tracking.names import STEP_SECONDS, TIMING, TOKENS
 
@@ -32,7 +32,7 @@ Step = Mapping[str, float]
 
 
 def check(workload: Workload, overrides: Sequence[str]) -> None:
-    """Check that TRL can do the work of a step. The user adds arguments of `megarl.train`.
+    """Check that TRL can do the work of a step. The user adds arguments of `megarl train`.
 
     Raises:
         UserError: TRL cannot do this work, or its environment is missing.

@@ -59,7 +59,7 @@ class Workload:
         return self.response_tokens or MOST_TOKENS[self.lengths]
 
     def write(self, directory: Path) -> list[str]:
-        """Write the files of the workload to `directory`; return the arguments of `megarl.train` that name them."""
+        """Write the files of the workload to `directory`; return the arguments of `megarl train` that name them."""
         model = self.model_in(directory)
         if self.model in MODELS and not model.exists():
             self._write_model(model)
@@ -73,7 +73,7 @@ class Workload:
         return self.arguments(directory)
 
     def arguments(self, directory: Path) -> list[str]:
-        """Return the arguments of `megarl.train`, if the workload is written to `directory`."""
+        """Return the arguments of `megarl train`, if the workload is written to `directory`."""
         model = self.model_in(directory)
         return [
             f"data.train_files={directory / 'prompts.parquet'}",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.algorithms.losses import PolicyLoss
 from megarl.algorithms.masked import masked
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 NUM_BATCHES = 8
 PADDING = 3

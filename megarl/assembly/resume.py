@@ -33,8 +33,8 @@ from megarl.config.root import Config, SupervisedConfig
 from megarl.config.schema import Schema
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import restarted
-from megarl.errors import UserError
 from megarl.learner.learner import Learner
+from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.uri import WAITS_S, persist
 from megarl.platform.versions import running

@@ -11,11 +11,11 @@ from megarl.checkpoint.state import State
 from megarl.config.root import Config
 from megarl.data.order import Position
 from megarl.distributed.launch import Launch
-from megarl.errors import UserError
 from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import build_mesh
 from megarl.models.source import Source
+from megarl.platform.errors import UserError
 from megarl.rollout.engine import RolloutEngine
 from megarl.training.validation import Validation
 

@@ -18,7 +18,7 @@ from megarl.config.faults import Fault
 from megarl.config.fixed import is_fixed, refuse
 from megarl.config.foreign import FLAGS, alias, answer_key, answer_values
 from megarl.config.schema import Schema
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.files import similar
 from megarl.platform.secrets import BLOT
 

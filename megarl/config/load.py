@@ -78,7 +78,7 @@ def load_reward_train_config(
 
 
 def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> VerifyConfig:
-    """Read the configuration of `megarl.verify`, as `load_config` does.
+    """Read the configuration of `megarl verify`, as `load_config` does.
 
     Without a trainer.n_gpus_per_node, the launcher decides about it. Without a launcher it is the smallest number of
     ranks that the sizes fit.

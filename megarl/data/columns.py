@@ -12,7 +12,7 @@ from megarl.data.config import DataSection
 from megarl.data.messages import prompt_faults, shown
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rewards import answers_of
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_rules

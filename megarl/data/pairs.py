@@ -14,7 +14,7 @@ from megarl.data.order import Order
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 
 class PairStream:

@@ -15,7 +15,7 @@ from megarl.data.messages import as_read, text_faults
 from megarl.data.order import Order
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 
 class PreferenceStream:

@@ -17,7 +17,7 @@ from megarl.data.messages import as_read, encode_prompt, frame, plain_text
 from megarl.data.order import Chunk, Order, Position
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 
 class PromptDataset:

@@ -16,7 +16,7 @@ from torch.distributed import Store
 
 from megarl.distributed.place import Launch
 from megarl.distributed.store import is_said
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.files import remedy
 from megarl.platform.secrets import format_error, redact
 from megarl.platform.terminal import COMMAND, visible

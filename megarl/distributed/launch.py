@@ -27,8 +27,8 @@ from megarl.distributed.hosts import announce, choose_interface, describe_failur
 from megarl.distributed.local import fork_ranks
 from megarl.distributed.place import Launch, Wanted, detect, restarted
 from megarl.distributed.store import meet
-from megarl.errors import UserError
 from megarl.platform.device import decide_device, on_cuda
+from megarl.platform.errors import UserError
 from megarl.platform.forking import apart
 from megarl.platform.processes import die_with_parent, follow_parent
 from megarl.platform.terminal import COMMAND, typed
@@ -76,7 +76,7 @@ def start(module: str, argv: Sequence[str], wanted: Wanted, *, imports: Sequence
     on other systems `python -m module argv` starts anew for each rank. The first process ends when all ranks have.
 
     Args:
-        module: the entry point, e.g. `megarl.train`.
+        module: the entry point, e.g. `megarl train`.
         argv: the command-line arguments of the entry point.
         wanted: the ranks.
         imports: modules that every rank needs.

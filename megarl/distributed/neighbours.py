@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 
 from megarl.distributed.hosts import INTERFACES, addresses_of, interface_of, is_loopback, route_to
 from megarl.distributed.place import Launch
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.finding import Finding
 
 JOIN_S = 30.0

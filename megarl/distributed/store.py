@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megarl.distributed.hosts import await_listener, describe_failure, own_address, resolve
 from megarl.distributed.place import Launch
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 ROUND_S = 0.05
 MOMENT_S = 5.0

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megarl.errors import UserError
 from megarl.models.architecture import Architecture, LatentAttention, hf_shapes, padded_vocabulary
 from megarl.models.placing import behind, placed
+from megarl.platform.errors import UserError
 from megarl.reshard.layout import Box, Holding, Layout, Piece, Placement, placement_of, row_major, whole
 
 NamedBox = tuple[str, Box]  # a Hugging Face parameter and a box of it

@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megarl.errors import UserError
 from megarl.planning.seconds import EngineCost
+from megarl.platform.errors import UserError
 from megarl.platform.quiet import silence_imports
 
 LAYERS = (1, 17)

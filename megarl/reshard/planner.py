@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.reshard.columns import count_up, starts
 from megarl.reshard.kinds import Kind, Kinds
 from megarl.reshard.layout import Box, Holding, Integers, Layout, Placement, placement_of

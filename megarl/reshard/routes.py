@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.reshard.columns import count_up, starts
 from megarl.reshard.layout import Box, Holding, Integers, Place
 from megarl.reshard.plan import aligned

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rewards import REWARDS, answers_of, math_equal, reward_of, rule_of
 from megarl.rewards.calls import Concurrently, OneByOne
 from megarl.rewards.custom import check_custom, load_custom

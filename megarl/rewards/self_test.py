@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rewards import math, right_answer_of, rule_of
 from megarl.rewards.calls import OneByOne
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.section import Count, CountFromZero, Fraction, Length, Seed, section
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rollout import patches
 
 CACHE_BYTES = 1 << 30

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.section import Count, CountFromZero, Interval, Length, Seconds, section
 
 REPLAY = "replay"

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn
 from megarl.data.parquet import read_own
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.small_files import Damage
 
 CARRIED_FILE = "carried.parquet"

@@ -17,7 +17,7 @@ from pathlib import Path
 from megarl.batch import Group, Prompt
 from megarl.checkpoint.directory import STATE_FILE
 from megarl.distributed.exchange import on_first_rank
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.small_files import Damage
 from megarl.training.carried import read, to_bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 from megarl.batch import Group
 from megarl.config.root import Config
 from megarl.data.order import Position
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.tracking.config import REPLAY
 from megarl.tracking.timers import Timers
 from megarl.training.archive import Archive, read_samples, step_of, steps_in

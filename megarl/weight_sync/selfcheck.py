@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megarl.batch import Prompt, Prompts, Rollouts
 from megarl.distributed.exchange import together
-from megarl.errors import UserError
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
+from megarl.platform.errors import UserError
 from megarl.reshard.checksums import checksum
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.limits import Limits

@@ -1,4 +1,4 @@
-"""The measurements of `megarl.verify`: a trainer and an engine with the same weights, and `transformers` as a third.
+"""The measurements of `megarl verify`: a trainer and an engine with the same weights, and `transformers` as a third.
 
 They compare probabilities of the engine's greedy responses to fixed prompts (see `megarl.weight_sync.selfcheck`). Such
 tokens are likely, so wrong weights give them other probabilities.

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megarl import train
 from megarl.batch import Group
+from megarl.commands import train
 from megarl.rollout.session import Session
 from megarl.training.kept import KEPT
 from tests.support.forked import Job

@@ -16,8 +16,8 @@ import yaml
 from _pytest.mark import ParameterSet
 from mlflow import MlflowClient
 
-from megarl import train
 from megarl.checkpoint.state import State
+from megarl.commands import train
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.tracker import Trackers
 from megarl.training.carried import CARRIED_FILE

@@ -101,7 +101,7 @@ def test_secrets_and_code_that_are_planted(
     (tmp_path / "reward.py").write_text(REWARD)
     run_dir = tmp_path / "runs" / "run"
     code, output = run_program(
-        *(sys.executable, "-m", "megarl.train"),
+        *(sys.executable, "-m", "megarl", "train"),
         f"data.train_files={bucket.uri('train.parquet')}",
         "data.train_batch_size=8",
         "data.max_prompt_length=64",

@@ -34,7 +34,7 @@ def prepared(data: Path) -> list[str]:
     model, stories = asset("models/stories260K-hd32"), asset("data/tinystories")
     run_python("scripts/prepare_tinystories.py", "--from", stories, "--out", data, timeout_s=60)
     return [
-        *("-m", "megarl.train", "configs/ppo_tinystories.yaml"),
+        *("-m", "megarl", "train", "configs/ppo_tinystories.yaml"),
         f"data.train_files={data / 'train.parquet'}",
         f"data.val_files={data / 'val.parquet'}",
         f"actor_rollout_ref.model.path={model}",

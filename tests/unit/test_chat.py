@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.chat import converse, loadable, main, typed_lines
+from megarl.commands.chat import converse, loadable, main, typed_lines
 
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 9, "seed": 3, "system": None, "plain": False}
 

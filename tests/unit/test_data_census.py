@@ -14,7 +14,7 @@ from megarl.data.pairs import PairStream
 from megarl.data.preferences import PreferenceStream
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from tests.support.sentencepieces import train_sentencepiece
 
 CHATML = (

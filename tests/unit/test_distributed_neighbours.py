@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl import doctor
+from megarl.commands import doctor
 from megarl.distributed import neighbours
 from megarl.distributed.neighbours import Circle, examine, place_of
 from megarl.distributed.place import Launch

@@ -163,15 +163,15 @@ def test_the_index_lists_every_page() -> None:
     assert {(DOCS / page).resolve() for page in listed} == {*PAGES} - {DOCS / "index.md"}
 
 
-def test_the_house_tree_names_every_room() -> None:
-    tree = (ROOT / "README.md").read_text().split("## The house")[1]
-    rooms = {path.name for path in (ROOT / "megarl").iterdir() if (path / "__init__.py").is_file()}
+def test_the_tree_names_every_package() -> None:
+    tree = (DOCS / "architecture.md").read_text().split("## The packages")[1]
+    packages = {path.name for path in (ROOT / "megarl").iterdir() if (path / "__init__.py").is_file()}
     files = {path.name for path in (ROOT / "megarl").glob("*.py")} - {"__init__.py"}
-    assert set(re.findall(r"(\w+)/ ", tree)) >= rooms
+    assert set(re.findall(r"(\w+)/ ", tree)) >= packages
     assert set(re.findall(r"(\w+\.py)\b", tree)) >= files
 
 
-def test_the_picture_of_the_rooms_shows_the_imports_of_the_code() -> None:
+def test_the_picture_of_the_packages_shows_the_imports_of_the_code() -> None:
     drawn = re.findall(r'id="(\w+)-&gt;(\w+)"', (DOCS / "images" / "house.svg").read_text())
     assert set(drawn) == find_arrows(read_layers()), "run: python scripts/pictures.py house"
 

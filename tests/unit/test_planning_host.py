@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from megarl.batch import Experience
-from megarl.plan import main
+from megarl.commands.plan import main
 from megarl.planning.host import EPISODE_FIELDS, TOKEN_FIELDS
 from megarl.planning.planner import Plan, Planner
 from megarl.planning.traffic import Links

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl import chat, compare, doctor, explain, verify, watch
+from megarl.commands import chat, compare, doctor, explain, verify, watch
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import show_plan

@@ -1,4 +1,4 @@
-"""The verdict of `megarl.verify`, its ranks, and the change that all shards make alike."""
+"""The verdict of `megarl verify`, its ranks, and the change that all shards make alike."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -25,8 +25,8 @@ from megarl.data.prepare import (
 )
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.table import DataRow
-from megarl.errors import UserError
 from megarl.platform.arguments import Arguments
+from megarl.platform.errors import UserError
 from megarl.platform.secrets import guard_output, redact
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.signature import fault_in_file

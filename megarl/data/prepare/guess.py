@@ -4,7 +4,7 @@ import argparse
 import random
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 MOST_TURNS = 6  # of a demonstration
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any, Literal
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 NAMES = ("Ava", "Ben", "Chloe", "David", "Emma", "Jack", "Lily", "Noah", "Olivia", "Zoe")
 MAX_TRIES = 10_000  # after so many draws in a row without a new puzzle, there are no more

@@ -4,7 +4,7 @@ import argparse
 import random
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 _TASK = (
     "What is {a} * {b}? Show your work in <think> </think> tags. And return the final answer, a number and nothing "

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.data.prepare.files import add_extraction_argument, add_source_arguments, rows_of
 from megarl.data.prepare.gsm8k import INSTRUCTION
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

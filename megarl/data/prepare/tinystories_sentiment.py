@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.data.prepare.files import problems_of
 from megarl.data.prepare.preferences import hold_out
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 _SENTENCE = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["']))\s+""")
 

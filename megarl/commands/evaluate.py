@@ -16,23 +16,23 @@ from pathlib import Path
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import CONFIG_FILE, step_of_name
 from megarl.checkpoint.state import best_checkpoint
-from megarl.cli.command import parse
-from megarl.cli.commands import EVALUATE
-from megarl.cli.kinds import others
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.kinds import others
+from megarl.commands.cli.table import EVALUATE
+from megarl.commands.entry import run
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.layers import YAML
 from megarl.config.load import load_config
 from megarl.config.root import Config
 from megarl.distributed.place import Launch
-from megarl.entry import run
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.files import similar
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Evaluate as configured, on every rank of the job."""
     imports = ("megarl.assembly.validation", "megarl.learner.imported", "megarl.rollout.imported")
-    run("megarl.evaluate", argv, read_configuration, evaluate, imports=imports)
+    run("megarl.commands.evaluate", argv, read_configuration, evaluate, imports=imports)
 
 
 def read_configuration(argv: Sequence[str], *, world_size: int | None) -> Config:

@@ -8,8 +8,9 @@ from itertools import chain
 from pathlib import Path
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.cli.command import parse
-from megarl.cli.commands import TRAIN
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import TRAIN
+from megarl.commands.entry import run
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import show_plan, start_remarks, unread_keys, unwritten_keys
@@ -17,7 +18,6 @@ from megarl.config.root import Config
 from megarl.config.rows_trial import check_rows
 from megarl.config.trial import find_models, find_sources, try_reward
 from megarl.distributed.place import Launch
-from megarl.entry import run
 from megarl.tracking.config import REPLAY, TrainerSection
 
 IMPORTS = ("megarl.assembly.run", "megarl.learner.imported", "megarl.rollout.imported")
@@ -40,7 +40,7 @@ class Arguments:
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
     run(
-        "megarl.train",
+        "megarl.commands.train",
         argv,
         read_arguments,
         train,

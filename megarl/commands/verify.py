@@ -21,14 +21,14 @@ from typing import Any
 from rich.table import Table
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.cli.command import parse
-from megarl.cli.commands import VERIFY
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import VERIFY
+from megarl.commands.entry import run
 from megarl.config.load import load_verify_config
 from megarl.config.root import VerifyConfig
 from megarl.config.trial import find_models
 from megarl.distributed.place import Launch
-from megarl.entry import run
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen, labelled
 from megarl.platform.terminal import outlive_readers
 from megarl.tracking.config import TrainerSection
@@ -51,7 +51,7 @@ class Arguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Verify on every rank of the job."""
-    run("megarl.verify", argv, read_arguments, verify, trial=try_out, imports=IMPORTS, has_directory=False)
+    run("megarl.commands.verify", argv, read_arguments, verify, trial=try_out, imports=IMPORTS, has_directory=False)
 
 
 def try_out(arguments: Arguments) -> None:

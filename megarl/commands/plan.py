@@ -8,13 +8,13 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megarl.cli.command import parse, print_error
-from megarl.cli.commands import PLAN
+from megarl.commands.cli.command import parse, print_error
+from megarl.commands.cli.table import PLAN
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.config.report import show_plan
 from megarl.config.trial import find_architectures
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.quiet import silence_imports
 from megarl.platform.screen import Screen
 from megarl.platform.secrets import guard_output

@@ -12,8 +12,8 @@ from typing import Any
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import CONFIG_FILE
-from megarl.cli.command import parse
-from megarl.cli.commands import CONFIG
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import CONFIG
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import (
     load_config,

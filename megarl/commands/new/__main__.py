@@ -7,9 +7,9 @@ from pathlib import Path
 from string import Template
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.cli.command import parse, print_error
-from megarl.cli.commands import NEW
-from megarl.errors import UserError
+from megarl.commands.cli.command import parse, print_error
+from megarl.commands.cli.table import NEW
+from megarl.platform.errors import UserError
 from megarl.platform.files import check_writable, write_whole
 from megarl.platform.secrets import guard_output
 from megarl.platform.terminal import visible

@@ -16,7 +16,7 @@ from megarl.platform import early
 from megarl.config.faults import ConfigError
 from megarl.distributed.place import Launch, Wanted, detect
 from megarl.distributed.watchdog import GRACE_S, note, watching
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.forking import apart, end
 from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
 from megarl.platform.log import keep_in, show_on_console

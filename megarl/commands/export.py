@@ -1,7 +1,7 @@
 """Export a checkpoint as a Hugging Face directory: `megarl export CHECKPOINT OUT [--best]`.
 
 CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest checkpoint, or with `--best` for that of its best
-validation. Writes the actor, or the reward model of a run of `megarl.train_reward`. `transformers` and vLLM load the
+validation. Writes the actor, or the reward model of a run of `megarl train-reward`. `transformers` and vLLM load the
 result. Under torchrun, mpirun or srun the model is split over all ranks, so it need not fit into one process.
 """
 
@@ -15,12 +15,12 @@ from textwrap import indent
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import HUGGINGFACE, saved_steps
 from megarl.checkpoint.state import best_checkpoint
-from megarl.cli.command import parse
-from megarl.cli.commands import EXPORT
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import EXPORT
+from megarl.commands.entry import run
 from megarl.config.faults import ConfigError, Fault
 from megarl.distributed.place import Launch
-from megarl.entry import run
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.files import WriteError, check_writable, write_whole
 from megarl.tracking.config import TrainerSection
 
@@ -44,7 +44,7 @@ class Arguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Write the actor, or the reward model, of a checkpoint."""
-    run("megarl.export", argv, read_arguments, write, imports=("megarl.learner.imported",))
+    run("megarl.commands.export", argv, read_arguments, write, imports=("megarl.learner.imported",))
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:

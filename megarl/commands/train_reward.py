@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.cli.command import parse
-from megarl.cli.commands import TRAIN_REWARD
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import TRAIN_REWARD
+from megarl.commands.entry import run
 from megarl.config.load import load_reward_train_config
 from megarl.config.report import start_remarks
 from megarl.config.root import RewardTrainConfig
 from megarl.config.trial import find_models
 from megarl.distributed.place import Launch
-from megarl.entry import run
 
 IMPORTS = ("megarl.assembly.supervised", "megarl.learner.imported")
 
@@ -24,7 +24,7 @@ IMPORTS = ("megarl.assembly.supervised", "megarl.learner.imported")
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
     run(
-        "megarl.train_reward",
+        "megarl.commands.train_reward",
         argv,
         read_configuration,
         train,

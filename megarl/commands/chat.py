@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import HUGGINGFACE, saved_steps, step_of_name
-from megarl.cli.command import parse, print_error
-from megarl.cli.commands import CHAT
-from megarl.errors import UserError
+from megarl.commands.cli.command import parse, print_error
+from megarl.commands.cli.table import CHAT
+from megarl.platform.errors import UserError
 from megarl.platform.secrets import guard_output
 from megarl.platform.terminal import visible
 from megarl.reshard.headers import has_weights
@@ -61,7 +61,9 @@ def loadable(model: Path) -> Iterator[Path]:
         out = Path(scratch) / "model"
         print(f"exporting {model} ...", file=sys.stderr)
         done = subprocess.run(
-            [sys.executable, "-m", "megarl.export", str(model), str(out)], stdout=subprocess.DEVNULL, check=False
+            [sys.executable, "-m", "megarl", "export", str(model), str(out)],
+            stdout=subprocess.DEVNULL,
+            check=False,
         )
         if done.returncode:
             raise UserError(f"{model} cannot be exported; the messages above say why")

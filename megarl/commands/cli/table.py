@@ -5,9 +5,9 @@ from pathlib import Path
 
 import click
 
-from megarl.cli import completion
-from megarl.cli.command import CONTEXT, Command, Commands, Relay
-from megarl.cli.kinds import Amount, Checkpoint, EngineMilliseconds, MeanLengths, PeakTflops, RunDirectory
+from megarl.commands.cli import completion
+from megarl.commands.cli.command import CONTEXT, Command, Commands, Relay
+from megarl.commands.cli.kinds import Amount, Checkpoint, EngineMilliseconds, MeanLengths, PeakTflops, RunDirectory
 from megarl.platform.log import LEVELS, set_level
 
 TRAINS, USES, PLANS, STARTS = "Train", "Use what was trained", "Plan and check", "Begin"
@@ -64,7 +64,7 @@ TRAIN = Command(
         "a directory that follow the checkpoint.",
     ),
     _log_level(),
-    module="megarl.train",
+    module="megarl.commands.train",
     section=TRAINS,
     text="Reinforcement learning: PPO, GRPO and their relatives.\n\nA run whose directory has a checkpoint resumes "
     f"from it. {LAUNCH}",
@@ -75,7 +75,7 @@ SFT = Command(
     "sft",
     configuration("sft"),
     _log_level(),
-    module="megarl.sft",
+    module="megarl.commands.sft",
     section=TRAINS,
     text=f"Supervised fine-tuning.\n\nWrites a Hugging Face directory at the end, RUN_DIR/huggingface. {LAUNCH}",
     example="megarl sft configs/quickstart_sft.yaml data.train_files=sft.parquet model.path=DIR",
@@ -85,7 +85,7 @@ TRAIN_REWARD = Command(
     "train-reward",
     configuration("train_reward"),
     _log_level(),
-    module="megarl.train_reward",
+    module="megarl.commands.train_reward",
     section=TRAINS,
     text="Training of a reward model from pairs of responses.\n\nWrites a Hugging Face directory at the end, "
     f"RUN_DIR/huggingface. {LAUNCH}",
@@ -97,7 +97,7 @@ EVALUATE = Command(
     configuration("train", first="RUN_DIR|CHECKPOINT|CONFIG.yaml"),
     _log_level(),
     BEST,
-    module="megarl.evaluate",
+    module="megarl.commands.evaluate",
     section=USES,
     text="Score a checkpoint on the validation files. Prints one JSON line to standard output.\n\nTakes the directory "
     "of a run, which keeps its configuration, or a checkpoint in it, or the configuration of the training run. Scores "
@@ -114,7 +114,7 @@ EXPORT = Command(
     BEST,
     click.Option(["--trust-remote-code"], is_flag=True, help="Let a tokenizer's own Python code run."),
     _log_level(),
-    module="megarl.export",
+    module="megarl.commands.export",
     section=USES,
     text="Write a checkpoint as a Hugging Face directory, which transformers and vLLM load.\n\nCHECKPOINT is "
     "RUN_DIR/global_step_N, or RUN_DIR for its latest or best checkpoint. Writes the actor, or the reward model of a "
@@ -187,7 +187,7 @@ PLAN = Command(
         help="Cost of an engine step on the host, and of each layer and sample in it (megarl doctor --peaks measures).",
     ),
     _json("tables"),
-    module="megarl.plan",
+    module="megarl.commands.plan",
     section=PLANS,
     text="Predict batches, memory, seconds and weight traffic of a run, without starting it.\n\nReads only config.json "
     "of the models. Exit code 1: the run does not fit into the memory of devices or hosts, or a model cannot be "
@@ -206,7 +206,7 @@ VERIFY = Command(
     ),
     _json("a table"),
     _log_level(),
-    module="megarl.verify",
+    module="megarl.commands.verify",
     section=PLANS,
     text="Verify that weights reach the engine.\n\nLoads a checkpoint into the given Megatron split, syncs it to the "
     "given engine split, and compares the probabilities that trainer, engine and transformers give the same tokens. "
@@ -238,7 +238,7 @@ DOCTOR = Command(
         show_default="the current directory",
         help="With --hosts: where runs will write, which all hosts should share.",
     ),
-    module="megarl.doctor",
+    module="megarl.commands.doctor",
     section=PLANS,
     text="Show what this machine has for training, and what it lacks.\n\nWith --hosts, checks names, interfaces, "
     "ports, InfiniBand, a shared directory and clocks between hosts, and prints the tables on the first host. Exit "
@@ -272,7 +272,7 @@ CONFIG = Command(
         help="Check the configuration, and that files exist and have the columns. Rows are read by `megarl prepare "
         "--check` and when a run starts.",
     ),
-    module="megarl.explain",
+    module="megarl.commands.explain",
     section=PLANS,
     text="Explain the keys of a configuration.\n\nShows type, default and meaning of a key, or of the keys of a "
     "section, or lists the sections. With a configuration it also shows the value of a key and the place that sets it, "
@@ -293,7 +293,7 @@ CHAT = Command(
     click.Option(["--max-tokens"], type=click.IntRange(1), default=512, show_default=True, help="Of a response."),
     click.Option(["--seed"], type=int, help="Of the responses."),
     click.Option(["--trust-remote-code"], is_flag=True, help="Let a tokenizer's own Python code run."),
-    module="megarl.chat",
+    module="megarl.commands.chat",
     section=USES,
     text="Talk to a model, in one process.\n\nMODEL is an exported model, a run or a checkpoint. A checkpoint is "
     "exported to a temporary directory first. A model with a chat template has a conversation; /new begins another "
@@ -308,7 +308,7 @@ COMPARE = Command(
         ["--metric"], multiple=True, metavar="NAME", help="A further metric, or a pattern such as actor/*; may repeat."
     ),
     _json("tables"),
-    module="megarl.compare",
+    module="megarl.commands.compare",
     section=USES,
     text="Show runs next to each other: differences of their configurations, headline metrics, times.\n\nReads "
     "config.yaml and metrics.jsonl in the runs' directories.",
@@ -318,7 +318,7 @@ COMPARE = Command(
 WATCH = Command(
     "watch",
     click.Argument(["run"], type=RunDirectory(), metavar="RUN_DIR"),
-    module="megarl.watch",
+    module="megarl.commands.watch",
     section=USES,
     text="Watch a running job from another terminal.\n\nShows the step and its phase, the curves of reward and KL, and "
     "a prompt's response at first and now. Reads the files of the run, also on another machine that sees them.",
@@ -348,7 +348,7 @@ NEW = Command(
         metavar="DIR_OR_ID",
         help="The model to train.",
     ),
-    module="megarl.new.__main__",
+    module="megarl.commands.new.__main__",
     section=STARTS,
     text="Write a small project into a new directory.\n\nIt has a configuration, a reward with its test, and a page "
     "with the commands that make its data, plan, train and export.",

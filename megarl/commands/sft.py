@@ -1,6 +1,6 @@
 """Supervised fine-tuning: `megarl sft CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
 
-Writes a Hugging Face directory at the end, RUN_DIR/huggingface. `megarl.train` can start from it.
+Writes a Hugging Face directory at the end, RUN_DIR/huggingface. `megarl train` can start from it.
 """
 
 import sys
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.cli.command import parse
-from megarl.cli.commands import SFT
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import SFT
+from megarl.commands.entry import run
 from megarl.config.load import load_sft_config
 from megarl.config.report import start_remarks
 from megarl.config.root import SFTConfig
 from megarl.config.trial import find_models
 from megarl.distributed.place import Launch
-from megarl.entry import run
 
 IMPORTS = ("megarl.assembly.supervised", "megarl.learner.imported")
 
@@ -23,7 +23,7 @@ IMPORTS = ("megarl.assembly.supervised", "megarl.learner.imported")
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
     run(
-        "megarl.sft",
+        "megarl.commands.sft",
         argv,
         read_configuration,
         train,

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from megarl.cli import completion
+from megarl.commands.cli import completion
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import outlive_readers, visible
 

@@ -19,16 +19,16 @@ import click
 from packaging.requirements import Requirement
 from rich.table import Table
 
-from megarl.cli.command import complain, parse
-from megarl.cli.commands import DOCTOR
-from megarl.errors import UserError
+from megarl.commands.cli.command import complain, parse
+from megarl.commands.cli.table import DOCTOR
+from megarl.commands.train import IMPORTS
+from megarl.platform.errors import UserError
 from megarl.platform.finding import Finding, Verdict
 from megarl.platform.installed import REINSTALL, bytecode_findings, first_line, import_findings, import_problem
 from megarl.platform.patching import Patch, declared
 from megarl.platform.screen import Screen, plain
 from megarl.platform.secrets import guard_output
 from megarl.platform.shared_memory import maps_of_live_processes, shared_memory_findings
-from megarl.train import IMPORTS
 
 NEEDED = (
     "megatron-core",

@@ -18,9 +18,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megarl.cli.command import parse
-from megarl.cli.commands import WATCH
-from megarl.errors import UserError
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import WATCH
+from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen, plain
 from megarl.platform.terminal import visible
 from megarl.report.read import Points, Run, read_run
