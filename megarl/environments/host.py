@@ -25,8 +25,6 @@ from megarl.sandbox.protocol import GroupReward
 from megarl.sandbox.results import RuleResult, is_number
 
 BUILT_IN: Mapping[str, str] = {
-    "calculator": "Calculator",
-    "guess": "Guess",
     "openenv": "OpenEnv",
     "python": "Python",
     "reasoning_gym": "ReasoningGym",

@@ -103,10 +103,10 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
     "reward_model.max_length=9": (["reward_model.enable=true", "reward_model.model.path=org/rm"], []),
     "reward_model.timeout_s=9": ([], ["reward_model.enable=true", "reward_model.model.path=org/rm"]),
     "reward_model.default_score=1": (["reward_model.on_failure=score"], []),
-    "reward_model.num_workers=9": ([], ["environment.name=guess"]),
+    "reward_model.num_workers=9": ([], ["environment.name=openenv"]),
     "reward_model.isolation=process": (["custom_reward_function.path=mine.py"], []),
     "reward_model.canary_every=9": (["reward_model.isolation=process", "custom_reward_function.path=mine.py"], []),
-    "environment.max_turns=9": (["environment.name=guess"], []),
+    "environment.max_turns=9": (["environment.name=openenv"], []),
     "custom_reward_function.name=judge": (["custom_reward_function.path=mine.py"], []),
     "algorithm.custom_estimator.name=mine": (
         ["algorithm.adv_estimator=custom", "algorithm.custom_estimator.path=mine.py"],

@@ -218,3 +218,17 @@ def test_guessing_is_demonstrated_with_and_without_care(monkeypatch: pytest.Monk
                 low, high = (max(low, number + 1), high) if is_higher else (low, min(high, number - 1))
             heeded.append(low <= int(turn["response"]) <= high)
         assert all(heeded) == (careless == "0")
+
+
+def test_openings_of_stories_are_distinct_short_and_in_one_split(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "stories.jsonl", tmp_path / "out"
+    stories = [f"Story {number} began. It went on." for number in range(6)]
+    texts = [stories[0], *stories, "", "a very " * 20 + "long story. It went on."]
+    source.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    splits = prepare(monkeypatch, out, "tinystories", "--from", str(source), "--val", "2", "--train", "3")
+    assert {split: [row["prompt"] for row in rows] for split, rows in splits.items()} == {
+        "val": ["Story 0 began.", "Story 1 began."],
+        "train": ["Story 2 began.", "Story 3 began.", "Story 4 began."],
+    }

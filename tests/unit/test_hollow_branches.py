@@ -35,7 +35,12 @@ def test_the_lines_that_only_cuda_runs(body: str) -> None:
 
 
 def test_the_package_has_such_branches_in_every_package_that_decides() -> None:
-    assert {branch.file.partition("/")[0] for branch in all_branches()} >= {"learner", "rollout", "weight_sync", "reshard"}
+    assert {branch.file.partition("/")[0] for branch in all_branches()} >= {
+        "learner",
+        "rollout",
+        "weight_sync",
+        "reshard",
+    }
 
 
 def test_the_page_lists_every_branch() -> None:

@@ -1,6 +1,6 @@
 """A custom reward: how positive a text is, by VADER (Hutto & Gilbert 2014). Needs `pip install vaderSentiment==3.3.2`.
 
-custom_reward_function: {path: scripts/rewards/sentiment.py}
+custom_reward_function: {path: examples/rewards/sentiment.py}
 """
 
 from collections.abc import Mapping

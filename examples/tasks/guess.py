@@ -1,4 +1,4 @@
-"""Numbers to guess in several turns, for `environment.name=guess`."""
+"""Numbers to guess in several turns, for `examples/environments/guess.py`."""
 
 import argparse
 import random
