@@ -21,11 +21,11 @@ from megarl.assembly.resume import ResumePoint
 from megarl.assembly.reward import make_environments, make_rules
 from megarl.assembly.sampling import (
     make_engine,
-    make_kept,
     make_limits,
     make_sampler,
     make_samples,
     make_scorer,
+    make_step_cache,
     make_validation,
     training_prompts,
     validation_prompts,
@@ -50,11 +50,11 @@ from megarl.models.source import Source
 from megarl.platform.peaks import published_flops
 from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
+from megarl.samples.in_flight import CARRIED_FILE
+from megarl.samples.in_flight import read as read_carried
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.profile import make_traces
 from megarl.tracking.protocol import Tracker
-from megarl.training.carried import CARRIED_FILE
-from megarl.training.carried import read as read_carried
 from megarl.training.collect import SampleSource
 from megarl.training.gate import Gate
 from megarl.training.loop import KL, Job, Progress
@@ -148,8 +148,8 @@ def build_training(config: Config, launch: Launch, resources: ExitStack) -> Trai
     tracker = run_tracker(config, launch, resume_point, last_step=inputs.last_step)
     _log_sizes(config, resume_point, tracker, inputs.streams)
     scorer = make_scorer(config, inputs.rules, models.mesh, inputs.tokenizer, inputs.source)
-    kept = make_kept(config, inputs.prompts, resume_point)
-    sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, inputs.environments, kept)
+    step_cache = make_step_cache(config, inputs.prompts, resume_point)
+    sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, inputs.environments, step_cache)
     validation = (
         make_validation(config, inputs.val_prompts, sampler, scorer, tracker, replaces=True)
         if inputs.val_prompts

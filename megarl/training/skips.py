@@ -19,8 +19,8 @@ from megarl.learner.finite import NotFinite
 from megarl.learner.terms import LossTerm
 from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
+from megarl.samples.store import write_record
 from megarl.tracking.config import TrainerSection
-from megarl.training.archive import write_record
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from megarl.data.parquet import read_own
 from megarl.distributed.exchange import together
 from megarl.platform.files import remedy, replacing
 from megarl.platform.small_files import Damage
-from megarl.training.archive_schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow_schema, check
+from megarl.samples.schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow_schema, check
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ WIDTH = b"megarl.width"  # metadata: `T` of the record, which may exceed the lon
 
 
 @dataclass(frozen=True)
-class Archive:
+class SampleStore:
     """The directory of a run's samples. Rank 0 writes."""
 
     directory: Path
@@ -118,7 +118,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     """Read the record and the baselines that were written to `path`.
 
     Raises:
-        Damage: the file does not exist, or differs from `archive_schema.py`. Names the row and the column.
+        Damage: the file does not exist, or differs from `schema.py`. Names the row and the column.
     """
     table = _read(path)
     lengths = torch.from_numpy(table["response_ids"].combine_chunks().value_lengths().to_numpy().copy())

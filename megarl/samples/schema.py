@@ -1,6 +1,6 @@
 """The columns of a file of samples: one table for writing files and for checking them.
 
-A new field of a sample needs a row here, and its values in `archive.py`.
+A new field of a sample needs a row here, and its values in `store.py`.
 """
 
 import json

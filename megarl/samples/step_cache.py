@@ -20,13 +20,13 @@ from megarl.distributed.exchange import on_first_rank
 from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.small_files import Damage
-from megarl.training.carried import read, to_bytes
+from megarl.samples.in_flight import read, to_bytes
 
 KEPT = "kept"
 DIGITS = 16  # of the digest
 
 
-class Kept:
+class StepCache:
     """The files of one step at a time. The first rank reads and writes them."""
 
     def __init__(

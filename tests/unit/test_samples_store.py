@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from megarl.batch import Scored
 from megarl.platform.small_files import Damage
-from megarl.training.archive import Archive, read_samples, step_of, steps_in, write_samples
-from megarl.training.archive_schema import COLUMNS, arrow_schema
+from megarl.samples.schema import COLUMNS, arrow_schema
+from megarl.samples.store import SampleStore, read_samples, step_of, steps_in, write_samples
 from tests.support.ranks import world_of_one
 from tests.support.records import answer, prompts
 
@@ -78,12 +78,12 @@ def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
 def test_samples_take_the_place_of_earlier_ones_only_where_they_may(tmp_path: Path) -> None:
     first, second = scored([2, 1, 4, 3]), scored([2, 1, 4, 3], seed=1)
     with world_of_one():
-        for archive, record, found in (
-            (Archive(tmp_path, replaces=False), first, first),
-            (Archive(tmp_path, replaces=False), second, first),
-            (Archive(tmp_path), second, second),
+        for store, record, found in (
+            (SampleStore(tmp_path, replaces=False), first, first),
+            (SampleStore(tmp_path, replaces=False), second, first),
+            (SampleStore(tmp_path), second, second),
         ):
-            archive.keep_validation(record, step=3)
+            store.keep_validation(record, step=3)
             assert_same(read_samples(tmp_path / "val_step_3.parquet")[0], found)
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megarl.batch import Generation, Group, Prompt
 from megarl.checkpoint.directory import STATE_FILE
-from megarl.training.kept import KEPT, Kept
+from megarl.samples.step_cache import KEPT, StepCache
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +27,11 @@ def group(row: int) -> Group:
     return Group(prompt=prompt(row), samples=(sample, sample), begun=3)
 
 
-def kept(run_dir: Path, *, config: str = "a config") -> Kept:
+def kept(run_dir: Path, *, config: str = "a config") -> StepCache:
     def checkpoint_of(step: int) -> Path | None:
         return run_dir / f"global_step_{step}" if step else None
 
-    return Kept(run_dir, config=config, checkpoint_of=checkpoint_of, prompt_of=prompt)
+    return StepCache(run_dir, config=config, checkpoint_of=checkpoint_of, prompt_of=prompt)
 
 
 def save(run_dir: Path, step: int, state: str = "{}") -> None:
