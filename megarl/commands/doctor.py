@@ -15,15 +15,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-import click
 from packaging.requirements import Requirement
 from rich.table import Table
 
-from megarl.commands.cli.command import complain, parse
+from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import DOCTOR
 from megarl.commands.train import IMPORTS
-from megarl.platform.errors import UserError
-from megarl.platform.finding import Finding, Verdict
+from megarl.platform.finding import Finding, Verdict, show
 from megarl.platform.installed import REINSTALL, bytecode_findings, first_line, import_findings, import_problem
 from megarl.platform.patching import Patch, declared
 from megarl.platform.screen import Screen, plain
@@ -259,8 +257,6 @@ def peak_findings(torch: ModuleType) -> list[Finding]:
 def main(argv: Sequence[str] = ()) -> int:
     """Print the tables. Return 1 if training cannot work here, else 0."""
     typed = parse(DOCTOR, argv)
-    if typed["hosts"]:
-        return _examine_hosts(tuple(typed["hosts"].split(",")), typed["port"], typed["directory"])
     packages = package_findings(_version, _requires)
     sections = [packages]
     try:
@@ -323,46 +319,6 @@ def _version(name: str) -> str | None:
 
 def _requires(name: str) -> Sequence[str]:
     return importlib.metadata.requires(name) or ()
-
-
-def _examine_hosts(hosts: tuple[str, ...], port: int, directory: Path) -> int:
-    """Print what the hosts lack to train together, on the first host; return 1 if they lack anything, else 0."""
-    from megarl.distributed.neighbours import Circle, examine, place_of
-    from megarl.distributed.place import detect
-
-    launch = detect(os.environ)
-    if launch and launch.local_rank:
-        return 0  # one process for each host
-    try:
-        circle = Circle(hosts=hosts, mine=place_of(hosts, launch), port=port, directory=directory)
-    except UserError as error:
-        complain(click.UsageError(str(error)))
-    found = examine(circle, print)
-    if circle.mine == 0 or len(found) == 1:
-        for host, findings in found.items():
-            show(f"megarl doctor on {host}", [findings])
-    faults = sum(finding.verdict == "fault" for findings in found.values() for finding in findings)
-    if circle.mine == 0:
-        Screen().print(
-            plain(f"These hosts cannot train together: {faults} fault(s), remedies above.", "red")
-            if faults
-            else plain(f"These {len(hosts)} hosts can train together.", "green")
-        )
-    return 1 if faults else 0
-
-
-def show(title: str, sections: Sequence[Sequence[Finding]]) -> None:
-    """Print findings as a table, and below it their commands, each on a line of its own."""
-    table = Table("what", "found", "advice", title=title)
-    styles = {"good": "", "note": "yellow", "fault": "bold red"}
-    for section in sections:
-        for finding in section:
-            table.add_row(finding.name, finding.found, finding.advice, style=styles[finding.verdict])
-        table.add_section()
-    console = Screen()
-    console.print(table)
-    for finding in (finding for section in sections for finding in section if finding.command):
-        console.print(plain(f"{finding.name}:\n  {finding.command}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def codes_in(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_path_exists(page: Path) -> None:
-    folders = "megarl|benchmarks|examples|tests|scripts|docs|configs|docker|requirements"
+    folders = "megarl|benchmarks|examples|tools|tests|scripts|docs|configs|docker|requirements"
     words = {word.strip("\"'(),:;") for word in codes_in(page.read_text())}
     paths = {word for word in words if re.fullmatch(rf"(?:{folders})/[\w./*-]+", word)}
     assert not [path for path in paths if not re.search("NAME|MODULE", path) and not list(ROOT.glob(path.rstrip("/")))]

@@ -18,13 +18,12 @@ from megarl.commands.doctor import (
     package_findings,
     patch_findings,
     patch_table,
-    show,
     tool_findings,
     torchvision_findings,
 )
 from megarl.planning import engine_cost
 from megarl.planning.seconds import EngineCost
-from megarl.platform.finding import Finding
+from megarl.platform.finding import Finding, show
 from megarl.platform.installed import bytecode_findings, import_findings
 from megarl.platform.patching import Patch
 from megarl.platform.shared_memory import shared_memory_findings

@@ -219,31 +219,10 @@ DOCTOR = Command(
     "doctor",
     click.Option(["--peaks"], is_flag=True, help="Measure the greatest speed of the devices too."),
     click.Option(["--patches"], is_flag=True, help="List the code of other libraries that megarl replaces too."),
-    click.Option(
-        ["--hosts"],
-        metavar="HOST,HOST,...",
-        help="Check instead whether these hosts can train together. Start the same command on each of them.",
-    ),
-    click.Option(
-        ["--port"],
-        type=click.IntRange(1, 65535),
-        default=29500,
-        show_default=True,
-        help="With --hosts: where the hosts meet, on the first of them.",
-    ),
-    click.Option(
-        ["--directory"],
-        type=PATH,
-        default=Path(),
-        show_default="the current directory",
-        help="With --hosts: where runs will write, which all hosts should share.",
-    ),
     module="megarl.commands.doctor",
     section=PLANS,
-    text="Show what this machine has for training, and what it lacks.\n\nWith --hosts, checks names, interfaces, "
-    "ports, InfiniBand, a shared directory and clocks between hosts, and prints the tables on the first host. Exit "
-    "code 1: training cannot work here.",
-    example="megarl doctor\nsrun --nodes 2 --ntasks-per-node 1 megarl doctor --hosts node001,node002",
+    text="Show what this machine has for training, and what it lacks.\n\nExit code 1: training cannot work here.",
+    example="megarl doctor --peaks",
 )
 PREPARE = Relay(
     "prepare",
