@@ -2,26 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
 from megarl.section import Bound, CountFromZero, Fraction, Length, Weight, section
 
-AdvantageEstimator = Literal[
-    "gae",
-    "grpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "opo",
-    "gpg",
-    "grpo_passk",
-    "none",
-    "custom",
-]
-LossMode = Literal["vanilla", "gspo", "cispo", "gpg", "clip_cov", "kl_cov", "custom"]
 Need = Literal["values", "groups", "baselines"]
 NEEDS: tuple[Need, ...] = get_args(Need)
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -35,20 +21,21 @@ Covariance = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    """The needs of an advantage estimator."""
+    """The needs of an advantage estimator. Its function has the estimator's name in `algorithms/advantages.py`."""
 
     critic: bool = False  # the values of a critic
     compares: bool = False  # several responses to each prompt
     greedy: bool = False  # a greedy response to each prompt
-    reads: tuple[str, ...] = ()  # the keys of `algorithm` that not all estimators read
+    whitens: bool = False  # the advantages are whitened over the complete batch
+    reads: tuple[str, ...] = ()  # keys of `algorithm`, which are arguments of the function
 
 
-ESTIMATORS: Mapping[AdvantageEstimator, Estimator] = {
-    "gae": Estimator(critic=True, reads=("gamma", "lam")),
+ESTIMATORS: Mapping[str, Estimator] = {
+    "gae": Estimator(critic=True, whitens=True, reads=("gamma", "lam")),
     "grpo": Estimator(compares=True, reads=("norm_adv_by_std_in_grpo",)),
     "rloo": Estimator(compares=True),
-    "reinforce_plus_plus": Estimator(reads=("gamma",)),
-    "reinforce_plus_plus_baseline": Estimator(compares=True),
+    "reinforce_plus_plus": Estimator(whitens=True, reads=("gamma",)),
+    "reinforce_plus_plus_baseline": Estimator(compares=True, whitens=True),
     "remax": Estimator(greedy=True),
     "opo": Estimator(compares=True),
     "gpg": Estimator(compares=True),
@@ -56,19 +43,34 @@ ESTIMATORS: Mapping[AdvantageEstimator, Estimator] = {
     "none": Estimator(),
     "custom": Estimator(reads=tuple(f"custom_estimator.{name}" for name in ("path", "name", "kwargs", "needs"))),
 }
-"""The needs of an estimator of the user are in the configuration: see `AlgorithmSection.estimator`."""
+"""The needs of a custom estimator are in the configuration: see `AlgorithmSection.estimator`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The needs of a policy loss. Its function is in `algorithms/losses.py`."""
+
+    function: str = ""  # its name
+    chooses: bool = False  # tokens that it treats differently (`algorithms/covariance.py`)
+    reads: tuple[str, ...] = ()  # keys of `actor_rollout_ref.actor` that not all policy losses read
+
 
 _CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-LOSS_READS: Mapping[LossMode, tuple[str, ...]] = {
-    "vanilla": (*_CLIP, "clip_ratio_c"),
-    "gspo": _CLIP,
-    "cispo": _CLIP,
-    "gpg": (),
-    "clip_cov": (*_CLIP, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))),
-    "kl_cov": ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
-    "custom": tuple(f"policy_loss.{name}" for name in ("path", "name", "kwargs")),
+_CLIP_COV = tuple(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))
+LOSSES: Mapping[str, Loss] = {
+    "vanilla": Loss(function="ppo_clip", reads=(*_CLIP, "clip_ratio_c")),
+    "gspo": Loss(function="gspo", reads=_CLIP),
+    "cispo": Loss(function="cispo", reads=_CLIP),
+    "gpg": Loss(function="gpg"),
+    "clip_cov": Loss(function="clip_cov", chooses=True, reads=(*_CLIP, *_CLIP_COV)),
+    "kl_cov": Loss(function="kl_cov", chooses=True, reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")),
+    "custom": Loss(reads=tuple(f"policy_loss.{name}" for name in ("path", "name", "kwargs"))),
 }
-"""The keys of `actor_rollout_ref.actor` that a policy loss reads and not all policy losses read."""
+if TYPE_CHECKING:
+    AdvantageEstimator: TypeAlias = str
+    LossMode: TypeAlias = str
+else:
+    AdvantageEstimator, LossMode = Literal[*ESTIMATORS], Literal[*LOSSES]
 K3: tuple[KLEstimator, ...] = ("low_var_kl", "k3")
 """The estimators that `kl_penalty_k3_bound` and `kl_loss_k3_bound` bound."""
 

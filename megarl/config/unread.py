@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any
 
-from megarl.algorithms.config import ESTIMATORS, EXACT, K3, LOSS_READS
+from megarl.algorithms.config import ESTIMATORS, EXACT, K3, LOSSES
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
 from megarl.environments.config import EnvironmentSection
 from megarl.learner.config import OptimSection
@@ -198,7 +198,7 @@ PPO_ROWS: tuple[Row, ...] = (
     _with(f"{ACTOR}.kl_loss_*", f"{ACTOR}.use_kl_loss", True),
     _with(f"{ACTOR}.kl_loss_k3_bound", f"{ACTOR}.kl_loss_type", *K3),
     _with(f"{ACTOR}.kl_loss_js_beta", f"{ACTOR}.kl_loss_type", "full_js"),
-    *_arm_rows(ACTOR, LOSS, LOSS_READS),
+    *_arm_rows(ACTOR, LOSS, {name: loss.reads for name, loss in LOSSES.items()}),
     Row(
         keys=(f"{ACTOR}.clip_ratio",),
         read=_clips_alike,

@@ -1,4 +1,4 @@
-"""What a check of a machine or of hosts finds, and the table that shows it."""
+"""The findings of a check, of a machine or of hosts, and the table that shows them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
