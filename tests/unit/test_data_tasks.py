@@ -13,7 +13,7 @@ from examples.tasks.knights_knaves import Claim, solutions
 from megarl.data.parquet import write_rows
 from megarl.data.prepare import __main__ as command
 from megarl.data.prepare.check import faults
-from megarl.rewards import REWARDS
+from megarl.rewards import RULES
 
 
 def prepare(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[str, list[dict[str, Any]]]:
@@ -25,7 +25,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[s
 
 
 def reward(row: dict[str, Any], response: str) -> float:
-    return REWARDS[row["data_source"]](row["data_source"], response, row["reward_model"]["ground_truth"], {})
+    return RULES[row["data_source"]].score(row["data_source"], response, row["reward_model"]["ground_truth"], {})
 
 
 def test_multiply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

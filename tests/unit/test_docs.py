@@ -16,7 +16,7 @@ from megarl.algorithms.config import AlgorithmSection, FilterGroupsSection, Poli
 from megarl.config.policy import ActorSection
 from megarl.config.root import LINKS
 from megarl.config.schema import Schema
-from megarl.rewards import PREFIXES, REWARDS, SOURCES
+from megarl.rewards import PREFIXES, RULES, SOURCES
 from megarl.rewards.reasoning_gym import REFUSED
 from scripts.pictures import STEP, find_arrows, read_layers
 
@@ -93,7 +93,7 @@ def test_every_key_that_is_shown_exists(page: Path) -> None:
 def test_every_built_in_reward_is_in_the_table() -> None:
     tables = [line for line in (DOCS / "rewards.md").read_text().splitlines() if line.startswith("|")]
     named = {name for line in tables for name in re.findall(r"`([\w/]+)`", line.split("|")[1])}
-    assert named >= REWARDS.keys()
+    assert named >= RULES.keys()
 
 
 def test_every_further_data_source_is_in_the_table() -> None:
