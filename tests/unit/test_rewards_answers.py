@@ -51,7 +51,7 @@ def test_every_rule_that_judges_an_answer_extracts_it() -> None:
     assert not extracts_answers("format") and not extracts_answers("sudoku")
 
 
-@pytest.mark.parametrize("source", RULES.keys() - {"format"})
+@pytest.mark.parametrize("source", [name for name in RULES if name != "format"])
 def test_responses_without_an_answer_are_not_correct(source: str) -> None:
     rule = RULES[source]
     assert rule.answer is not None and rule.answer("") == ""
