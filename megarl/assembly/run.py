@@ -120,10 +120,10 @@ class Inputs:
         """The prompts, by their use."""
         return {"train": self.prompts, "validation": self.val_prompts}
 
-    def first_as_read(self, state: State) -> str:
+    def preview_prompt(self, state: State) -> str:
         """Describe for people the prompt that a run in this state reads first."""
         remark = f"\nvalidation:{self.val_prompts.remark}" if self.val_prompts and self.val_prompts.remark else ""
-        return self.prompts.first_as_read(state.position or self.prompts.position_of(state.step)) + remark
+        return self.prompts.preview_prompt(state.position or self.prompts.position_of(state.step)) + remark
 
 
 def build_training(config: Config, launch: Launch, resources: ExitStack) -> Training | None:
@@ -142,7 +142,7 @@ def build_training(config: Config, launch: Launch, resources: ExitStack) -> Trai
         return None
     on_first_rank(lambda: record_time(run_dir, inputs.tokenizer.now))
     if launch.rank == 0:
-        logger.info(inputs.first_as_read(resume_point.state))
+        logger.info(inputs.preview_prompt(resume_point.state))
     engine = make_engine(config, inputs.source, inputs.tokenizer)
     models, checkpoints = _make_models(config, launch, inputs, resume_point, mirrored=True)
     tracker = run_tracker(config, launch, resume_point, last_step=inputs.last_step)

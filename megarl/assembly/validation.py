@@ -38,7 +38,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     rules = make_rules(config, tokenizer, source)
     environments = make_environments(config, tokenizer, source, prompts.prompt_of(0))
     if launch.rank == 0:
-        logger.info(prompts.first_as_read(Position()))
+        logger.info(prompts.preview_prompt(Position()))
     engine = make_engine(config, source, tokenizer)
     mesh = build_mesh(policy.actor.megatron)
     actor = make_learner(

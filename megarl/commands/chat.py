@@ -20,7 +20,7 @@ from megarl.platform.terminal import visible
 from megarl.reshard.headers import has_weights
 
 if TYPE_CHECKING:
-    from megarl.rollout.talk import Talker
+    from megarl.rollout.talk import ChatEngine
 
 ANEW = "/new"
 
@@ -32,9 +32,9 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     try:
         with loadable(typed["model"]) as directory, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of vLLM, about torch: nothing for a person who chats
-            from megarl.rollout.talk import Talker  # imports torch
+            from megarl.rollout.talk import ChatEngine  # imports torch
 
-            talker = Talker(directory, trust_remote_code=typed["trust_remote_code"])
+            talker = ChatEngine(directory, trust_remote_code=typed["trust_remote_code"])
             converse(talker, typed, typed["prompt"] or typed_lines())
     except UserError as error:
         print_error(error)
@@ -70,7 +70,7 @@ def loadable(model: Path) -> Iterator[Path]:
         yield out
 
 
-def converse(model: "Talker", options: Mapping[str, Any], lines: Iterator[str] | Sequence[str]) -> None:
+def converse(model: "ChatEngine", options: Mapping[str, Any], lines: Iterator[str] | Sequence[str]) -> None:
     """Print the response to each line: in one conversation if the model has a chat template, else to the line alone."""
     sampling = {name: options[name] for name in ("temperature", "max_tokens", "seed")}
     talks = model.has_template and not options["plain"]

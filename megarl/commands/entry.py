@@ -17,13 +17,13 @@ from megarl.config.faults import ConfigError
 from megarl.distributed.place import Launch, Wanted, detect
 from megarl.distributed.watchdog import GRACE_S, note, watching
 from megarl.platform.errors import UserError
-from megarl.platform.forking import apart, end
+from megarl.platform.forking import end, run_in_child
 from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
 from megarl.platform.log import keep_in, show_on_console
 from megarl.platform.quiet import IMPORTING, silence_imports
 from megarl.platform.secrets import guard_output, redact
-from megarl.platform.terminal import COMMAND, outlive_readers, visible
-from megarl.platform.versions import running
+from megarl.platform.terminal import COMMAND, ignore_broken_pipe, visible
+from megarl.platform.versions import installed_versions
 from megarl.section import flatten
 from megarl.tracking.config import TrainerSection
 
@@ -76,8 +76,8 @@ def run(
     silence_imports()
     prefer_huge_pages()
     guard_output()
-    outlive_readers()
-    early.obey()
+    ignore_broken_pipe()
+    early.install_signal_handlers()
     rank, is_first_here = os.environ.get("RANK", "0"), True
     show_on_console(int(rank) if rank.isdecimal() else 0)
 
@@ -115,7 +115,7 @@ def _start(module: str, argv: Sequence[str], read: Callable[[], TrainerSection],
         trainer = read()
         return Wanted(trainer.n_gpus_per_node, trainer.device)
 
-    wanted = apart(examine) if sys.platform == "linux" else examine()
+    wanted = run_in_child(examine) if sys.platform == "linux" else examine()
     from megarl.distributed.launch import start
 
     return start(module, argv, wanted, imports=imports)
@@ -141,7 +141,7 @@ def _meet(launch: Launch, config: Configuration) -> "Store":
         keep_freed_memory()
     # The watchdog's report tells more than the timeout of a collective, so the watchdog acts first.
     store = init_process_groups(launch, trainer.phase_timeout_s + 10 * GRACE_S)
-    agree(dict(flatten(asdict(config))) | running())
+    agree(dict(flatten(asdict(config))) | installed_versions())
     return store
 
 

@@ -30,7 +30,7 @@ from megarl.config.trial import find_models
 from megarl.distributed.place import Launch
 from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen, labelled
-from megarl.platform.terminal import outlive_readers
+from megarl.platform.terminal import ignore_broken_pipe
 from megarl.tracking.config import TrainerSection
 
 IMPORTS = ("megarl.weight_sync.verification", "megarl.rollout.imported")
@@ -64,7 +64,7 @@ def keep_stdout_for_the_report() -> None:
     report = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(report, "w", encoding="utf-8")
-    outlive_readers()
+    ignore_broken_pipe()
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:

@@ -29,14 +29,14 @@ from megarl.config.rule import Facts, Rule
 from megarl.config.schema import MANDATORY, Schema, nest
 from megarl.config.sft_rules import SFT_RULES
 from megarl.config.verify_rules import VERIFY_RULES
-from megarl.platform.secrets import BLOT, redacted
+from megarl.platform.secrets import REDACTED, redacted
 from megarl.section import flatten
 
 _LINK = re.compile(r"\$\{([a-z]\w*(?:\.\w+)*)\}")
 _TEXT = re.compile(rf"(?:[\w./-]|{_LINK.pattern})*")
 
 SECRETS_NOTE = f"""\
-# {BLOT} replaces a secret. To start from this file, put the secret into the environment or write it here again.
+# {REDACTED} replaces a secret. To start from this file, put the secret into the environment or write it here again.
 """
 
 C = TypeVar("C")

@@ -163,7 +163,7 @@ class PromptStream:
         """A line about all rows; empty if there is nothing to say."""
         return self._dataset.remark
 
-    def first_as_read(self, position: Position) -> str:
+    def preview_prompt(self, position: Position) -> str:
         """Describe how the model reads the prompt at `position`, and remark on all rows."""
         prompts, _ = self.take(position, 1)
         return f"{self._dataset.as_read(prompts.prompts[0])}{self.remark}"

@@ -11,7 +11,7 @@ CACHE_BYTES = 1 << 30
 """Memory for the keys and values of the engine on CPU."""
 
 
-class Talker:
+class ChatEngine:
     """A model that responds to one text or conversation at a time."""
 
     def __init__(self, model_dir: Path, *, trust_remote_code: bool) -> None:

@@ -20,8 +20,8 @@ import locale, sys
 from pathlib import Path
 assert locale.getpreferredencoding(False) == "ANSI_X3.4-1968"
 from megarl.data.tokenizer import load_tokenizer
-from megarl.platform.terminal import outlive_readers
-outlive_readers()
+from megarl.platform.terminal import ignore_broken_pipe
+ignore_broken_pipe()
 directory = Path(sys.argv[1])
 for template in (str(directory / "own.jinja"), None):
     tokenizer = load_tokenizer(str(directory / "tokenizer.model"), chat_template=template)

@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from megarl.commands.cli import completion
 from megarl.platform.secrets import guard_output, redact
-from megarl.platform.terminal import outlive_readers, visible
+from megarl.platform.terminal import ignore_broken_pipe, visible
 
 SIMILAR = 0.75
 """The least similarity of an unknown option and the option that was probably meant, from 0 to 1."""
@@ -71,7 +71,7 @@ class Command(click.Command):
     def run(self, argv: Sequence[str]) -> object:
         """Import the module, and return what its `main` returns for `argv`: an exit code, if anything."""
         guard_output()
-        outlive_readers()
+        ignore_broken_pipe()
         return import_module(self.module).main(argv)
 
 
