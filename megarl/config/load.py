@@ -18,10 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megarl.config.algorithm_rules import ALGORITHM_RULES
+from megarl.config.custom_rules import CUSTOM_RULES
 from megarl.config.environment_rules import ENVIRONMENT_RULES
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.layers import read_layers, recognise
-from megarl.config.own_rules import OWN_RULES
 from megarl.config.ppo_rules import PPO_RULES
 from megarl.config.reward_rules import REWARD_RULES
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, SupervisedConfig, VerifyConfig
@@ -40,7 +40,7 @@ SECRETS_NOTE = f"""\
 """
 
 C = TypeVar("C")
-RL_RULES = (*PPO_RULES, *ALGORITHM_RULES, *OWN_RULES, *REWARD_RULES, *ENVIRONMENT_RULES)
+RL_RULES = (*PPO_RULES, *ALGORITHM_RULES, *CUSTOM_RULES, *REWARD_RULES, *ENVIRONMENT_RULES)
 
 
 def load_config(

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megarl.platform.custom_code import module_name, place_of
 from megarl.platform.errors import UserError
-from megarl.platform.own import module_name, place_of
 
 _KEYWORDS = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _MAKES_NAMES = {"exec", "globals", "locals", "setattr", "vars", "__getattr__"}

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megarl.platform.custom_code import place_of
 from megarl.platform.errors import UserError
 from megarl.platform.functions import defined_in, load_module, missing
-from megarl.platform.own import place_of
 from megarl.rewards.calls import AsBatch, Concurrently, OneByOne
 from megarl.rewards.signature import ARGUMENTS, IDS, Form, fault_of, form_of, method_of
 from megarl.sandbox.protocol import GroupReward

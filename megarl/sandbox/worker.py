@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megarl.platform.custom_code import place_of
 from megarl.platform.errors import UserError
-from megarl.platform.own import place_of
 from megarl.platform.processes import bound_memory, die_with_parent
 from megarl.platform.secrets import beginning
 from megarl.sandbox import signals

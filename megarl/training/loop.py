@@ -22,10 +22,10 @@ from megarl.tracking.names import STEP_SECONDS, validation_of
 from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
 from megarl.training.collect import Collected, SampleSource
+from megarl.training.custom import CustomEstimator
 from megarl.training.estimate import estimate, mismatch_metrics
 from megarl.training.gate import Gate, require_version
 from megarl.training.interfaces import Checkpoints, Critic, Metrics, Policy, Reference
-from megarl.training.own import OwnEstimator
 from megarl.training.steps import Schedule, run_steps
 from megarl.training.validation import Validation
 from megarl.training.work import Work
@@ -66,7 +66,7 @@ class Job:
     critic: Critic | None  # None: the advantages come from groups
     gate: Gate | None  # None: the samples may come from other weights, as in a replay
     algorithm: AlgorithmSection
-    own_estimator: OwnEstimator | None = None  # the user's; None: the advantages come from a built-in estimator
+    custom_estimator: CustomEstimator | None = None  # the user's; None: the advantages come from a built-in estimator
     critic_warmup: int  # steps in which only the critic learns
     schedule: Schedule
     validation: Validation | None
@@ -243,7 +243,7 @@ def compute_advantages(
             algorithm=job.algorithm,
             kl_coef=kl.coef if job.algorithm.use_kl_in_reward else None,
             exact_kl=old.kl if old else None,
-            own=job.own_estimator,
+            custom=job.custom_estimator,
         )
         if "actor/reward_kl_penalty" in metrics:
             kl = kl.update(metrics["actor/reward_kl_penalty"], num_steps=len(samples.scored))
