@@ -121,9 +121,9 @@ class ResumePoint:
         if was is None:
             return
         if faults := size_differences(was, _sizes(learners)):
-            said = "".join(f"\n  {keys[model]}: {', '.join(found)}" for model, found in faults.items())
+            lines = "".join(f"\n  {keys[model]}: {', '.join(found)}" for model, found in faults.items())
             raise UserError(
-                f"{self.checkpoint} was saved by a run of other models, so this run cannot resume from it:{said}\n"
+                f"{self.checkpoint} was saved by a run of other models, so this run cannot resume from it:{lines}\n"
                 "Name the models that the checkpoint was trained from, or start anew with trainer.resume_mode=disable"
             )
 

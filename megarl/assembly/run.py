@@ -50,8 +50,8 @@ from megarl.models.source import Source
 from megarl.platform.peaks import published_flops
 from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
-from megarl.samples.in_flight import CARRIED_FILE
-from megarl.samples.in_flight import read as read_carried
+from megarl.samples.in_flight import IN_FLIGHT_FILE
+from megarl.samples.in_flight import read as read_in_flight
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.profile import make_traces
 from megarl.tracking.protocol import Tracker
@@ -305,16 +305,16 @@ def make_schedule(
 
 
 def make_progress(config: Config, inputs: Inputs, resume_point: ResumePoint) -> Progress:
-    """Return the progress that the first step starts from. Raises what `carried.read` does."""
+    """Return the progress that the first step starts from. Raises what `samples.in_flight.read` does."""
     rollout, state, checkpoint = config.actor_rollout_ref.rollout, resume_point.state, resume_point.checkpoint
-    carried = checkpoint / CARRIED_FILE if checkpoint and rollout.partial.enable else None
+    file = checkpoint / IN_FLIGHT_FILE if checkpoint and rollout.partial.enable else None
     opened = partial(inputs.environments.open, max_tokens=rollout.prompt_length) if inputs.environments else None
     return Progress(
         kl=make_kl_controller(config.algorithm.kl_ctrl, state),
         position=state.position or inputs.prompts.position_of(state.step),
         best=state.best,
         mismatches=state.mismatches,
-        carried=read_carried(carried, inputs.prompts.prompt_of, opened) if carried and carried.exists() else (),
+        in_flight=read_in_flight(file, inputs.prompts.prompt_of, opened) if file and file.exists() else (),
     )
 
 

@@ -94,7 +94,7 @@ def _further_samples(config: Config) -> Iterator[BatchRow]:
             f"of these samples, until those of {prompts} prompts differ in {section.metric}",
         )
     if (partial := config.actor_rollout_ref.rollout.partial).enable:
-        left = "those that are not complete" if partial.num_engine_steps else f"{config.num_carried} of them"
+        left = "those that are not complete" if partial.num_engine_steps else f"{config.num_in_flight} of them"
         yield BatchRow("prompts drawn at once", f"{config.num_drawn}", f"{left} continue in the next step")
     if config.algorithm.estimator.greedy:
         yield BatchRow("greedy responses", f"{prompts}", "one to each prompt, the baseline of its samples")

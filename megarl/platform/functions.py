@@ -65,8 +65,8 @@ def load_module(path: Path, *, key: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything; the message names the file
-        said = f"{type(error).__name__}: {error}{place_of(error)}"
-        raise UserError(f"{key}: {path} fails to load: {said}") from error
+        description = f"{type(error).__name__}: {error}{place_of(error)}"
+        raise UserError(f"{key}: {path} fails to load: {description}") from error
     return module
 
 

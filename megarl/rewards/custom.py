@@ -62,5 +62,5 @@ def _construct(cls: type, path: Path, kwargs: Mapping[str, Any]) -> Any:
         return cls(**kwargs)
     except Exception as error:  # the user's code may raise anything; the message names the class
         given = ", ".join(f"{key}=..." for key in kwargs)
-        said = f"{type(error).__name__}: {error}{place_of(error)}"
-        raise UserError(f"{_KWARGS}: {path}: {cls.__name__}({given}) fails: {said}") from error
+        description = f"{type(error).__name__}: {error}{place_of(error)}"
+        raise UserError(f"{_KWARGS}: {path}: {cls.__name__}({given}) fails: {description}") from error

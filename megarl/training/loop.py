@@ -17,7 +17,7 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Group, Scored
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
-from megarl.samples.in_flight import CARRIED_FILE, to_bytes
+from megarl.samples.in_flight import IN_FLIGHT_FILE, to_bytes
 from megarl.tracking.names import STEP_SECONDS, validation_of
 from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
@@ -41,7 +41,7 @@ class Progress:
     position: Position  # of the next prompt in the data
     best: Best | None = None  # None: no validation yet
     mismatches: tuple[float, ...] = ()  # between engine and trainer in the run's first steps
-    carried: tuple[Group, ...] = ()  # groups that continue in the next step
+    in_flight: tuple[Group, ...] = ()  # groups that continue in the next step
 
     def state(self, step: int, metrics: Metrics) -> State:
         """Return the state that a checkpoint after `step` finished steps keeps."""
@@ -52,7 +52,7 @@ class Progress:
             best=self.best,
             metrics=metrics,
             mismatches=self.mismatches,
-            files={CARRIED_FILE: to_bytes(self.carried)} if self.carried else {},
+            files={IN_FLIGHT_FILE: to_bytes(self.in_flight)} if self.in_flight else {},
         )
 
 
@@ -165,7 +165,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
     If `fused_old_log_probs`, the actor's log-probabilities on the samples come from the forward pass of its update, and
     the advantages are computed first. If samples are then refused, the update begins again without them.
     """
-    collected = job.samples.collect(progress.position, timers, step=step, carried=progress.carried)
+    collected = job.samples.collect(progress.position, timers, step=step, in_flight=progress.in_flight)
     samples = collected.scored_only()
     require_version(samples.scored, step=step, max_staleness=job.max_staleness)
     learns, gradient, metrics = step >= job.critic_warmup, None, Metrics()
@@ -202,7 +202,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
         kl=batch.kl,
         position=collected.position,
         mismatches=checked.mismatches,
-        carried=collected.carried,
+        in_flight=collected.in_flight,
     )
     return batch.metrics | metrics | checked.metrics | collected.metrics, progress
 
