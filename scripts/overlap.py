@@ -16,7 +16,7 @@ from typing import Any
 from megarl.batch import Generation, Group, Prompt
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.episodes import Answer, proceed
-from megarl.rollout.session import WINDOW, Session
+from megarl.rollout.session import WINDOW, SamplingSession
 
 EPISODES, SLOTS, TURNS, MEAN = 128, 32, 3, 75
 OVERLAPS = (0, 1, 2, 4, 8, 16)
@@ -89,7 +89,7 @@ def _longer(sample: Generation) -> Generation:
 def play(engine_step: float, longest: float, overlap: int) -> tuple[World, float]:
     """Play all episodes. Return the world at the end, and the occupancy."""
     world = World(engine_step, longest, overlap)
-    session = Session(world, world, num_slots=SLOTS, episodes=world)  # type: ignore[arg-type]
+    session = SamplingSession(world, world, num_slots=SLOTS, episodes=world)  # type: ignore[arg-type]
     prompts = [
         Prompt(index=row, token_ids=[1], text="", data_source="", ground_truth=None, extra_info={})
         for row in range(EPISODES)

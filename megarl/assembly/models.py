@@ -27,7 +27,7 @@ from megarl.tracking.config import TrainerSection
 from megarl.training.custom import CustomLoss
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
 from megarl.training.ptx import Supervision
-from megarl.training.roles import Model, Reference, Updates
+from megarl.training.roles import FrozenPolicies, Model, Updates
 from megarl.training.skips import Skips
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Models:
 
     mesh: Mesh
     actor: Model[Any]
-    reference: Reference | None
+    reference: FrozenPolicies | None
     critic: Model[Any] | None
 
 
@@ -76,7 +76,7 @@ def make_actor(
     config: Config,
     source: Source,
     mesh: Mesh,
-    reference: Reference | None,
+    reference: FrozenPolicies | None,
     supervision: Supervision | None,
     custom_loss: CustomLoss | None,
     *,
@@ -112,12 +112,12 @@ def make_actor(
     )
 
 
-def _against(reference: Reference | None, kind: KLEstimator | None, beta: float) -> ReferenceDivergence | None:
+def _against(reference: FrozenPolicies | None, kind: KLEstimator | None, beta: float) -> ReferenceDivergence | None:
     """Return the exact divergence of this kind from the reference; None if it is estimated, or if there is none."""
     return reference.against(Divergence(kind, beta)) if reference and kind in EXACT else None
 
 
-def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokenizer) -> Reference | None:
+def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokenizer) -> FrozenPolicies | None:
     """Make the frozen policies: the actor's start in `source`, or teachers. Return None if no KL to them is needed.
 
     Raises:
@@ -139,7 +139,7 @@ def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokeni
             )
         models[data_source] = make_frozen(config, teacher, mesh)
     other = models.pop(None)
-    return Reference(PerDataSource(named={str(name): model for name, model in models.items()}, other=other))
+    return FrozenPolicies(PerDataSource(named={str(name): model for name, model in models.items()}, other=other))
 
 
 def make_frozen(config: Config, source: Source, mesh: Mesh) -> Model[Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from megarl.platform import early
 from megarl.config.faults import ConfigError
-from megarl.distributed.place import Launch, Wanted, detect
+from megarl.distributed.place import Launch, WantedRanks, detect
 from megarl.distributed.watchdog import GRACE_S, note, watching
 from megarl.platform.errors import UserError
 from megarl.platform.forking import end, run_in_child
@@ -111,9 +111,9 @@ def run(
 def _start(module: str, argv: Sequence[str], read: Callable[[], TrainerSection], imports: Sequence[str]) -> Launch:
     """Start the ranks of this host, and return the place of each. Raises what `read` does, before torch is imported."""
 
-    def examine() -> Wanted:
+    def examine() -> WantedRanks:
         trainer = read()
-        return Wanted(trainer.n_gpus_per_node, trainer.device)
+        return WantedRanks(trainer.n_gpus_per_node, trainer.device)
 
     wanted = run_in_child(examine) if sys.platform == "linux" else examine()
     from megarl.distributed.launch import start

@@ -26,7 +26,7 @@ from megarl.tracking.config import TrainerSection
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ExportArguments:
     """The checkpoint to export, and the directory to write."""
 
     checkpoint: Path
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     run("megarl.commands.export", argv, read_arguments, write, imports=("megarl.learner.imported",))
 
 
-def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
+def read_arguments(argv: Sequence[str], *, world_size: int | None) -> ExportArguments:
     """Parse the command line.
 
     Raises:
@@ -66,10 +66,10 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
         faults.append(Fault(path="OUT", message=str(error).removeprefix("OUT=")))
     if faults:
         raise ConfigError(faults)
-    return Arguments(**typed, world_size=world_size or 1)
+    return ExportArguments(**typed, world_size=world_size or 1)
 
 
-def write(arguments: Arguments, launch: Launch) -> None:
+def write(arguments: ExportArguments, launch: Launch) -> None:
     """Load the model on all ranks and write it. Raises what `intact_checkpoint` does."""
     from megarl.checkpoint.huggingface import POLICY_ROLE, VALUE_ROLE, export_model
     from megarl.learner.checkpoint import load_learner

@@ -24,7 +24,7 @@ IMPORTS = ("megarl.assembly.run", "megarl.learner.imported", "megarl.rollout.imp
 
 
 @dataclass(frozen=True)
-class Arguments:
+class TrainArguments:
     """The configuration, and the samples to replay instead of drawing new ones."""
 
     config: Config
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     )
 
 
-def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
+def read_arguments(argv: Sequence[str], *, world_size: int | None) -> TrainArguments:
     """Parse the command line.
 
     Raises:
@@ -64,10 +64,10 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     replay = typed["replay"]
     if replay and not replay.exists():
         raise ConfigError([Fault(path="--replay", message=f"no such file or directory: {replay}")])
-    return Arguments(load_config(typed["configuration"], world_size=world_size), replay)
+    return TrainArguments(load_config(typed["configuration"], world_size=world_size), replay)
 
 
-def try_out(arguments: Arguments) -> Iterator[str]:
+def try_out(arguments: TrainArguments) -> Iterator[str]:
     """Look for models and data sources, at all rows, and try the reward; yield remarks.
 
     Raises:
@@ -80,7 +80,7 @@ def try_out(arguments: Arguments) -> Iterator[str]:
         yield from try_reward(arguments.config)
 
 
-def train(arguments: Arguments, launch: Launch) -> None:
+def train(arguments: TrainArguments, launch: Launch) -> None:
     """Run the job on this rank."""
     if launch.rank == 0:
         show_plan(arguments.config)

@@ -37,7 +37,7 @@ IMPORTS = ("megarl.weight_sync.verification", "megarl.rollout.imported")
 
 
 @dataclass(frozen=True)
-class Arguments:
+class VerifyArguments:
     """The configuration to verify, and the format of the report."""
 
     config: VerifyConfig
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     run("megarl.commands.verify", argv, read_arguments, verify, trial=try_out, imports=IMPORTS, has_directory=False)
 
 
-def try_out(arguments: Arguments) -> None:
+def try_out(arguments: VerifyArguments) -> None:
     """Look for the model. Raises ConfigError as `find_models` does."""
     find_models(arguments.config)
 
@@ -67,7 +67,7 @@ def keep_stdout_for_the_report() -> None:
     ignore_broken_pipe()
 
 
-def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
+def read_arguments(argv: Sequence[str], *, world_size: int | None) -> VerifyArguments:
     """Parse the command line.
 
     Raises:
@@ -75,10 +75,10 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     """
     typed = parse(VERIFY, argv)
     keys = [f"actor_rollout_ref.model.path={typed['model_dir']}", *typed["overrides"]]
-    return Arguments(load_verify_config(keys, world_size=world_size), typed["as_json"])
+    return VerifyArguments(load_verify_config(keys, world_size=world_size), typed["as_json"])
 
 
-def verify(arguments: Arguments, launch: Launch) -> None:
+def verify(arguments: VerifyArguments, launch: Launch) -> None:
     """Verify, print the report on rank 0, and end the program with code 1 if a check failed."""
     from megarl.distributed.exchange import together
     from megarl.weight_sync.verification import VerifySetup, probability_limit, run_checks

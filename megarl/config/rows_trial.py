@@ -8,7 +8,7 @@ from megarl.config.faults import ConfigError, Fault
 from megarl.config.root import Config
 from megarl.data import remembered
 from megarl.data.columns import Needs, PromptColumns
-from megarl.data.truths import KINDS, Findings, look
+from megarl.data.truths import KINDS, TruthFindings, look
 from megarl.platform.errors import UserError
 from megarl.rewards.config import RulesSection
 
@@ -43,7 +43,7 @@ def check_rows(config: Config) -> Iterator[str]:
             yield from (f"{key}: {message}" for message in _messages(kind, findings))
 
 
-def _look(config: Config, columns: PromptColumns) -> Mapping[str, Findings]:
+def _look(config: Config, columns: PromptColumns) -> Mapping[str, TruthFindings]:
     """Return what the look at each set of files found, by its key."""
     sets = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
     files = {key: [names] if isinstance(names, str) else list(names) for key, names in sets.items() if names}
@@ -51,8 +51,8 @@ def _look(config: Config, columns: PromptColumns) -> Mapping[str, Findings]:
     place = remembered.place_of([name for names in files.values() for name in names], question)
     kept = remembered.recall(place)
     if kept is not None:
-        return {key: Findings.of(value) for key, value in kept.items()}
-    found, prompts = dict[str, Findings](), None
+        return {key: TruthFindings.of(value) for key, value in kept.items()}
+    found, prompts = dict[str, TruthFindings](), None
     for key, names in files.items():
         found[key], own = look(columns, names, training_prompts=prompts)
         prompts = own if prompts is None else prompts
@@ -60,7 +60,7 @@ def _look(config: Config, columns: PromptColumns) -> Mapping[str, Findings]:
     return found
 
 
-def _stops(section: RulesSection, findings: Findings) -> bool:
+def _stops(section: RulesSection, findings: TruthFindings) -> bool:
     """Return whether failures on this share of the rows would stop a run."""
     num_faulty = findings.counts.get("truth", 0)
     match section.on_failure:
@@ -72,7 +72,7 @@ def _stops(section: RulesSection, findings: Findings) -> bool:
             return num_faulty >= findings.num_rows
 
 
-def _messages(kind: Any, findings: Findings) -> Iterator[str]:
+def _messages(kind: Any, findings: TruthFindings) -> Iterator[str]:
     number = findings.counts.get(kind, 0)
     if not number:
         return

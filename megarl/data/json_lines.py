@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from megarl.data.table import DataRow, Wanted
+from megarl.data.table import DataRow, WantedColumns
 from megarl.data.uri import Location, Pinned
 from megarl.platform.errors import UserError
 
@@ -60,7 +60,7 @@ class JsonTable:
     lines: NDArray[np.int64] | None  # of each record, counted from 1; None: the file is one list
 
     @classmethod
-    def open(cls, location: Location, wanted: Wanted) -> "JsonTable":
+    def open(cls, location: Location, wanted: WantedColumns) -> "JsonTable":
         """Find the records of a file.
 
         Raises:

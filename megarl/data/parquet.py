@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.data.table import DataRow, Wanted
+from megarl.data.table import DataRow, WantedColumns
 from megarl.data.uri import Location, Pinned
 from megarl.platform.errors import UserError
 from megarl.platform.small_files import Damage, naming, open_file
@@ -46,7 +46,7 @@ class ParquetTable:
     columns: Sequence[str]
 
     @classmethod
-    def open(cls, location: Location, wanted: Wanted) -> "ParquetTable":
+    def open(cls, location: Location, wanted: WantedColumns) -> "ParquetTable":
         """Read the footer of a file.
 
         Raises:
@@ -73,14 +73,14 @@ class ParquetTable:
         """The name as the user wrote it."""
         return self.file.name
 
-    def groups(self) -> "Iterator[RowGroup]":
+    def groups(self) -> "Iterator[ParquetRowGroup]":
         """Yield the row groups that have rows."""
         for number in range(self.metadata.num_row_groups):
             described = self.metadata.row_group(number)
             leaves = (described.column(leaf) for leaf in range(described.num_columns))
             sizes = (leaf.total_uncompressed_size for leaf in leaves if _top(leaf.path_in_schema) in self.columns)
             if described.num_rows:
-                yield RowGroup(self, number, described.num_rows, sum(sizes))
+                yield ParquetRowGroup(self, number, described.num_rows, sum(sizes))
 
     def row_name(self, number: int) -> str:
         """Return the number of a row, counted from 0."""
@@ -88,7 +88,7 @@ class ParquetTable:
 
 
 @dataclass(frozen=True)
-class RowGroup:
+class ParquetRowGroup:
     """A row group of a parquet file."""
 
     table: ParquetTable

@@ -16,7 +16,7 @@ import pyarrow as pa
 from megarl.data.json_lines import JsonTable, holds_json
 from megarl.data.order import Chunk
 from megarl.data.parquet import PART_BYTES, ParquetTable
-from megarl.data.table import DataRow, Group, Table, Wanted
+from megarl.data.table import DataRow, RowGroup, RowTable, WantedColumns
 from megarl.data.uri import locate
 from megarl.platform.errors import UserError
 
@@ -53,11 +53,11 @@ class Rows:
         names = [files] if isinstance(files, str) else list(files)
         if not names:
             raise UserError("no data files are given")
-        wanted = Wanted(required=tuple(columns), optional=tuple(optional), remedies=remedies)
+        wanted = WantedColumns(required=tuple(columns), optional=tuple(optional), remedies=remedies)
         self._tables = _open_all(names, wanted)
         groups = [list(table.groups()) for table in self._tables]
         self._table_starts = _starts(sum(group.num_rows for group in of_table) for of_table in groups)
-        self._groups: list[Group] = [group for of_table in groups for group in of_table]
+        self._groups: list[RowGroup] = [group for of_table in groups for group in of_table]
         self._group_starts = _starts(group.num_rows for group in self._groups)
         self._parts = [(group, rows) for group in self._groups for rows in group.parts(part_bytes)]
         self._part_starts = _starts(len(rows) for _, rows in self._parts)
@@ -105,7 +105,7 @@ class Rows:
             raise IndexError(f"row {index} of {len(self)}")
         return bisect_right(starts, index) - 1
 
-    def _decode(self, group: Group, batch: Any, first: int) -> Iterator[DataRow]:
+    def _decode(self, group: RowGroup, batch: Any, first: int) -> Iterator[DataRow]:
         """Yield the rows of a batch whose first row is row `first`."""
         try:
             records = batch.to_pylist()
@@ -149,8 +149,8 @@ class Rows:
             self._held -= table.nbytes
 
 
-def _open_all(names: Sequence[str], wanted: Wanted) -> list[Table]:
-    tables: list[Table] = []
+def _open_all(names: Sequence[str], wanted: WantedColumns) -> list[RowTable]:
+    tables: list[RowTable] = []
     faults = []
     for name in names:
         try:

@@ -11,7 +11,7 @@ DataRow = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class WantedColumns:
     """The columns that are read from a file."""
 
     required: tuple[str, ...]
@@ -40,7 +40,7 @@ class Wanted:
         return f"{column!r} ({self.remedies[column]})" if column in self.remedies else repr(column)
 
 
-class Group(Protocol):
+class RowGroup(Protocol):
     """Neighbouring rows that can be read without the rest of the file."""
 
     @property
@@ -69,14 +69,14 @@ class Group(Protocol):
         """
 
 
-class Table(Protocol):
+class RowTable(Protocol):
     """A file of rows."""
 
     @property
     def name(self) -> str:
         """The name as the user wrote it."""
 
-    def groups(self) -> Iterator[Group]:
+    def groups(self) -> Iterator[RowGroup]:
         """Yield the groups in file order; there is at least one."""
 
     def row_name(self, number: int) -> str:

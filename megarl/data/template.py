@@ -58,7 +58,7 @@ def _parse(text: str) -> None:
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """Parses the blocks that mark the assistant's words."""
 
         tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
@@ -69,6 +69,6 @@ def _parse(text: str) -> None:
             return nodes.Scope(body, lineno=line)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[GenerationTag, loopcontrols]
     )
     environment.compile(text)

@@ -38,7 +38,7 @@ _NOTHING = ("", "nan", "none", "null")
 
 
 @dataclass
-class Finding:
+class RowsFinding:
     """A message about rows."""
 
     message: str
@@ -47,17 +47,17 @@ class Finding:
 
 
 @dataclass
-class Findings:
+class TruthFindings:
     """The messages about the rows of a set of files, by kind."""
 
     num_rows: int
     counts: dict[Kind, int] = field(default_factory=dict)  # rows
-    shown: dict[Kind, list[Finding]] = field(default_factory=dict)
+    shown: dict[Kind, list[RowsFinding]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "Findings":
+    def of(cls, fields: Mapping[str, Any]) -> "TruthFindings":
         """Return the findings that `dataclasses.asdict` made into `fields`."""
-        shown = {kind: [Finding(**finding) for finding in found] for kind, found in fields["shown"].items()}
+        shown = {kind: [RowsFinding(**finding) for finding in found] for kind, found in fields["shown"].items()}
         return cls(fields["num_rows"], fields["counts"], shown)
 
     def add(self, kind: Kind, message: str, place: str, num_rows: int = 1) -> None:
@@ -68,19 +68,19 @@ class Findings:
         if known:
             known.num_rows += num_rows
         elif len(kept) < MAX_SHOWN:
-            kept.append(Finding(message, place, num_rows))
+            kept.append(RowsFinding(message, place, num_rows))
 
 
 def look(
     columns: PromptColumns, files: str | Sequence[str], *, training_prompts: set[int] | None = None
-) -> tuple[Findings, set[int]]:
+) -> tuple[TruthFindings, set[int]]:
     """Return what was found in all rows of files, and the digests of their prompts.
 
     Rows with faults in their columns are left out. `training_prompts` are digests of prompts that no row should have.
     Raises UserError if the files cannot be read.
     """
     rows = columns.open(files)
-    findings, prompts = Findings(len(rows)), set[int]()
+    findings, prompts = TruthFindings(len(rows)), set[int]()
     num_given = 0
     empty = list[int]()
     limits = WorkerLimits(

@@ -25,7 +25,7 @@ from megarl.distributed.agent import serve
 from megarl.distributed.exchange import join_world
 from megarl.distributed.hosts import announce, choose_interface, describe_failure, find_announced, gather
 from megarl.distributed.local import fork_ranks
-from megarl.distributed.place import Launch, Wanted, detect, restarted
+from megarl.distributed.place import Launch, WantedRanks, detect, restarted
 from megarl.distributed.store import meet
 from megarl.platform.device import decide_device, on_cuda
 from megarl.platform.errors import UserError
@@ -33,7 +33,7 @@ from megarl.platform.forking import run_in_child
 from megarl.platform.processes import die_with_parent, follow_parent
 from megarl.platform.terminal import COMMAND, typed
 
-__all__ = ["Launch", "Wanted", "detect", "init_process_groups", "join", "rendezvous", "restarted", "start"]
+__all__ = ["Launch", "WantedRanks", "detect", "init_process_groups", "join", "rendezvous", "restarted", "start"]
 
 LINGER_S = 1.0
 FILES_OF_A_RANK = 256
@@ -69,7 +69,7 @@ def rendezvous(environ: Mapping[str, str], launch: Launch, directory: Path) -> t
     return find_announced(path, launch, timeout_s=MEETING_S)
 
 
-def start(module: str, argv: Sequence[str], wanted: Wanted, *, imports: Sequence[str] = ()) -> Launch:
+def start(module: str, argv: Sequence[str], wanted: WantedRanks, *, imports: Sequence[str] = ()) -> Launch:
     """Start ranks on this host, for a command that no launcher started.
 
     Ranks on the CPU of Linux are forked, and this returns in each of them. On CUDA, which does not survive a fork, and

@@ -29,7 +29,7 @@ def once_a_node(work: Callable[[ReportProgress], T], *, phase: str) -> T:
     """
     if not dist.is_initialized():
         return work(lambda _: None)
-    task = _Task(work) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    task = _Background(work) if os.environ.get("LOCAL_RANK", "0") == "0" else None
     before, done = watchdog.note(phase=phase), -1
     while True:
         turns = together(lambda: task.wait() if task else (True, 0))
@@ -44,7 +44,7 @@ def once_a_node(work: Callable[[ReportProgress], T], *, phase: str) -> T:
     return next(result for node, result in filter(None, results) if node == host)
 
 
-class _Task(Generic[T]):
+class _Background(Generic[T]):
     """Work in a thread that does not keep the process alive."""
 
     def __init__(self, work: Callable[[ReportProgress], T]) -> None:

@@ -18,7 +18,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedRanks:
     """The ranks that a command starts on this host if there is no launcher."""
 
     num_ranks: int

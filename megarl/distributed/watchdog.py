@@ -30,7 +30,7 @@ HELPERS = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RankProgress:
     """The progress of a rank."""
 
     rank: int
@@ -112,7 +112,7 @@ class Watchdog:
     def __init__(self, directory: Path, *, rank: int, world_size: int, timeout_s: float, grace_s: float) -> None:
         self._directory, self._world_size = directory, world_size
         self._timeout_s, self._grace_s = timeout_s, grace_s
-        self._report = Report(rank=rank, host=socket.gethostname(), num_phases=0, step=0, phase="start", rows=())
+        self._report = RankProgress(rank=rank, host=socket.gethostname(), num_phases=0, step=0, phase="start", rows=())
         self.holds_up: Callable[[], bool] | None = None  # None: the stack of the main thread tells
         self._since = time.monotonic()
         self._main = threading.main_thread().ident
@@ -190,7 +190,7 @@ class Watchdog:
         temporary.write_text(json.dumps(asdict(report) | {"stacks": stacks}, indent=1), encoding="utf-8")
         temporary.replace(path)
 
-    def _wait_for_reports(self) -> dict[int, Report]:
+    def _wait_for_reports(self) -> dict[int, RankProgress]:
         """Return the reports that ranks write before the time of grace is over, by rank."""
         until = time.monotonic() + self._grace_s
         while True:
@@ -207,14 +207,14 @@ def _in_collective(lines: Sequence[traceback.FrameSummary]) -> bool:
     return any(part in name for name in inside for part in COLLECTIVES) or any(TRANSFER in code for code in started)
 
 
-def read_reports(directory: Path) -> dict[int, Report]:
+def read_reports(directory: Path) -> dict[int, RankProgress]:
     """Return the reports in a directory, by rank."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("rank_*.json"))]
-    names = [field.name for field in fields(Report)]
-    return {report["rank"]: Report(**{name: report[name] for name in names}) for report in found}
+    names = [field.name for field in fields(RankProgress)]
+    return {report["rank"]: RankProgress(**{name: report[name] for name in names}) for report in found}
 
 
-def summary(reports: Sequence[Report], *, world_size: int, timeout_s: float, directory: Path) -> str:
+def summary(reports: Sequence[RankProgress], *, world_size: int, timeout_s: float, directory: Path) -> str:
     """Summarize the reports of a job for people: which ranks are behind, and which wait for them.
 
     Args:
@@ -242,6 +242,6 @@ def summary(reports: Sequence[Report], *, world_size: int, timeout_s: float, dir
     )
 
 
-def _describe(report: Report) -> str:
+def _describe(report: RankProgress) -> str:
     rows = f", rows {', '.join(map(str, report.rows))}" if report.rows else ""
     return f"rank {report.rank} on {report.host}: step {report.step}, phase {report.phase}, at {report.where}{rows}"

@@ -72,7 +72,7 @@ def gather_row(part: Tensor, lengths: Tensor, group: Any) -> Tensor:
     return gathered[places.argsort()]
 
 
-class Grid:
+class PaddedRows:
     """A [sequences, longest] grid for tokens that lie end to end, sequence after sequence."""
 
     def __init__(self, lengths: Tensor, device: torch.device) -> None:
@@ -95,11 +95,11 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Group:
+class AttentionGroup:
     """Sequences of similar lengths."""
 
-    queries: Grid  # this rank's tokens
-    keys: Grid  # all tokens
+    queries: PaddedRows  # this rank's tokens
+    keys: PaddedRows  # all tokens
     visible: Tensor | None  # [sequences, 1, longest, longest] bool; None: each query sees the keys up to its own
 
 
@@ -123,11 +123,11 @@ class Groups:
         sizes = self._queries.sizes
         positions = to_device(places_of(lengths[order], cp_group.rank(), cp_size)[1], device).split(sizes)
         for chosen, of_queries in zip(order.split(counts), positions, strict=True):
-            queries, keys, visible = Grid(shares[chosen], device), Grid(lengths[chosen], device), None
+            queries, keys, visible = PaddedRows(shares[chosen], device), PaddedRows(lengths[chosen], device), None
             if cp_size > 1:
                 reach = queries.spread(of_queries[:, None, None])
                 visible = torch.arange(int(lengths[chosen].max()), device=device) <= reach
-            self._groups.append(Group(queries, keys, visible))
+            self._groups.append(AttentionGroup(queries, keys, visible))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attend within each sequence.

@@ -37,7 +37,7 @@ LOSS = "*"  # the key of the loss among the metrics of a step; no metric has thi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gradient:
+class ReducedGradient:
     """The gradient of a mini-batch, which lies in the model's buffers, and the numbers that all ranks know of it."""
 
     status: GradientStatus
@@ -122,7 +122,9 @@ class Learner:
         finally:
             self.offload.release()
 
-    def forward_backward(self, terms: Sequence[LossTerm], budget: Budget, *, with_outputs: bool = False) -> Gradient:
+    def forward_backward(
+        self, terms: Sequence[LossTerm], budget: Budget, *, with_outputs: bool = False
+    ) -> ReducedGradient:
         """Compute the gradient of the sum of `terms`, which every rank gives alike, in the model's buffers.
 
         Gradients, weights and the optimizer's state stay on the device until the end of the next `learning` block.
@@ -158,7 +160,7 @@ class Learner:
         self.offload.await_optimizer()
         with megatron_platform():
             norm = self.optimizer.grad_norm()
-        return Gradient(
+        return ReducedGradient(
             status=GradientStatus(largest(GradientStatus.of(loss, norm), self.device)),
             loss=loss,
             norm=norm,
@@ -168,13 +170,13 @@ class Learner:
             losses=losses,
         )
 
-    def optim_step(self, gradient: Gradient) -> None:
+    def optim_step(self, gradient: ReducedGradient) -> None:
         """Change the weights by the gradient that `forward_backward` has left in the model's buffers."""
         assert self.optimizer is not None, "this model does not learn"
         with megatron_platform():
             self.optimizer.step(gradient.norm)
 
-    def explain_not_finite(self, gradient: Gradient, terms: Sequence[LossTerm]) -> NotFinite:
+    def explain_not_finite(self, gradient: ReducedGradient, terms: Sequence[LossTerm]) -> NotFinite:
         """Explain on all ranks why the gradient of `terms` is not finite. Collective."""
         bad = [(micro.term, micro.samples.tolist()) for micro in gradient.losses if not bool(micro.loss.isfinite())]
         return explain_not_finite(self.modules, bad, num_terms=len(terms), loss=gradient.loss, grad_norm=gradient.norm)

@@ -19,7 +19,7 @@ from megarl.learner.optimizer import torch_optimizers
 from megarl.platform.device import SideStream, local_device, on_cuda
 
 
-class HostMemory:
+class RestingMemory:
     """Memory of the host in which tensors rest: each in its own, which is pinned once, because pinning is slow."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Offload:
     def __init__(self, models: tuple[Any, ...], optimizer: Any | None, section: MegatronSection) -> None:
         """Take the chunks, each a GPTModel or Megatron's DistributedDataParallel around it, and a MegatronOptimizer."""
         self._models, self._optimizer, self._section = models, optimizer, section
-        self._host = HostMemory()
+        self._host = RestingMemory()
         self._side = SideStream() if optimizer is not None and section.optimizer_offload and on_cuda() else None
         self._is_fetched = False  # whether the optimizer's state is on the device, or on its way there
 

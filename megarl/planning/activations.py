@@ -23,7 +23,7 @@ HEAD_FORWARD, HEAD_BACKWARD = 4, 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class PhaseWork:
     """The computation of a model in one phase."""
 
     num_tokens: int  # of a micro-batch, on one rank
@@ -52,7 +52,9 @@ def layer_bytes(
     return int(num_tokens * (elements * DTYPE_BYTES[section.dtype] + normaliser))
 
 
-def training_bytes(architecture: Architecture, section: MegatronSection, grid: Grid, *, stage: int, work: Work) -> int:
+def training_bytes(
+    architecture: Architecture, section: MegatronSection, grid: Grid, *, stage: int, work: PhaseWork
+) -> int:
     """Return the peak bytes of activations of an update on a pipeline stage.
 
     The micro-batches whose backward pass is still to come, each with what the layers of the stage keep (with full
@@ -78,7 +80,9 @@ def training_bytes(architecture: Architecture, section: MegatronSection, grid: G
     return int(sum(kept) * in_flight) + working
 
 
-def inference_bytes(architecture: Architecture, section: MegatronSection, grid: Grid, *, stage: int, work: Work) -> int:
+def inference_bytes(
+    architecture: Architecture, section: MegatronSection, grid: Grid, *, stage: int, work: PhaseWork
+) -> int:
     """Return the peak bytes of a pass without gradients on a pipeline stage: of one layer or of the head."""
     layers = [layer for chunk in grid.layers(stage, architecture.num_layers) for layer in chunk]
     working = max(
@@ -89,7 +93,7 @@ def inference_bytes(architecture: Architecture, section: MegatronSection, grid: 
     return working
 
 
-def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Work, training: bool) -> int:
+def head_bytes(architecture: Architecture, section: MegatronSection, *, work: PhaseWork, training: bool) -> int:
     """Return the peak bytes of the head of the last stage, if it computes every token.
 
     The hidden states of all tokens, gathered and picked (training: and the gradient of the latter), and the float32

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from megarl.models.trainer import parameter_shapes
-from megarl.planning.activations import Work, inference_bytes, training_bytes
+from megarl.planning.activations import PhaseWork, inference_bytes, training_bytes
 from megarl.planning.engine import EngineMemory, engine_memory
 from megarl.planning.states import DTYPE_BYTES, States, copied_bytes, frozen_states, held_bytes, trained_states
 from megarl.planning.workload import REWARD_MODEL, TrainerModel, Workload
@@ -144,7 +144,7 @@ def _moments(
 
 
 def _reading(
-    workload: Workload, reference: TrainerModel, stage: int, states: States, work: Work, here: Mapping[str, int]
+    workload: Workload, reference: TrainerModel, stage: int, states: States, work: PhaseWork, here: Mapping[str, int]
 ) -> Moment:
     """Return the moment in which a reference reads a mini-batch of an update; its hidden states go to host memory."""
     name, section = reference.name, reference.section
@@ -154,7 +154,7 @@ def _reading(
     return Moment(phase="update", worker=name, parts=parts)
 
 
-def _kept_of_references(workload: Workload, stage: int, work: Work, here: Mapping[str, int]) -> dict[str, int]:
+def _kept_of_references(workload: Workload, stage: int, work: PhaseWork, here: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes of the references that the head of the exact divergence keeps: slices of the vocabulary."""
     if not work.exact_kl or stage != workload.grid.pp - 1:
         return {}

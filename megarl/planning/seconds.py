@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megarl.models.architecture import Architecture
 from megarl.models.flops import UPDATE, Tokens, active_weights, feed_forward_share, forward_flops
 from megarl.models.grid import Grid
-from megarl.planning.activations import Work
+from megarl.planning.activations import PhaseWork
 from megarl.planning.memory import RankMemory
 from megarl.planning.movement import forward_bytes
 from megarl.planning.states import DTYPE_BYTES, FLOAT32, MOMENTS, States
@@ -175,7 +175,7 @@ def _touched(architecture: Architecture, weights: int, num_tokens: int) -> float
 
 
 def _passes(
-    workload: Workload, model: TrainerModel, work: Work, machine: Machine, tokens: Tokens, *, num_passes: float
+    workload: Workload, model: TrainerModel, work: PhaseWork, machine: Machine, tokens: Tokens, *, num_passes: float
 ) -> float:
     """Return the seconds of `num_passes` forward passes over all samples, with the messages and an idle pipeline."""
     a, section, grid = model.architecture, model.section, workload.grid

@@ -12,7 +12,7 @@ from megarl.learner.grid import grid_of
 from megarl.models.architecture import Architecture
 from megarl.models.config import Recompute
 from megarl.models.grid import Grid
-from megarl.planning.activations import Work
+from megarl.planning.activations import PhaseWork
 
 REWARD_MODEL, REFERENCE = "reward model", "reference"
 
@@ -24,8 +24,8 @@ class TrainerModel:
     name: str
     architecture: Architecture
     section: MegatronSection
-    infers: Work
-    updates: Work | None  # None: it never learns
+    infers: PhaseWork
+    updates: PhaseWork | None  # None: it never learns
 
     @property
     def is_reference(self) -> bool:
@@ -149,7 +149,7 @@ def _work(
     max_tokens: int | None = None,
     recompute: Recompute = False,
     role: str = "policy",
-) -> Work:
+) -> PhaseWork:
     """Return the micro-batches of `num_samples` sequences, all of the greatest length.
 
     By default, these are the samples of `num_prompts` prompts, and `num_prompts` is all prompts of a step.
@@ -168,7 +168,7 @@ def _work(
     num_tokens = min(bounds)
     round_size = grid.pp if grid.vpp > 1 else 1  # the interleaved schedule has complete rounds
     num_micro_batches = ceil(ceil(share / max(1, num_tokens // longest)) / round_size) * round_size
-    return Work(
+    return PhaseWork(
         num_tokens=ceil(num_tokens / grid.cp), num_micro_batches=num_micro_batches, role=role, recompute=recompute
     )
 

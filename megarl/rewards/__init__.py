@@ -8,7 +8,7 @@ from megarl.rewards import countdown, format, gsm8k, knights_knaves, math, multi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class BuiltInRule:
     """A built-in rule."""
 
     score: Callable[..., float]
@@ -23,30 +23,30 @@ class Rule:
     """Beginnings of further data sources; names have precedence."""
 
 
-_GSM8K = Rule(score=gsm8k.compute_score, answer=gsm8k.answer_in, right_answer=gsm8k.right_answer)
-_GSM8K_FLEXIBLE = Rule(
+_GSM8K = BuiltInRule(score=gsm8k.compute_score, answer=gsm8k.answer_in, right_answer=gsm8k.right_answer)
+_GSM8K_FLEXIBLE = BuiltInRule(
     score=gsm8k.compute_score_flexible, answer=gsm8k.answer_in_flexible, right_answer=gsm8k.right_answer
 )
 RULES = {
-    "countdown": Rule(
+    "countdown": BuiltInRule(
         score=countdown.compute_score,
         answer=countdown.answer_in,
         right_answer=countdown.right_answer,
         sources=("Jiayi-Pan/Countdown-Tasks-3to4",),
         prefixes=("countdown",),
     ),
-    "countdown/bare": Rule(
+    "countdown/bare": BuiltInRule(
         score=countdown.compute_score_bare, answer=countdown.answer_in_bare, right_answer=countdown.right_answer
     ),
-    "format": Rule(score=format.compute_score, right_answer=format.right_answer),
+    "format": BuiltInRule(score=format.compute_score, right_answer=format.right_answer),
     "gsm8k": _GSM8K,
     "gsm8k/flexible": _GSM8K_FLEXIBLE,
-    "knights_knaves": Rule(
+    "knights_knaves": BuiltInRule(
         score=knights_knaves.compute_score,
         answer=knights_knaves.answer_in,
         right_answer=knights_knaves.right_answer,
     ),
-    "math": Rule(
+    "math": BuiltInRule(
         score=math.compute_score,
         answer=math.answer_in,
         right_answer=math.right_answer,
@@ -62,14 +62,14 @@ RULES = {
             "numina_synthetic_math",
         ),
     ),
-    "math_dapo": Rule(
+    "math_dapo": BuiltInRule(
         score=math.compute_score_dapo,
         answer=math.answer_in_dapo,
         right_answer=math.right_answer,
         sources=("math_dapo_reasoning",),
         prefixes=("aime",),
     ),
-    "multiply": Rule(
+    "multiply": BuiltInRule(
         score=multiply.compute_score,
         answer=multiply.answer_in,
         right_answer=multiply.right_answer,
@@ -81,7 +81,7 @@ RULES = {
 }
 SOURCES = {source: name for name, rule in RULES.items() for source in rule.sources}
 PREFIXES = {prefix: name for name, rule in RULES.items() for prefix in rule.prefixes}
-_REASONING_GYM = Rule(
+_REASONING_GYM = BuiltInRule(
     score=reasoning_gym.compute_score, answer=reasoning_gym.answer_in, right_answer=reasoning_gym.right_answer
 )
 
@@ -94,7 +94,7 @@ def name_of_rule(data_source: str) -> str | None:
     return SOURCES.get(data_source) or next(by_prefix, None)
 
 
-def rule_of(data_source: str) -> Rule | None:
+def rule_of(data_source: str) -> BuiltInRule | None:
     """Return the rule for the rows of `data_source`; None if there is none."""
     if data_source.startswith(reasoning_gym.SOURCE_PREFIX):
         return _REASONING_GYM

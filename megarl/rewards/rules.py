@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megarl.platform.errors import UserError
-from megarl.rewards import RULES, Rule, math_equal, name_of_rule, rule_of
+from megarl.rewards import RULES, BuiltInRule, math_equal, name_of_rule, rule_of
 from megarl.rewards.calls import Concurrently, OneByOne
 from megarl.rewards.custom import check_custom, load_custom
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
@@ -118,7 +118,7 @@ def rule_names() -> list[str]:
     return [DATA_SOURCE, CUSTOM, JUDGE, *sorted(RULES)]
 
 
-def known_data_source(name: str) -> Rule:
+def known_data_source(name: str) -> BuiltInRule:
     """Return the built-in rule of a data source. Raises UserError if there is none."""
     rule = rule_of(name)
     if rule is None:

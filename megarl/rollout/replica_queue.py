@@ -35,7 +35,7 @@ class Replica:
 
 
 @dataclass
-class _Open:
+class _OpenSample:
     """A sample that is not finished."""
 
     number: int  # the same in each turn of an episode
@@ -70,7 +70,7 @@ class ReplicaQueue:
         self._engine, self._params, self._replica = engine, params, replica
         self._step, self._version, self._on_finished = step, weight_version, on_finished
         self._names = count()
-        self._open = dict[str, _Open]()  # by the name of the request
+        self._open = dict[str, _OpenSample]()  # by the name of the request
         self._numbers = dict[tuple[int, int], int]()  # by group and sample
         self.num_steps = 0
         self.num_running = 0  # samples that were drawn at once, summed over the steps
@@ -91,7 +91,7 @@ class ReplicaQueue:
                 key = (request.started.prompt, request.started.sample)
                 name, number = str(next(self._names)), self._numbers.setdefault(key, len(self._numbers))
                 self._engine.add_request(name, tokens_input(request.token_ids()), of_request)
-                self._open[name] = _Open(number, request)
+                self._open[name] = _OpenSample(number, request)
 
     def run(self, num_steps: int | None = None) -> list[Generation]:
         """Step the engine `num_steps` times, or until all samples are finished. Return those that finish, in order.
@@ -144,7 +144,7 @@ class ReplicaQueue:
         for name in withdrawn:
             del self._open[name]
 
-    def _take_step(self) -> list[_Open]:
+    def _take_step(self) -> list[_OpenSample]:
         """Draw the next token of every request that has room. Return the samples that are finished."""
         if not self._engine.has_unfinished_requests():
             lost, self._open = len(self._open), {}
@@ -179,7 +179,7 @@ class ReplicaQueue:
             rows = list(dict.fromkeys(prompt.index for prompt in prompts))
             raise RuntimeError(failure(error, self._replica.name, rows, step=self._step)) from error
 
-    def _read(self, each: _Open) -> Generation:
+    def _read(self, each: _OpenSample) -> Generation:
         sampled = read_output(
             each.output,
             given=each.request.token_ids(),
@@ -189,5 +189,5 @@ class ReplicaQueue:
         return each.request.started.then(sampled)
 
     @staticmethod
-    def _prompts(samples: Collection[_Open]) -> list[Prompt]:
+    def _prompts(samples: Collection[_OpenSample]) -> list[Prompt]:
         return [each.request.prompt for each in samples]

@@ -48,7 +48,7 @@ class Waiting:
     generation: Generation
 
 
-class Session:
+class SamplingSession:
     """The open groups of a step, by number. Every method is collective, and returns the same on every rank."""
 
     def __init__(

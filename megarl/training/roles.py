@@ -15,14 +15,14 @@ from megarl.data.translation import Translation
 from megarl.environments.episodes import Environments
 from megarl.learner.batching import Budget
 from megarl.learner.forward import ReferenceDivergence
-from megarl.learner.learner import Gradient, Learner
+from megarl.learner.learner import Learner, ReducedGradient
 from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import LossTerm, Objective
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.responses import of_groups
 from megarl.rollout.sampling import GREEDY, Sampling
-from megarl.rollout.session import Session
+from megarl.rollout.session import SamplingSession
 from megarl.samples.step_cache import StepCache
 from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Metrics
@@ -85,13 +85,13 @@ class Model(Generic[Outputs]):
         outputs: Outputs = self.learner.infer(batch, budget, against=self._against, with_entropy=self._with_entropy)
         return outputs
 
-    def forward_backward(self, experience: Experience, *, step: int) -> Gradient:
+    def forward_backward(self, experience: Experience, *, step: int) -> ReducedGradient:
         """Compute the gradient of a step, counted from 0, that has one mini-batch, and the model's outputs on it."""
         experience, budget = self._as_read(experience, self._updates_of_role().budget)
         (terms,) = self._minibatches(experience, step)
         return self.learner.forward_backward(terms, budget, with_outputs=True)
 
-    def update(self, experience: Experience, *, step: int, gradient: Gradient | None = None) -> Metrics:
+    def update(self, experience: Experience, *, step: int, gradient: ReducedGradient | None = None) -> Metrics:
         """Learn from the experience of a step, counted from 0. The learner's own metrics get the prefix `NAME/`.
 
         `gradient` is that of the step's one mini-batch, if `forward_backward` has computed it.
@@ -140,7 +140,7 @@ class Model(Generic[Outputs]):
         return batch, replace(budget, max_tokens=max(budget.max_tokens, longest))
 
 
-class Reference:
+class FrozenPolicies:
     """The frozen policies. Each reads the samples of its data sources, and all of them together act as one."""
 
     def __init__(self, models: PerDataSource[Model[PolicyOutputs]]) -> None:
@@ -183,7 +183,7 @@ class EngineSampler:
         """Wake the engine with the actor's weights, as `Sync.awake` does."""
         return self._sync.awake(timers, step=step)
 
-    def open(self, *, step: int, keeps_stopped: bool = False) -> Session:
+    def open(self, *, step: int, keeps_stopped: bool = False) -> SamplingSession:
         """Return a session that draws training samples, and keeps the tokens of stopped samples if so asked."""
         return self._session(self._section, step=step, final_only=not keeps_stopped)
 
@@ -215,7 +215,7 @@ class EngineSampler:
         groups = [Group.new(prompt, range(sampling.n), started=step) for prompt in opened.prompts]
         return _finish(self._session(sampling, step=step), groups)
 
-    def _session(self, sampling: Sampling, *, step: int, final_only: bool = True) -> Session:
+    def _session(self, sampling: Sampling, *, step: int, final_only: bool = True) -> SamplingSession:
         max_tokens = self._section.response_length
         episodes = self._environments.begin(max_tokens=max_tokens) if self._environments else None
         queue = self._engine.open_queue(
@@ -225,7 +225,7 @@ class EngineSampler:
             on_finished=episodes.ask if episodes else self._tell,
             final_only=final_only,
         )
-        return Session(self._engine, queue, num_slots=self._section.max_num_seqs, episodes=episodes)
+        return SamplingSession(self._engine, queue, num_slots=self._section.max_num_seqs, episodes=episodes)
 
     def _opened(self, prompts: Prompts) -> Prompts:
         """Return the prompts as the environment makes them."""
@@ -237,14 +237,16 @@ class EngineSampler:
         self._finished(prompt, response.token_ids)
 
 
-def _finish(session: Session, groups: Sequence[Group]) -> Rollouts:
+def _finish(session: SamplingSession, groups: Sequence[Group]) -> Rollouts:
     """Draw all samples of the groups."""
     session.add(dict(enumerate(groups)))
     complete = session.advance(None)
     return of_groups([complete[number] for number in range(len(groups))])
 
 
-def _finish_and_keep(session: Session, groups: Sequence[Group], step_cache: StepCache, *, step: int) -> Rollouts:
+def _finish_and_keep(
+    session: SamplingSession, groups: Sequence[Group], step_cache: StepCache, *, step: int
+) -> Rollouts:
     """Draw all samples of the groups, except those that an earlier job has kept. Keep the others as they complete."""
     known = step_cache.begin(step)
     complete = {number: known[row] for number, group in enumerate(groups) if (row := group.prompt.index) in known}

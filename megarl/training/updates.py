@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from megarl.learner.batching import Budget
 from megarl.learner.finite import GradientStatus
-from megarl.learner.learner import Gradient, Learner
+from megarl.learner.learner import Learner, ReducedGradient
 from megarl.learner.terms import LossTerm
 from megarl.training.interfaces import Metrics
 from megarl.training.skips import Skips
@@ -37,7 +37,7 @@ def update(
     *,
     skips: Skips | None = None,
     step: int = 0,
-    gradient: Gradient | None = None,
+    gradient: ReducedGradient | None = None,
 ) -> Metrics:
     """Take one optimizer step on each global mini-batch; one call is one step of the learning-rate schedule.
 

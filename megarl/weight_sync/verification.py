@@ -46,16 +46,16 @@ MOST_NAMED = 5  # tensors that a fault lists
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """The difference between two of the three implementations."""
 
     max_abs_logprob: float
     mean_prob: float
 
-    def or_larger(self, other: "Difference") -> "Difference":
+    def or_larger(self, other: "Deviation") -> "Deviation":
         """Return the larger number of both in each field. NaN counts as the largest."""
         both = torch.tensor([astuple(self), astuple(other)], dtype=torch.float64)
-        return Difference(*both.amax(0).tolist())
+        return Deviation(*both.amax(0).tolist())
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SyncCost:
 class VerifyReport:
     """All measurements, and the faults among them."""
 
-    differences: Mapping[str, Difference]  # by pair, the larger of before and after the change
+    differences: Mapping[str, Deviation]  # by pair, the larger of before and after the change
     roundtrip_mismatches: Sequence[str]  # names of tensors
     sync: SyncCost
     lower_bounds: Sequence[int]  # bytes, by rank
@@ -185,7 +185,7 @@ class VerifySetup:
         reshard = reshard or Reshard(self.plan, device=self.learner.device)
         return send_weights(self.learner, destination, reshard, check=check)
 
-    def compare(self, responses: Rollouts, exported: Path) -> dict[str, Difference]:
+    def compare(self, responses: Rollouts, exported: Path) -> dict[str, Deviation]:
         """Compare the probabilities of the responses, pair by pair. Only rank 0 runs `transformers`."""
         budget = Budget(max_tokens=len(responses) * self.engine.max_model_len, max_sequences=None)
         assert responses.rollout_log_probs is not None, "`ask` requests them"
@@ -303,9 +303,9 @@ def transformers_log_probs(checkpoint: Path, responses: Rollouts, *, dtype: torc
     return log_probs
 
 
-def _difference(one: Tensor, other: Tensor, mask: Tensor) -> Difference:
+def _difference(one: Tensor, other: Tensor, mask: Tensor) -> Deviation:
     one, other = one[mask], other[mask]
-    return Difference(float((one - other).abs().max()), float((one.exp() - other.exp()).abs().mean()))
+    return Deviation(float((one - other).abs().max()), float((one.exp() - other.exp()).abs().mean()))
 
 
 def _read(files: CheckpointFiles, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

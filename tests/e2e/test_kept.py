@@ -13,7 +13,7 @@ import torch
 
 from megarl.batch import Group
 from megarl.commands import train
-from megarl.rollout.session import Session
+from megarl.rollout.session import SamplingSession
 from megarl.samples.step_cache import KEPT
 from tests.support.forked import Job
 from tests.support.outcomes import metrics_of
@@ -28,9 +28,9 @@ KILLED = 1  # the step, counted from 0, in which the run is killed
 
 def stand_still(marker: Path, arguments: list[str]) -> None:
     """On each rank: train until the second exchange of step KILLED, create `marker`, and wait to be killed."""
-    advance, num_windows = Session.advance, [0]
+    advance, num_windows = SamplingSession.advance, [0]
 
-    def advance_and_wait(self: Session, num_steps: int | None = 16) -> dict[int, Group]:
+    def advance_and_wait(self: SamplingSession, num_steps: int | None = 16) -> dict[int, Group]:
         if self._queue._version == KILLED:
             num_windows[0] += 1
             if num_windows[0] == 3:
@@ -38,22 +38,22 @@ def stand_still(marker: Path, arguments: list[str]) -> None:
                 signal.pause()
         return advance(self, num_steps)
 
-    Session.advance = advance_and_wait  # type: ignore[method-assign]
+    SamplingSession.advance = advance_and_wait  # type: ignore[method-assign]
     train.main(arguments)
 
 
 def count_prompts(file: Path, arguments: list[str]) -> None:
     """On each rank: train, and write the rows that each session draws to `file`."""
-    add = Session.add
+    add = SamplingSession.add
 
-    def add_and_count(self: Session, groups: dict[int, Group]) -> None:
+    def add_and_count(self: SamplingSession, groups: dict[int, Group]) -> None:
         if self._engine.replica == 0:
             with file.open("a") as lines:
                 rows = sorted(group.prompt.index for group in groups.values())
                 lines.write(json.dumps([self._queue._version, rows]) + "\n")
         add(self, groups)
 
-    Session.add = add_and_count  # type: ignore[method-assign]
+    SamplingSession.add = add_and_count  # type: ignore[method-assign]
     train.main(arguments)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.distributed import watchdog
-from megarl.distributed.watchdog import EXIT_CODE, Report, polling, read_reports, summary, watching
+from megarl.distributed.watchdog import EXIT_CODE, RankProgress, polling, read_reports, summary, watching
 from tests.support import stalled
 from tests.support.forked import Job
 from tests.support.ranks import RankPool
@@ -107,8 +107,8 @@ def test_a_rank_that_polls_says_itself_whether_it_waits(
 
 
 def test_ranks_in_an_earlier_phase_are_behind() -> None:
-    def report(rank: int, num_phases: int, phase: str) -> Report:
-        return Report(rank=rank, host="node1", num_phases=num_phases, step=3, phase=phase, rows=(), waits=True)
+    def report(rank: int, num_phases: int, phase: str) -> RankProgress:
+        return RankProgress(rank=rank, host="node1", num_phases=num_phases, step=3, phase=phase, rows=(), waits=True)
 
     said = summary(
         [report(0, 8, "ref"), report(2, 7, "reward")], world_size=4, timeout_s=60.0, directory=Path("run") / "hang"

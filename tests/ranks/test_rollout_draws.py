@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.batch import Generation, Group
 from megarl.rollout.config import SamplingSection
-from megarl.rollout.session import Session
+from megarl.rollout.session import SamplingSession
 from tests.support.engines import PROMPTS, generating, log_probs, start, tear_down, tensors_of, write_two_checkpoints
 from tests.support.ranks import RankPool
 
@@ -62,7 +62,7 @@ def drawn_with_room_for_two(paths: list[Path]) -> list[tuple[dict[int, Group], f
     with generating(engine, tensors_of(paths[0])):
         for room in (len(groups) * TWO.n, engine.room):
             engine.room = room
-            session = Session(engine, engine.open_queue(TWO, max_tokens=40, step=2), num_slots=2)
+            session = SamplingSession(engine, engine.open_queue(TWO, max_tokens=40, step=2), num_slots=2)
             session.add(groups)
             found.append((session.advance(None), session.occupancy()))
     tear_down(engine)

@@ -161,7 +161,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     run("tests.support.faulty", argv, read_arguments, train.train, imports=train.IMPORTS)
 
 
-def read_arguments(argv: Sequence[str], *, world_size: int | None) -> train.Arguments:
+def read_arguments(argv: Sequence[str], *, world_size: int | None) -> train.TrainArguments:
     """Prepare this rank for its fault, and read the arguments that follow the file of faults."""
     if (rank := os.environ.get("RANK")) is not None:  # a launcher has no rank
         prepare(Faults(Path(argv[0])), rank)

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from megarl.distributed.launch import detect, init_process_groups, join, start
-from megarl.distributed.place import Wanted
+from megarl.distributed.place import WantedRanks
 
 LATE_S = 2.0  # long enough to find the stale address of a dead rank
 
 
 def main() -> None:
     options = dict(argument.split("=") for argument in sys.argv[1:])
-    wanted = Wanted(int(options.get("ranks", 2)), options.get("device", "cpu"))
+    wanted = WantedRanks(int(options.get("ranks", 2)), options.get("device", "cpu"))
     launch = detect(os.environ) or start("tests.support.launched", sys.argv[1:], wanted)
     join(launch, Path(options.get("directory", ".")))
     if "once" in options and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":

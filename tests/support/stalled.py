@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import torch.distributed as dist
 
 from megarl.distributed.launch import detect, init_process_groups, join, start
-from megarl.distributed.place import Wanted
+from megarl.distributed.place import WantedRanks
 from megarl.distributed.watchdog import note, watching
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.scoring import RuleScorer
@@ -35,7 +35,7 @@ def compute_score(**_):
 
 def main(reports: Path, how: str) -> None:
     """Run on one rank of a launched job."""
-    launch = detect(os.environ) or start("tests.support.stalled", [], Wanted(2, "cpu"))
+    launch = detect(os.environ) or start("tests.support.stalled", [], WantedRanks(2, "cpu"))
     join(launch, Path())
     init_process_groups(launch, timeout_s=600)
     other = dist.new_group(backend="gloo")

@@ -65,13 +65,13 @@ class Reads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.groups: list[tuple[str, int]] = []
-        read = parquet.RowGroup.read
+        read = parquet.ParquetRowGroup.read
 
         def count(group: Any, rows: range) -> Any:
             self.groups.append((Path(group.table.name).name, group.number))
             return read(group, rows)
 
-        monkeypatch.setattr(parquet.RowGroup, "read", count)
+        monkeypatch.setattr(parquet.ParquetRowGroup, "read", count)
 
 
 def test_row_groups_used_last_are_kept(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

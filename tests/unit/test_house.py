@@ -124,6 +124,15 @@ def test_identifiers_are_the_words_of_the_field(trees: dict[Path, ast.Module]) -
     assert found == set()
 
 
+def test_no_class_name_is_given_twice(trees: dict[Path, ast.Module]) -> None:
+    files: dict[str, list[str]] = {}
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if path.parts[0] == "megarl" and isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(str(path))
+    assert {name: found for name, found in files.items() if len(found) > 1 and name != "Row"} == {}
+
+
 def test_no_test_module_imports_another(trees: dict[Path, ast.Module]) -> None:
     """Test modules share code through tests/support."""
     found = {

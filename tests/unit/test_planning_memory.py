@@ -13,7 +13,7 @@ from megarl.learner.grid import grid_of
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.grid import Grid
 from megarl.models.trainer import parameter_shapes
-from megarl.planning.activations import Work, chunks_in_flight, head_bytes, layer_bytes, training_bytes
+from megarl.planning.activations import PhaseWork, chunks_in_flight, head_bytes, layer_bytes, training_bytes
 from megarl.planning.engine import cache_bytes_per_token, engine_memory
 from megarl.planning.memory import Moment, RankMemory, fullest_rank, rank_memory
 from megarl.planning.states import States, frozen_states, trained_states
@@ -100,7 +100,7 @@ def test_experts_keep_a_copy_of_a_token_for_each_that_is_chosen() -> None:
 def test_recomputation_keeps_the_inputs_of_layers() -> None:
     model, section = architecture("llama-3-8b"), MegatronSection(pipeline_model_parallel_size=2)
     grid = grid_of(section, 2)
-    work = Work(num_tokens=1000, num_micro_batches=8, role="policy", recompute=False)
+    work = PhaseWork(num_tokens=1000, num_micro_batches=8, role="policy", recompute=False)
     layer = layer_bytes(model, section, layer=0, num_tokens=1000)
     # The first of two stages has two micro-batches on their way, each with 16 layers, and the gradients of one layer.
     assert training_bytes(model, section, grid, stage=0, work=work) == 2 * 16 * layer + layer
@@ -122,7 +122,7 @@ def test_micro_batches_on_their_way(vpp: int, stage: int, num_micro_batches: int
 
 def test_the_head_sees_a_chunk_of_its_slice_of_the_vocabulary() -> None:
     model, section = architecture("llama-3-8b"), MegatronSection(tensor_model_parallel_size=4)
-    work = Work(num_tokens=4096, num_micro_batches=1, role="policy", recompute=False)
+    work = PhaseWork(num_tokens=4096, num_micro_batches=1, role="policy", recompute=False)
     rows, states = 128_256 // 4, 4096 * 4096 * 2
     assert head_bytes(model, section, work=work, training=False) == 2 * states + 1024 * rows * 4 * 4
     kept, rest = 4096 * rows * 4, 1024 * rows * 4 * 5  # 525 MB of log-probabilities are less than 512 MiB
@@ -258,7 +258,7 @@ def test_a_sync_holds_the_actors_weights_the_engines_and_four_buckets() -> None:
 
 
 def test_work_is_bounded_by_the_budget_and_by_what_there_is() -> None:
-    def updates(*argv: str) -> Work | None:
+    def updates(*argv: str) -> PhaseWork | None:
         return workload("trainer.n_gpus_per_node=16", *argv).models[0].updates
 
     work = updates(f"{ACTOR}.ppo_mini_batch_size=256")  # 128 samples of 1024 tokens on each of 2 data-parallel ranks

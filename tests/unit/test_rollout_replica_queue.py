@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 from megarl.platform import progress
 from megarl.batch import Group, Prompt
 from megarl.rollout.replica_queue import Replica, ReplicaQueue
-from megarl.rollout.session import Session
+from megarl.rollout.session import SamplingSession
 from tests.support.replicas import Replicas
 
 REPLICA = Replica(name="engine replica 0", tp_rank=0, tp_size=1, num_slots=9, may_compile=True)
@@ -142,7 +142,7 @@ def test_people_see_responses_arrive() -> None:
     seen = []
     queue = queue_of(Engine(0), on_finished=lambda *sample: seen.append(progress.now()))
     [engine] = Replicas(1).engines
-    session = Session(engine, queue, num_slots=8)  # type: ignore[arg-type]
+    session = SamplingSession(engine, queue, num_slots=8)  # type: ignore[arg-type]
     (first,), (second,) = groups(1, samples=2), groups(2)
     with progress.within("gen"):
         session.add({0: first, 1: second})

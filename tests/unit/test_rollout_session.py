@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from megarl.batch import Group
-from megarl.rollout.session import WINDOW, Session
+from megarl.rollout.session import WINDOW, SamplingSession
 from tests.support.replicas import Engine, Environment, Queue, Replicas, TurnQueue, group
 
 
-def on_replicas(number: int, use: Callable[[Session], Any]) -> tuple[Any, list[list[int]]]:
+def on_replicas(number: int, use: Callable[[SamplingSession], Any]) -> tuple[Any, list[list[int]]]:
     """Return what `use` returns, the same on every replica, and the rows that each replica drew."""
     queues = [Queue() for _ in range(number)]
 
     def work(engine: Engine) -> Any:
-        return use(Session(engine, queues[engine.replica], num_slots=64))  # type: ignore[arg-type]
+        return use(SamplingSession(engine, queues[engine.replica], num_slots=64))  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(number) as pool:
         found = list(pool.map(work, Replicas(number).engines))
@@ -26,7 +26,7 @@ def on_replicas(number: int, use: Callable[[Session], Any]) -> tuple[Any, list[l
 
 
 def test_equal_prompts_are_dealt_in_turn() -> None:
-    def use(session: Session) -> list[int]:
+    def use(session: SamplingSession) -> list[int]:
         session.add({number: group(5, samples=2) for number in range(5)})
         return list(session.advance(None))
 
@@ -38,7 +38,7 @@ def test_equal_prompts_are_dealt_in_turn() -> None:
 def test_a_prompt_goes_to_the_replica_with_the_fewest_open_samples() -> None:
     """The replica that draws rows 2 and 3 is done when the other still draws rows 40 and 50."""
 
-    def use(session: Session) -> list[list[int]]:
+    def use(session: SamplingSession) -> list[list[int]]:
         session.add({number: group(row) for number, row in enumerate([40, 2, 50, 3])})
         first = list(session.advance())
         session.add({4: group(7), 5: group(8)})
@@ -52,7 +52,7 @@ def test_a_prompt_goes_to_the_replica_with_the_fewest_open_samples() -> None:
 def test_occupancy_by_hand() -> None:
     """Rows 2 and 4 run for 4 steps with 2 + 4 tokens, rows 40 and 8 for 16 + 16 + 8 steps with 40 + 8 tokens."""
 
-    def use(session: Session) -> float:
+    def use(session: SamplingSession) -> float:
         session.add({number: group(row) for number, row in enumerate([2, 40, 4, 8])})
         while session.num_open:
             session.advance()
@@ -68,7 +68,7 @@ def test_stopped_groups_keep_their_tokens_and_complete_samples() -> None:
     done = replace(started.samples[1], token_ids=[9] * 20, log_probs=[-1.0] * 20, complete=True)
     started = replace(started, samples=(started.samples[0], done))
 
-    def use(session: Session) -> dict[int, Group]:
+    def use(session: SamplingSession) -> dict[int, Group]:
         session.add({7: started, 8: group(3)})
         assert list(session.advance()) == [8]
         return session.stop()
@@ -87,7 +87,7 @@ def share(rows: list[int], *, replicas: int, room: int, samples: int = 1) -> tup
 
     def work(engine: Engine) -> tuple[dict[int, Group], Any]:
         engine.room = room
-        session = Session(engine, queues[engine.replica], num_slots=room)  # type: ignore[arg-type]
+        session = SamplingSession(engine, queues[engine.replica], num_slots=room)  # type: ignore[arg-type]
         session.add({number: group(row, samples=samples) for number, row in enumerate(rows)})
         found = session.advance(None)
         return found, (queues[engine.replica].rows, engine.num_exchanges, session.occupancy())
@@ -137,7 +137,7 @@ def play(rows: list[int], *, overlap: int, replicas: int = 1) -> tuple[dict[int,
 
     def work(engine: Engine) -> dict[int, Group]:
         queue, episodes = queues[engine.replica], environments[engine.replica]
-        session = Session(engine, queue, num_slots=64, episodes=episodes)  # type: ignore[arg-type]
+        session = SamplingSession(engine, queue, num_slots=64, episodes=episodes)  # type: ignore[arg-type]
         session.add({number: group(row, samples=2) for number, row in enumerate(rows)})
         return session.advance(None)
 
@@ -168,7 +168,7 @@ def test_the_engine_goes_on_for_a_counted_number_of_windows(overlap: int, steps:
 def test_turns_that_wait_are_answered_when_a_session_stops() -> None:
     """Row 3 waits for the answers to its first turns; row 100 is in the middle of them."""
     [engine], environment = Replicas(1).engines, Environment(overlap=5)
-    session = Session(engine, TurnQueue(), num_slots=64, episodes=environment)  # type: ignore[arg-type]
+    session = SamplingSession(engine, TurnQueue(), num_slots=64, episodes=environment)  # type: ignore[arg-type]
     session.add({0: group(100, samples=2), 1: group(3, samples=2)})
     assert session.advance() == {}
     found = session.stop()

@@ -11,7 +11,7 @@ from megarl.algorithms.config import FilterGroupsSection
 from megarl.batch import Group, Prompts, Scored
 from megarl.data.order import Position
 from megarl.rollout.responses import of_groups
-from megarl.rollout.session import Session
+from megarl.rollout.session import SamplingSession
 from megarl.training.dynamic import Queue, draw_differing
 from tests.support.replicas import Engine, Environment, Replicas, TurnQueue, group
 
@@ -43,7 +43,7 @@ def draw(num_replicas: int, *, overlap: int) -> tuple[list[Any], list[TurnQueue]
 
     def work(engine: Engine) -> Any:
         episodes = Environment(overlap)
-        session = Session(engine, queues[engine.replica], num_slots=64, episodes=episodes)  # type: ignore[arg-type]
+        session = SamplingSession(engine, queues[engine.replica], num_slots=64, episodes=episodes)  # type: ignore[arg-type]
         queue = Queue(Source(), Source(), Position(), step=0)  # type: ignore[arg-type]
         return draw_differing(session, queue, judge, lambda scored: scored.scores, FilterGroupsSection(enable=True))
 

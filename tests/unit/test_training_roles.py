@@ -19,7 +19,7 @@ from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import LossTerm
 from megarl.training.objectives import PTXObjective, mark
 from megarl.training.ptx import Supervision
-from megarl.training.roles import Model, Reference, Updates
+from megarl.training.roles import FrozenPolicies, Model, Updates
 from tests.support.records import answer, prompts
 
 BUDGET = Budget(max_tokens=64, max_sequences=None)
@@ -141,7 +141,7 @@ def test_each_reference_reads_the_samples_of_its_data_source() -> None:
     )
     batch = answer(asked, [2, 3, 1, 2, 3, 3])
     math, unused, others = Reader(2.0), Reader(5.0), Reader(3.0)
-    reference = Reference(PerDataSource(named={"math": math, "poetry": unused}, other=others))  # type: ignore[dict-item,arg-type]
+    reference = FrozenPolicies(PerDataSource(named={"math": math, "poetry": unused}, other=others))  # type: ignore[dict-item,arg-type]
     outputs = reference.infer(batch)
     factors = torch.tensor([2.0, 2.0, 3.0, 3.0, 2.0, 2.0])[:, None]
     assert torch.equal(outputs.log_probs, factors * batch.responses)

@@ -9,12 +9,15 @@ import torch
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_verify_config
 from megarl.reshard.layout import Box, Piece, row_major, whole
-from megarl.weight_sync.verification import Difference, SyncCost, VerifyReport, _places, _slabs
+from megarl.weight_sync.verification import Deviation, SyncCost, VerifyReport, _places, _slabs
 from tests.support.tiny import write_checkpoint
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 SOUND = VerifyReport(
-    differences={"trainer-engine": Difference(5e-5, 1e-6), "trainer-transformers": Difference(5e-5, 1e-6)},
+    differences={
+        "trainer-engine": Deviation(5e-5, 1e-6),
+        "trainer-transformers": Deviation(5e-5, 1e-6),
+    },
     roundtrip_mismatches=[],
     sync=SyncCost(bytes_received=[8, 0], seconds=0.5, peak_extra_bytes=16),
     lower_bounds=[8, 0],
@@ -33,9 +36,18 @@ def test_a_sound_report_says_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"differences": {"trainer-engine": Difference(2e-4, 1e-6)}}, "trainer-engine: log-probabilities differ by"),
-        ({"differences": {"trainer-engine": Difference(float("nan"), 0.0)}}, "trainer-engine: log-probabilities"),
-        ({"differences": {"a-b": Difference(0.5, 0.02)}, "is_float32": False}, "a-b: probabilities differ by 0.02"),
+        (
+            {"differences": {"trainer-engine": Deviation(2e-4, 1e-6)}},
+            "trainer-engine: log-probabilities differ by",
+        ),
+        (
+            {"differences": {"trainer-engine": Deviation(float("nan"), 0.0)}},
+            "trainer-engine: log-probabilities",
+        ),
+        (
+            {"differences": {"a-b": Deviation(0.5, 0.02)}, "is_float32": False},
+            "a-b: probabilities differ by 0.02",
+        ),
         ({"roundtrip_mismatches": ["model.norm.weight"]}, "1 tensors changed between loading and export: model.norm"),
         ({"lower_bounds": [8, 1]}, "rank 1 received 0 bytes, but lacked 1"),
     ],
@@ -48,14 +60,14 @@ def test_each_thing_that_is_wrong_is_said_and_fails(changes: dict, fault: str) -
 
 
 def test_bfloat16_is_judged_by_probabilities() -> None:
-    rough = replace(SOUND, is_float32=False, differences={"trainer-engine": Difference(0.5, 0.009)})
+    rough = replace(SOUND, is_float32=False, differences={"trainer-engine": Deviation(0.5, 0.009)})
     assert rough.report(probability_limit=0.01)["ok"]
     assert not rough.report(probability_limit=0.005)["ok"]
 
 
-@pytest.mark.parametrize("worse", [Difference(0.2, 0.1), Difference(float("nan"), 0.1)])
-def test_the_worse_of_two_comparisons_counts(worse: Difference) -> None:
-    for merged in (worse.or_larger(Difference(0.1, 0.01)), Difference(0.1, 0.01).or_larger(worse)):
+@pytest.mark.parametrize("worse", [Deviation(0.2, 0.1), Deviation(float("nan"), 0.1)])
+def test_the_worse_of_two_comparisons_counts(worse: Deviation) -> None:
+    for merged in (worse.or_larger(Deviation(0.1, 0.01)), Deviation(0.1, 0.01).or_larger(worse)):
         assert not merged.max_abs_logprob < 0.2
         assert merged.mean_prob == 0.1
 

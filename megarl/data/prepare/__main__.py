@@ -190,7 +190,7 @@ def _custom_faults(arguments: argparse.Namespace) -> Iterator[str]:
         yield fault
 
 
-def _check(file: str, faults: Sequence[str], report: check.Report) -> None:
+def _check(file: str, faults: Sequence[str], report: check.CheckReport) -> None:
     """Print the faults and remarks of a file; exit with 1 if there are faults."""
     for lines, beginning in ((faults, ""), (report.remarks, "note: ")):
         for line in lines[:SHOWN_FAULTS]:

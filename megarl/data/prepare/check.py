@@ -10,7 +10,7 @@ from megarl.data.columns import BY_SOURCE, REWARD_MODEL, PromptColumns
 from megarl.data.config import DataSection
 from megarl.data.messages import prompt_faults, text_faults
 from megarl.data.rows import Rows
-from megarl.data.truths import KINDS, Findings, look
+from megarl.data.truths import KINDS, TruthFindings, look
 from megarl.platform.errors import UserError
 
 Kind = Literal["rl", "sft", "preference"]
@@ -29,7 +29,7 @@ COLUMNS = PromptColumns(section=DataSection(train_files=""), needs=BY_SOURCE)
 
 
 @dataclass
-class Report:
+class CheckReport:
     """The findings of a check: lines that begin with the file and, if rows have a fault, the first row and a number."""
 
     kind: Kind
@@ -37,13 +37,13 @@ class Report:
     remarks: list[str] = field(default_factory=list)
 
 
-def examine(file: str, columns: PromptColumns = COLUMNS, kind: Kind | None = None) -> Report:
+def examine(file: str, columns: PromptColumns = COLUMNS, kind: Kind | None = None) -> CheckReport:
     """Check a file as one of a kind; None: its columns tell the kind. `columns` reads prompts."""
     try:
         found = _columns_of(file, columns)
     except UserError as error:
-        return Report(kind or "rl", [str(error)])
-    report = Report(kind or _kind_of(found, columns))
+        return CheckReport(kind or "rl", [str(error)])
+    report = CheckReport(kind or _kind_of(found, columns))
     report.remarks += [
         f"{file}: the column {name} is not read: megarl trains on texts" for name in UNREAD if name in found
     ]
@@ -85,7 +85,7 @@ def _kind_of(found: set[str], columns: PromptColumns) -> Kind:
     return "sft" if found.intersection((RESPONSE, *CONVERSATIONS)) else "rl"
 
 
-def _examine_prompts(file: str, columns: PromptColumns, report: Report) -> None:
+def _examine_prompts(file: str, columns: PromptColumns, report: CheckReport) -> None:
     _read_rows(lambda: columns.open(file), columns.faults, report)
     try:
         found, _ = look(columns, file)
@@ -97,7 +97,7 @@ def _examine_prompts(file: str, columns: PromptColumns, report: Report) -> None:
         lines.extend(_lines(found, kind))
 
 
-def _lines(found: Findings, kind: Any) -> Iterator[str]:
+def _lines(found: TruthFindings, kind: Any) -> Iterator[str]:
     shown = found.shown.get(kind, [])
     for finding in shown:
         yield f"{finding.place}{_others(finding.num_rows)}, {finding.message}"
@@ -106,7 +106,7 @@ def _lines(found: Findings, kind: Any) -> Iterator[str]:
 
 
 def _read_rows(
-    open_rows: Callable[[], Rows], faults_of: Callable[[dict[str, Any]], Iterator[str]], report: Report
+    open_rows: Callable[[], Rows], faults_of: Callable[[dict[str, Any]], Iterator[str]], report: CheckReport
 ) -> None:
     """Note the faults of all rows, each once, with the first of its rows."""
     first, counts = dict[str, str](), Counter[str]()

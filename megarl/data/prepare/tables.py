@@ -10,7 +10,7 @@ import pyarrow.csv
 import pyarrow.ipc
 
 from megarl.data.rows import Rows
-from megarl.data.table import DataRow, Wanted
+from megarl.data.table import DataRow, WantedColumns
 from megarl.platform.errors import UserError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -33,7 +33,7 @@ def records_of(files: Sequence[str], columns: Sequence[str], remedies: Mapping[s
     Raises:
         UserError: a file is missing, cannot be read, is empty or lacks a column.
     """
-    wanted = Wanted(required=tuple(columns), remedies=remedies)
+    wanted = WantedColumns(required=tuple(columns), remedies=remedies)
     for file in chain.from_iterable(map(_files_of, files)):
         suffix = Path(file).suffix.lower()
         if suffix not in (*SEPARATORS, *ARROW):
