@@ -34,7 +34,6 @@ NEEDED = (
     "megatron-core",
     "transformers",
     "mlflow",
-    "omegaconf",
     "pyarrow",
     "pydantic",
     "safetensors",

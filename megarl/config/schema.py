@@ -5,7 +5,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, Self, get_type_hints
 
-MANDATORY = "???"  # OmegaConf's own mark of a key that has no value yet
+MANDATORY = "???"  # the mark of a key that has no value yet
 
 
 @dataclass(frozen=True, kw_only=True)
