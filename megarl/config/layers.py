@@ -13,7 +13,6 @@ from typing import Any
 from yaml import MarkedYAMLError, YAMLError
 
 from megarl.config.faults import Fault
-from megarl.config.fixed import is_fixed, refuse
 from megarl.config.foreign import FLAGS, alias, answer_key, answer_values
 from megarl.config.links import LINK, parse
 from megarl.config.schema import Schema, nest
@@ -71,11 +70,9 @@ def _key_faults(path: str, value: Any, schema: Schema) -> Iterator[Fault]:
         link = LINK.fullmatch(value) if isinstance(value, str) else None
         if not (value is None or value == {} or (link and link["key"] in schema.sections)):
             yield Fault(path=path, message=f"is a section with keys of its own, not a value: {value!r}")
-    elif is_fixed(path):
-        if why := refuse(path, value):
-            yield Fault(path=path, message=why)
-    elif (foreign := answer_key(path)) is not None:
-        yield Fault(path=path, message=foreign)
+    elif (foreign := answer_key(path, value)) is not None:
+        if foreign:
+            yield Fault(path=path, message=foreign)
     else:
         meant = schema.nearest(path)
         hint = f"did you mean {meant}?" if meant else "nothing of this name can be set, remove it"

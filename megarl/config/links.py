@@ -17,9 +17,6 @@ from megarl.errors import UserError
 
 LINK = re.compile(r"(?<!\\)\$\{\s*(?:oc\.env:\s*(?P<variable>\w+)\s*(?P<default>,[^{}]*)?|(?P<key>\w[\w.-]*?)\s*)\}")
 _ESCAPE = "\\${"
-_FLOAT = r"""[-+]?(?:
-    [0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)? | [0-9][0-9_]*[eE][-+]?[0-9]+ | \.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
-    | \.(?:inf|Inf|INF)) | \.(?:nan|NaN|NAN)"""
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -48,10 +45,14 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":timestamp", ":float"))]
+    first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
     for first, known in _Loader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{_FLOAT})$", re.X), [*"-+0123456789."])
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9][0-9_]*\.?|\.[0-9])[0-9_]*[eE][-+]?[0-9]+$"),
+    [*"-+0123456789."],
+)
 _Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
 
 
