@@ -146,7 +146,7 @@ def read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str, 
         leaves, found = recognise(layer, schema)
         faults.extend(found)
         origins.update(dict.fromkeys(leaves, layer.origin))
-        _write(dict(_spread(leaves, schema)), over=written)
+        written |= {key: _merged(written[key], value) for key, value in _spread(leaves, schema)}
     values, unresolved = _resolve(written, schema)
     config, mistyped = _validate(root, values, schema)
     # A key that merely follows another shares its fault.
@@ -157,14 +157,11 @@ def read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str, 
     return config, faults, origins
 
 
-def _write(values: Mapping[str, Any], *, over: dict[str, Any]) -> None:
-    """Write `values` over the values of lower layers; dictionaries are merged."""
-    for key, value in values.items():
-        if isinstance(value, dict) and isinstance(over.get(key), dict):
-            _write(value, over=(joined := dict(over[key])))
-            over[key] = joined
-        else:
-            over[key] = value
+def _merged(old: Any, new: Any) -> Any:
+    """Return `new`, which overrides `old`; of two dictionaries the union."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+    return new
 
 
 def _spread(values: Mapping[str, Any], schema: Schema) -> Iterator[tuple[str, Any]]:
@@ -201,11 +198,11 @@ def _validate(root: type[C], values: Mapping[str, Any], schema: Schema) -> tuple
         config = adapter.validate_python(nest(values))
     except ValidationError as error:
         for details in error.errors():
-            messages.setdefault(_leaf(details["loc"], schema), []).append(_say(details))
+            messages.setdefault(schema.leaf(".".join(map(str, details["loc"]))), []).append(_say(details))
         config = adapter.validate_python(nest(_sound(values, messages, schema)))
     written = dict(flatten(values))
     for path, found in flatten(asdict(config)):
-        if _counts(written.get(path), found) and (key := _leaf(path.split("."), schema)) not in messages:
+        if _counts(written.get(path), found) and (key := schema.leaf(path)) not in messages:
             messages[key] = ["should be a number"]
     faults = [
         Fault(path=path, message=f"{', or '.join(found)}, not {values[path]!r}") for path, found in messages.items()
@@ -234,14 +231,6 @@ def _expand_home(value: Any) -> Any:
 
 def _stand_in(default: Any) -> Any:
     return "" if default == MANDATORY else default
-
-
-def _leaf(location: Sequence[int | str], schema: Schema) -> str:
-    """Return the key in pydantic's location, without what follows it: the arm of a union, the index of a list."""
-    for length in range(len(location), 0, -1):
-        if (path := ".".join(map(str, location[:length]))) in schema.leaves:
-            return path
-    raise AssertionError(f"no key at {location}")
 
 
 def _say(details: ErrorDetails) -> str:

@@ -1,9 +1,11 @@
-"""The tree of keys under a root section: paths, defaults, and the path that a misspelt path was meant to be."""
+"""The tree of keys under a root section: paths, defaults, marks, and the path that a misspelt path was meant to be."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, Self, get_type_hints
+
+from megarl.mark import UNKNOWN, Change, Condition
 
 MANDATORY = "???"  # the mark of a key that has no value yet
 
@@ -12,20 +14,38 @@ MANDATORY = "???"  # the mark of a key that has no value yet
 class Schema:
     """Every key under one root."""
 
-    leaves: Mapping[str, Any]  # dotted path -> default, or MANDATORY
-    sections: frozenset[str]  # dotted paths of the sections between root and leaves
+    leaves: dict[str, Any]  # dotted path -> default, or MANDATORY
+    sections: set[str]  # dotted paths of the sections between root and leaves
+    changes: dict[str, Change]  # of the leaves: what another value does to a run that resumes
+    read_if: dict[str, tuple[Condition, ...]]  # of leaves and sections, the conditions of outer sections first
 
     @classmethod
     def of(cls, root: type) -> Self:
         """Walk the dataclass `root`."""
-        leaves: dict[str, Any] = {}
-        sections: set[str] = set()
-        for path, default, is_section in _walk(root, _defaults(root), ""):
+        schema = cls(leaves={}, sections=set(), changes={}, read_if={})
+        schema._walk(root, _defaults(root), "", ())
+        return schema
+
+    def _walk(self, cls: type, defaults: Mapping[str, Any], prefix: str, outer: tuple[Condition, ...]) -> None:
+        hints = get_type_hints(cls)
+        for key in fields(cls):
+            path, kind = prefix + key.name, hints[key.name]
+            conditions = (*outer, *(one.at(prefix, path) for one in key.metadata.get("read_if", ())))
+            self.read_if[path] = tuple(one for one in conditions if one.concerns(path))
+            is_section = is_dataclass(kind)  # a variable, because mypy takes the call for a test of the type
             if is_section:
-                sections.add(path)
+                self.sections.add(path)
+                self._walk(kind, defaults[key.name], f"{path}.", conditions)
             else:
-                leaves[path] = default
-        return cls(leaves=leaves, sections=frozenset(sections))
+                self.leaves[path] = defaults[key.name]
+                self.changes[path] = key.metadata.get("change") or getattr(cls, "__change__", None) or UNKNOWN
+
+    def leaf(self, path: str) -> str:
+        """Return the key that `path` is, or is a part of."""
+        while path not in self.leaves:
+            path = _parent(path)
+            assert path, "no key is there"
+        return path
 
     def __contains__(self, path: str) -> bool:
         return path in self.leaves or path in self.sections
@@ -54,16 +74,6 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[name] = value
     return tree
-
-
-def _walk(cls: type, defaults: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, bool]]:
-    hints = get_type_hints(cls)
-    for key in fields(cls):
-        path, kind = prefix + key.name, hints[key.name]
-        nested = is_dataclass(kind)
-        yield path, defaults[key.name], nested
-        if nested:
-            yield from _walk(kind, defaults[key.name], path + ".")
 
 
 def _defaults(cls: type) -> dict[str, Any]:

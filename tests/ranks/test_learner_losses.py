@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.algorithms.config import LOSS_READS, LossAggregation, PolicyLossSection
+from megarl.algorithms.config import LossAggregation, LossMode, PolicyLossSection
 from megarl.batch import Experience
 from megarl.config.policy import ActorSection
 from megarl.models.architecture import hf_shapes, read_architecture
@@ -27,7 +27,7 @@ from tests.support.records import experience
 from tests.support.references import reference_outputs
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {"llama": ("llama", {})}
-MODES = [name for name in LOSS_READS if name != "custom"]
+MODES = [name for name in get_args(LossMode) if name != "custom"]
 LOSSES = {
     f"{loss_mode}, {agg_mode}": ActorSection(
         policy_loss=PolicyLossSection(
