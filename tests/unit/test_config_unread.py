@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from megarl.algorithms.config import ESTIMATORS, AdvantageEstimator
+from megarl.algorithms.config import ESTIMATORS, AdvantageEstimator, LossMode
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.assembly.models import make_budget
 from megarl.assembly.run import make_kl_controller
@@ -281,6 +281,7 @@ def numbers(config: Config) -> Iterator[Any]:
         old,
         ref,
         torch.rand(size, length) if config.has_critic else None,
+        torch.full((size,), 0.25) if config.algorithm.estimator.greedy else None,
         algorithm=algorithm,
         kl_coef=config.algorithm.kl_ctrl.kl_coef if penalised else None,
     )
@@ -304,3 +305,18 @@ def test_what_the_table_says_is_true_of_what_is_computed(key: str) -> None:
     for arguments, is_read in ((on, True), (off, False)):
         before, after = (repr(list(numbers(load(*arguments, *more)))) for more in ([], [f"{key}={value}"]))
         assert (before != after) is is_read
+
+
+CHOICES = {"algorithm.adv_estimator": AdvantageEstimator, f"{ACTOR}.policy_loss.loss_mode": LossMode}
+
+
+@pytest.mark.parametrize(
+    ("key", "fact"),
+    [(key, one.fact) for key in EXAMPLES for one in Schema.of(Config).read_if[key] if one.fact in CHOICES],
+)
+def test_the_marks_say_what_every_estimator_and_every_loss_reads(key: str, fact: str) -> None:
+    value, on, _ = EXAMPLES[key]
+    for choice in set(get_args(CHOICES[fact])) - {"custom", "none"}:
+        arguments = [*on, *GROUPS, f"{fact}={choice}"]
+        before, after = (repr(list(numbers(load(*arguments, *more)))) for more in ([], [f"{key}={value}"]))
+        assert (before != after) is (key not in unread_of(*arguments, f"{key}={value}")), choice
