@@ -6,7 +6,7 @@ from typing import Any, Self
 
 
 class Effect(Enum):
-    """The effect of another value.
+    """A kind of effect.
 
     None: the results are the same bits. Rounding: the results differ only in the order of sums, as those of another
     split do. Curve: the training curve differs from here on.
@@ -19,7 +19,7 @@ class Effect(Enum):
 
 @dataclass(frozen=True)
 class Change:
-    """What another value of a key does to a run that resumes, and the reason."""
+    """The effect of another value of a key on a run that resumes, and the reason."""
 
     effect: Effect
     reason: str
@@ -30,7 +30,7 @@ UNKNOWN = Change(Effect.CURVE, "nobody has analysed this key")
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """What must hold for a key to be read. A path that begins with a dot is one of the section that has the mark."""
+    """A condition under which a key is read. A path that begins with a dot belongs to the section that has the mark."""
 
     fact: str  # a key, or a property of a section; empty: the key is never read
     values: tuple[object, ...] = ()  # of the fact, or an item of its list; none: any value that is true
@@ -45,7 +45,7 @@ class Condition:
         return replace(self, fact=fact, because=tuple(because), of=tuple(f"{path}.{name}" for name in self.of))
 
     def concerns(self, path: str) -> bool:
-        """Return whether the condition, of a section around `path`, is about it; a key decides not about itself."""
+        """Return whether the condition, of a section around `path`, is one of `path`; no key decides about itself."""
         return path in self.of if self.of else path != self.fact
 
 
@@ -64,8 +64,9 @@ def key(default: Any, change: Change | None = None, *, read_if: Condition | tupl
 
     Args:
         default: the value of a key that nobody sets, or a function or class that makes it.
-        change: what another value does; None: what it does in all of the section.
-        read_if: the conditions under which the key, or every key of a section, is read; the first that fails is told.
+        change: the effect of another value; None: that of the section.
+        read_if: the conditions under which the key, or every key of a section, is read. A message names the first
+            that fails.
     """
     value: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
     conditions = read_if if isinstance(read_if, tuple) else (read_if,)

@@ -62,6 +62,11 @@ K3: tuple[KLEstimator, ...] = ("low_var_kl", "k3")
 """The estimators that `kl_penalty_k3_bound` and `kl_loss_k3_bound` bound."""
 ALGORITHM = Change(Effect.CURVE, "the algorithm")
 ACTOR_LOSS = Change(Effect.CURVE, "the actor's loss")
+BOUNDED = when(
+    ".needs_is_threshold",
+    words="`rollout_is` is set, or `rollout_rs` is set and `rollout_rs_threshold` is null",
+    because=(".rollout_is",),
+)
 IN_REWARD = when(
     ".use_kl_in_reward",
     True,
@@ -118,14 +123,7 @@ class RolloutCorrectionSection:
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Weight the policy gradient by the probability ratio of each token or of each sequence; null = no weights."""
-    rollout_is_threshold: Bound = key(
-        2.0,
-        read_if=when(
-            ".needs_is_threshold",
-            words="`rollout_is` is set, or `rollout_rs` is set and `rollout_rs_threshold` is null",
-            because=(".rollout_is",),
-        ),
-    )
+    rollout_is_threshold: Bound = key(2.0, read_if=BOUNDED)
     """Largest weight."""
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None
     """Drop tokens (token), or sequences by their ratio (sequence) or its geometric mean per token (geometric), from the

@@ -12,6 +12,11 @@ from megarl.models.config import MODEL, CriticModelSection, ReferenceModelSectio
 from megarl.section import Bound, Count, Fraction, Length, Weight, section
 
 CLIPS = when(".policy_loss.loss_mode", "vanilla", "gspo", "cispo", "clip_cov")
+ONE_CLIP = when(
+    ".needs_clip_ratio",
+    words="`clip_ratio_low` or `clip_ratio_high` is null",
+    because=(".clip_ratio_low", ".clip_ratio_high"),
+)
 IN_LOSS = when(".use_kl_loss", True)
 BUDGET = when(
     "has_token_budget",
@@ -32,31 +37,31 @@ ONE_SEED = never("as actor_rollout_ref.actor.megatron.seed serves all models", "
 UNTRAINED = never("as this model does not learn", "use_distributed_optimizer", "grad_offload", "optimizer_offload")
 
 
-@section(ACTOR_LOSS)
-class ActorSection:
-    """`actor_rollout_ref.actor.*`: the update of the policy."""
+@section()
+class UpdateSection:
+    """The update of a model from samples."""
 
     ppo_mini_batch_size: Count = 256
     """Prompts per optimizer step, over all ranks."""
     ppo_micro_batch_size: Count | None = key(None, MICRO)
-    """Most sequences per forward pass, per rank; null = only the token budget limits them."""
+    """Most sequences per forward pass of the update, per rank; null = only the token budget limits them."""
+    ppo_epochs: Count = 1
+    """Passes over the samples of a step."""
+    grad_clip: Bound = key(1.0, OPTIMIZER)
+    """Largest gradient norm."""
+    loss_agg_mode: LossAggregation = "token-mean"
+    """The mean that turns the losses of tokens into one number."""
+
+
+@section(ACTOR_LOSS)
+class ActorSection(UpdateSection):
+    """`actor_rollout_ref.actor.*`: the update of the policy."""
+
     use_dynamic_bsz: bool = key(True, MICRO)
     """Fill micro-batches up to a token budget; false = exactly ppo_micro_batch_size sequences each."""
     ppo_max_token_len_per_gpu: Length = key(16384, MICRO, read_if=BUDGET)
     """Token budget of a micro-batch, per rank."""
-    grad_clip: Bound = key(1.0, OPTIMIZER)
-    """Largest gradient norm."""
-    clip_ratio: Fraction = key(
-        0.2,
-        read_if=(
-            CLIPS,
-            when(
-                ".needs_clip_ratio",
-                words="`clip_ratio_low` or `clip_ratio_high` is null",
-                because=(".clip_ratio_low", ".clip_ratio_high"),
-            ),
-        ),
-    )
+    clip_ratio: Fraction = key(0.2, read_if=(CLIPS, ONE_CLIP))
     """Policy ratios outside [1 - clip_ratio, 1 + clip_ratio] give no gradient."""
     clip_ratio_low: Fraction | None = key(None, read_if=CLIPS)
     """Distance of the lower bound from 1; null = clip_ratio."""
@@ -66,8 +71,6 @@ class ActorSection:
     """Dual clip: largest ratio that counts if the advantage is negative."""
     policy_loss: PolicyLossSection = field(default_factory=PolicyLossSection)
     """The policy loss."""
-    loss_agg_mode: LossAggregation = "token-mean"
-    """The mean that turns the losses of tokens into one number."""
     entropy_coeff: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.001
     """Weight of the entropy bonus; a negative weight penalises entropy."""
     use_kl_loss: bool = False
@@ -87,8 +90,6 @@ class ActorSection:
     """Parquet or JSON file or files with the pairs: prompts in the column data.prompt_key, responses in `response`."""
     ptx_batch_size: Count | None = None
     """Pairs per optimizer step, over all ranks; null = as many as a mini-batch has samples."""
-    ppo_epochs: Count = 1
-    """Passes over the samples of a step."""
     shuffle: bool = True
     """Draw the mini-batches in random order."""
     optim: OptimSection = field(default_factory=OptimSection)
@@ -120,7 +121,7 @@ class RefSection:
 
 
 @section(Change(Effect.CURVE, "the critic's loss"))
-class CriticSection:
+class CriticSection(UpdateSection):
     """`critic.*`: the value model and its update."""
 
     optim: OptimSection = field(default_factory=lambda: OptimSection(lr=1e-5))
@@ -129,17 +130,7 @@ class CriticSection:
     """The checkpoint that the critic starts from."""
     megatron: MegatronSection = key(MegatronSection, read_if=ONE_SEED)
     """The split over the ranks."""
-    ppo_mini_batch_size: Count = 256
-    """Prompts per optimizer step, over all ranks."""
-    ppo_micro_batch_size: Count | None = key(None, MICRO)
-    """Most sequences per forward pass of the update, per rank; null = only the token budget limits them."""
     forward_micro_batch_size: Count | None = key(None, MICRO)
     """Most sequences per forward pass of the estimate, per rank; null = ppo_micro_batch_size."""
-    ppo_epochs: Count = 1
-    """Passes over the samples of a step."""
-    grad_clip: Bound = key(1.0, OPTIMIZER)
-    """Largest gradient norm."""
     cliprange_value: Bound = 0.5
     """Values that differ from the old values by more than this give no gradient; 1e30 = no limit."""
-    loss_agg_mode: LossAggregation = "token-mean"
-    """The mean that turns the losses of tokens into one number."""

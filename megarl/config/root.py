@@ -18,6 +18,22 @@ from megarl.rollout.config import RolloutSection
 from megarl.section import Bound, Count, Length, Weight, section
 from megarl.tracking.config import TrainerSection
 
+COMPARED = when(
+    "has_reference",
+    words="the reward or the loss has a divergence from the reference",
+    why="as nothing asks for a reference",
+)
+VALUED = when(
+    "has_critic",
+    words="`algorithm.adv_estimator` is `gae`, or is `custom` and `custom_estimator.needs` has `values`",
+    because=("algorithm.adv_estimator",),
+)
+OF_REWARDS = never(
+    "by a run that learns from files",
+    *("critic_warmup", "log_val_generations", "rollout_data_dir"),
+    *("save_best", "val_before_train", "val_only"),
+)
+
 
 @section()
 class ActorRolloutRefSection:
@@ -27,14 +43,7 @@ class ActorRolloutRefSection:
     """The checkpoint that actor, engine and reference share."""
     actor: ActorSection = field(default_factory=ActorSection)
     """The policy that learns."""
-    ref: RefSection = key(
-        RefSection,
-        read_if=when(
-            "has_reference",
-            words="the reward or the loss has a divergence from the reference",
-            why="as nothing asks for a reference",
-        ),
-    )
+    ref: RefSection = key(RefSection, read_if=COMPARED)
     """The policy that the actor is kept close to."""
     rollout: RolloutSection = field(default_factory=RolloutSection)
     """The engine that samples."""
@@ -84,14 +93,7 @@ class Config:
     """The prompts."""
     actor_rollout_ref: ActorRolloutRefSection
     """The policy."""
-    critic: CriticSection = key(
-        CriticSection,
-        read_if=when(
-            "has_critic",
-            words="`algorithm.adv_estimator` is `gae`, or is `custom` and `custom_estimator.needs` has `values`",
-            because=("algorithm.adv_estimator",),
-        ),
-    )
+    critic: CriticSection = key(CriticSection, read_if=VALUED)
     """The value model of adv_estimator=gae, or of an estimator of the user that needs values."""
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     """Advantages and the KL penalty."""
@@ -243,13 +245,6 @@ class Config:
             "update_actor": self.actor_rollout_ref.actor.ppo_epochs * (self.kl_of_loss in EXACT),
         }
         return {phase: number for phase, number in passes.items() if number}
-
-
-OF_REWARDS = never(
-    "by a run that learns from files",
-    *("critic_warmup", "log_val_generations", "rollout_data_dir"),
-    *("save_best", "val_before_train", "val_only"),
-)
 
 
 @section()

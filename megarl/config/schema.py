@@ -1,7 +1,7 @@
 """The tree of keys under a root section: paths, defaults, marks, and the path that a misspelt path was meant to be."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, Self, get_type_hints
 
@@ -23,21 +23,23 @@ class Schema:
     def of(cls, root: type) -> Self:
         """Walk the dataclass `root`."""
         schema = cls(leaves={}, sections=set(), changes={}, read_if={})
-        schema._walk(root, _defaults(root), "", ())
+        schema._walk(root, None, "", ())
         return schema
 
-    def _walk(self, cls: type, defaults: Mapping[str, Any], prefix: str, outer: tuple[Condition, ...]) -> None:
+    def _walk(self, cls: type, section: object, prefix: str, outer: tuple[Condition, ...]) -> None:
+        """Add the keys of `cls`; their defaults are the values of `section`, if that is an instance."""
         hints = get_type_hints(cls)
         for key in fields(cls):
             path, kind = prefix + key.name, hints[key.name]
+            default = getattr(section, key.name) if isinstance(section, cls) else _default(key)
             conditions = (*outer, *(one.at(prefix, path) for one in key.metadata.get("read_if", ())))
             self.read_if[path] = tuple(one for one in conditions if one.concerns(path))
             is_section = is_dataclass(kind)  # a variable, because mypy takes the call for a test of the type
             if is_section:
                 self.sections.add(path)
-                self._walk(kind, defaults[key.name], f"{path}.", conditions)
+                self._walk(kind, default, f"{path}.", conditions)
             else:
-                self.leaves[path] = defaults[key.name]
+                self.leaves[path] = default
                 self.changes[path] = key.metadata.get("change") or getattr(cls, "__change__", None) or UNKNOWN
 
     def leaf(self, path: str) -> str:
@@ -76,18 +78,10 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _defaults(cls: type) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {key.name: _default(key, hints[key.name]) for key in fields(cls)}
-
-
-def _default(key: Field[Any], kind: Any) -> Any:
-    if key.default is not MISSING:
-        return key.default
+def _default(key: Field[Any]) -> Any:
     if key.default_factory is not MISSING:
-        value = key.default_factory()
-        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    return _defaults(kind) if isinstance(kind, type) and is_dataclass(kind) else MANDATORY
+        return key.default_factory()
+    return MANDATORY if key.default is MISSING else key.default
 
 
 def _parent(path: str) -> str:

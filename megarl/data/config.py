@@ -6,11 +6,16 @@ from megarl.mark import MICRO, RULES, SCORES, VALIDATES, VALIDATION, Change, Eff
 from megarl.section import Count, Length, Seed, section
 
 DATA = Change(Effect.CURVE, "the training data and its order")
+DRAWS = when(
+    "draws_order",
+    words="`data.shuffle` or `actor_rollout_ref.actor.shuffle` is true, or `ptx_files` is set",
+    because=(".shuffle", "actor_rollout_ref.actor.shuffle"),
+)
 
 
 @section(DATA)
-class DataSection:
-    """`data.*` of PPO and GRPO: the prompts, their lengths and batch sizes."""
+class TextSection:
+    """`data.*` of every run: files of texts, and how texts become tokens."""
 
     train_files: str | list[str]
     """Parquet or JSON file or files (.jsonl, .json, .gz and .zst of them); a local path or any URI that pyarrow or
@@ -18,9 +23,25 @@ class DataSection:
     val_files: str | list[str] | None = key(None, SCORES)
     """File or files for validation, as `train_files`; null = no validation."""
     tokenizer: str | None = None
-    """HF directory, HF id or SentencePiece `.model` file, or a URI of one; null = the actor's."""
+    """HF directory, HF id or SentencePiece `.model` file, or a URI of one; null = that of the model that learns."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of messages {role, content}, or a plain string."""
+    shuffle: bool = True
+    """A new order of the rows in every epoch."""
+    chat_template: str | None = None
+    """Jinja file or string that replaces the tokenizer's chat template."""
+    apply_chat_template: bool | None = None
+    """true = apply the chat template to every prompt, to a string as one user message; false = use the content of the
+    messages as it is; null = apply the template to lists of messages, if the tokenizer has one."""
+    special_tokens_in_text: Literal["split", "allow", "error"] = "split"
+    """Names of special tokens in the text of files and environments: read as letters (split), as the tokens (allow, for
+    files that a template has written), or refused in files (error)."""
+
+
+@section(DATA)
+class DataSection(TextSection):
+    """`data.*` of PPO and GRPO: the prompts, their lengths and batch sizes."""
+
     max_prompt_length: Length = 512
     """Longest prompt, in tokens."""
     max_response_length: Length = 512
@@ -36,25 +57,8 @@ class DataSection:
     that begins a text and the template's beginning of the response stay."""
     filter_overlong_prompts: bool = False
     """Drop over-long prompts from the data set instead."""
-    shuffle: bool = True
-    """A new order of the prompts in every epoch."""
-    seed: Seed = key(
-        1,
-        read_if=when(
-            "draws_order",
-            words="`data.shuffle` or `actor_rollout_ref.actor.shuffle` is true, or `ptx_files` is set",
-            because=(".shuffle", "actor_rollout_ref.actor.shuffle"),
-        ),
-    )
-    """Seed of that order."""
-    chat_template: str | None = None
-    """Jinja file or string that replaces the tokenizer's chat template."""
-    apply_chat_template: bool | None = None
-    """true = apply the chat template to every prompt, to a string as one user message; false = use the content of the
-    messages as it is; null = apply the template to lists of messages, if the tokenizer has one."""
-    special_tokens_in_text: Literal["split", "allow", "error"] = "split"
-    """Names of special tokens in the text of files and environments: read as letters (split), as the tokens (allow, for
-    files that a template has written), or refused in files (error)."""
+    seed: Seed = key(1, read_if=DRAWS)
+    """Seed of the order of rows, samples and supervised pairs."""
     reward_fn_key: str = "data_source"
     """Column with the data source, which picks the built-in reward; may be missing if no built-in reward is used."""
     prompt_id_key: str | None = key(None, Change(Effect.NONE, "names of prompts in records"))
@@ -68,33 +72,15 @@ class DataSection:
 
 
 @section(DATA)
-class SupervisedDataSection:
+class SupervisedDataSection(TextSection):
     """`data.*` of runs that learn from files alone."""
 
-    train_files: str | list[str]
-    """Parquet or JSON file or files; a local path or any URI that pyarrow or fsspec opens."""
-    val_files: str | list[str] | None = key(None, SCORES)
-    """File or files for validation, as `train_files`; null = no validation."""
-    tokenizer: str | None = None
-    """HF directory, HF id or SentencePiece `.model` file, or a URI of one; null = the model's."""
-    prompt_key: str = "prompt"
-    """Column with the prompt: a list of messages {role, content}, or a plain string."""
     train_batch_size: Count = 256
     """Rows per optimizer step, over all ranks."""
     micro_batch_size: Count | None = key(None, MICRO)
     """Most rows per forward pass, per rank; null = only the token budget is a limit."""
-    shuffle: bool = True
-    """A new order of the rows in every epoch."""
     seed: Seed = key(1, read_if=when(".shuffle", True))
-    """Seed of that order."""
-    chat_template: str | None = None
-    """Jinja file or string that replaces the tokenizer's chat template."""
-    apply_chat_template: bool | None = None
-    """true = apply the chat template to every prompt, to a string as one user message; false = use the content of the
-    messages as it is; null = apply the template to lists of messages, if the tokenizer has one."""
-    special_tokens_in_text: Literal["split", "allow", "error"] = "split"
-    """Names of special tokens in the text of files and environments: read as letters (split), as the tokens (allow, for
-    files that a template has written), or refused in files (error)."""
+    """Seed of the order of rows."""
 
 
 @section(DATA)

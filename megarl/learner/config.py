@@ -9,6 +9,11 @@ from megarl.mark import OFF_CPU, OPTIMIZER, SPLIT, Change, Effect, key, when
 from megarl.section import Count, CountFromZero, Fraction, Interval, Seed, Weight, section
 
 OFFLOAD = Change(Effect.NONE, "the place where parts of the trainer are kept")
+LENGTH = when(
+    ".follows_length",
+    words="the learning rate decays, or warms up by `lr_warmup_steps_ratio`",
+    because=(".warmup_style", ".lr_warmup_steps_ratio"),
+)
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -65,14 +70,7 @@ class OptimSection:
     the schedule; null = the decay would reach 0 one update later, so the last update learns too."""
     warmup_style: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up: constant, or a cosine or linear decay."""
-    total_training_steps: Interval = key(
-        -1,
-        read_if=when(
-            ".follows_length",
-            words="the learning rate decays, or warms up by `lr_warmup_steps_ratio`",
-            because=(".warmup_style", ".lr_warmup_steps_ratio"),
-        ),
-    )
+    total_training_steps: Interval = key(-1, read_if=LENGTH)
     """Length of the schedule in steps in which the model learns, for the actor those after trainer.critic_warmup; -1 or
     0 = all of the run."""
     weight_decay: Weight = 0.01

@@ -11,6 +11,9 @@ from megarl.section import Count, CountFromZero, Interval, Length, Seconds, sect
 NAME = Change(Effect.NONE, "a name")
 RECORDS = Change(Effect.NONE, "records and checkpoints, not the training")
 LENGTH = Change(Effect.NONE, "the run's length")
+AFTER_STEPS = when(
+    "validates_after_steps", words="the run validates after steps", because=("data.val_files", ".test_freq")
+)
 
 REPLAY = "replay"
 """The directory of the records of a replay, in the directory of the run."""
@@ -63,13 +66,7 @@ class TrainerSection:
     """Steps between checkpoints; -1 or 0 = none but those of save_last and save_best."""
     save_last: bool = key(True, RECORDS)
     """Save the last step, whatever save_freq is."""
-    save_best: bool = key(
-        True,
-        RECORDS,
-        read_if=when(
-            "validates_after_steps", words="the run validates after steps", because=("data.val_files", ".test_freq")
-        ),
-    )
+    save_best: bool = key(True, RECORDS, read_if=AFTER_STEPS)
     """Save each step whose validation is the best so far, and keep it until a better one is saved. false =
     val/best_step may name a step without a checkpoint."""
     test_freq: Interval = key(-1, VALIDATION)
