@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make setup        .venv with exactly requirements/cpu.lock (PYTHON=... chooses the interpreter)"
-	@echo "make setup-peers  .venv-peers: .venv with the libraries that 'megarl bench step --peer' measures"
+	@echo "make setup-peers  .venv-peers: .venv with the libraries that 'python -m benchmarks step --peer' measures"
 	@echo "make quickstart   watch a small language model learn arithmetic by PPO"
 	@echo "make fix          mend what ruff can mend, and format"
 	@echo "make check        ruff, mypy, import contracts"
@@ -71,7 +71,7 @@ test-long: setup
 OF_MEGATRON := tests/unit/test_models_grid.py tests/unit/test_learner_patches.py tests/unit/test_learner_rotary.py \
 	$(patsubst %,tests/ranks/test_learner_%.py,checkpoint cuda gradient layout moe overlap parallel split) \
 	tests/ranks/test_planning_memory.py \
-	"tests/ranks/test_sync_transfer.py::test_engine_has_the_trainers_weights_after_every_update[llama-2]"
+	"tests/ranks/test_weight_sync_transfer.py::test_engine_has_the_trainers_weights_after_every_update[llama-2]"
 test-newest:
 	@scripts/setup.sh newest
 	.venv-newest/bin/python -m pytest $(TWO) $(OF_MEGATRON) tests/unit/test_rewards_reasoning_gym.py \
@@ -80,8 +80,8 @@ test-newest:
 # What calls vLLM. The CPU build of 0.26 has no latent attention, packs no tied head, which a planted fault (faults1)
 # needs, and cannot reload whole experts. Not a part of test-long: the packages are large.
 OF_ENGINE := $(patsubst %,tests/unit/test_rollout_%.py,arguments draws kv_cache sampling session) \
-	$(patsubst %,tests/ranks/test_rollout_%.py,draws engine layout) tests/ranks/test_sync_selfcheck.py \
-	"tests/ranks/test_sync_transfer.py::test_engine_has_the_trainers_weights_after_every_update[llama-2]"
+	$(patsubst %,tests/ranks/test_rollout_%.py,draws engine layout) tests/ranks/test_weight_sync_selfcheck.py \
+	"tests/ranks/test_weight_sync_transfer.py::test_engine_has_the_trainers_weights_after_every_update[llama-2]"
 test-oldest:
 	@scripts/setup.sh oldest
 	.venv-oldest/bin/python -m pytest $(TWO) -k "not deepseek and not faults1 and not whole_experts" $(OF_ENGINE)

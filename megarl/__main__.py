@@ -7,9 +7,9 @@ from functools import partial
 import click
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.cli import version
-from megarl.cli.command import complain
-from megarl.cli.commands import megarl
+from megarl.commands.cli import version
+from megarl.commands.cli.command import complain
+from megarl.commands.cli.table import megarl
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -76,7 +76,15 @@ def main() -> int:
     common += [f"trainer.total_training_steps={num_steps}"]
     expected, found = out / "undisturbed", out / "killed"
     if not is_finished(expected, num_steps):
-        call("undisturbed", *torchrun, "-m", "megarl.train", *common, *places(expected), log=out / "undisturbed.log")
+        call(
+            "undisturbed",
+            *torchrun,
+            "-m",
+            "megarl.commands.train",
+            *common,
+            *places(expected),
+            log=out / "undisturbed.log",
+        )
     faults = Faults(out / "faults.json")
     if not faults.path.exists():
         durations = seconds_of(expected)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 NAMES = {
     "token_embd": "model.embed_tokens",

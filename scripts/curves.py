@@ -80,7 +80,7 @@ def command_of(arguments: Sequence[str], seed: int, out: Path, name: str, *, ste
     """Return the arguments of Python for a run."""
     of_run = of_one_process(seed, out / f"seed{seed}", steps=steps)
     directory = f"trainer.default_local_dir={directory_of(out, name, seed)}"
-    return ["-m", "megarl.train", *arguments, *of_run, f"trainer.test_freq={max(1, steps // 6)}", directory]
+    return ["-m", "megarl", "train", *arguments, *of_run, f"trainer.test_freq={max(1, steps // 6)}", directory]
 
 
 def table(results: Sequence[Result], study: Study) -> str:

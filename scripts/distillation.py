@@ -56,7 +56,7 @@ def distil(kind: ExactKL, quickstart: Path, out: Path) -> Curve:
             f"actor_rollout_ref.actor.kl_loss_type={kind}",
             f"trainer.default_local_dir={directory}",
         ]
-        subprocess.run([sys.executable, "-m", "megarl.train", *map(str, arguments)], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "megarl", "train", *map(str, arguments)], cwd=ROOT, check=True)
         (directory / "finished").touch()
     return curve_of(directory)
 

@@ -24,9 +24,9 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the machine may have no installed megarl
 
-from megarl.bench.gpu_page import page  # noqa: E402
-from megarl.bench.gpu_site import Site, write_json  # noqa: E402
-from megarl.bench.gpu_stages import Stage, stages  # noqa: E402
+from benchmarks.gpu_page import page  # noqa: E402
+from benchmarks.gpu_site import Site, write_json  # noqa: E402
+from benchmarks.gpu_stages import Stage, stages  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
 RESULTS = PAGE.with_suffix(".json")

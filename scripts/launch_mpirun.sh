@@ -4,7 +4,7 @@
 #   HOSTS=localhost:2 scripts/launch_mpirun.sh configs/NAME.yaml trainer.total_epochs=1
 #   HOSTS=node001:8,node002:8 scripts/launch_mpirun.sh configs/NAME.yaml
 #
-# MODULE is another entry point than megarl.train. Arguments for mpirun itself go in MPIRUN_ARGS.
+# MODULE is another entry point than megarl.commands.train. Arguments for mpirun itself go in MPIRUN_ARGS.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -27,7 +27,7 @@ set -m
 own=()
 command -v setpriv >/dev/null && own=(setpriv --pdeathsig KILL) # mpirun does not outlive this script
 # shellcheck disable=SC2086 # MPIRUN_ARGS is several words
-"${own[@]}" mpirun "${args[@]}" ${MPIRUN_ARGS:-} "$python" -m "${MODULE:-megarl.train}" "$@" \
+"${own[@]}" mpirun "${args[@]}" ${MPIRUN_ARGS:-} "$python" -m "${MODULE:-megarl.commands.train}" "$@" \
     "trainer.nnodes=${#hosts[@]}" "trainer.n_gpus_per_node=$gpus" </dev/null &
 mpirun=$!
 told=

@@ -4,7 +4,7 @@
 #   sbatch --nodes=4 scripts/launch_slurm.sh configs/NAME.yaml trainer.total_epochs=1
 #
 # Options given to sbatch override those below. --gpus-per-node, not --gpus-per-task: each rank must see all GPUs of its
-# host, and takes the GPU of its local rank. MODULE selects another entry point than megarl.train.
+# host, and takes the GPU of its local rank. MODULE selects another entry point than megarl.commands.train.
 #
 # Ten minutes before its time limit (--signal) the job finishes its step, saves and is requeued: choose a longer time if a
 # step and a save take longer. `scancel --signal=USR1 JOB` does the same at once; `scancel JOB` ends the job for good.
@@ -25,7 +25,7 @@ python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo py
 # --wait: after a rank has failed, the others, which may wait for it, have a minute. --kill-on-bad-exit would kill ranks
 # while they stop one after another after a signal.
 code=0
-srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none "$python" -m "${MODULE:-megarl.train}" "$@" \
+srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none "$python" -m "${MODULE:-megarl.commands.train}" "$@" \
     "trainer.nnodes=$SLURM_JOB_NUM_NODES" "trainer.n_gpus_per_node=$SLURM_NTASKS_PER_NODE" || code=$?
 ((code != 75)) || scontrol requeue "$SLURM_JOB_ID" # 75: stopped by a signal and saved (docs/reliability.md)
 exit "$code"

@@ -23,4 +23,4 @@ if ((nodes > 1)); then
 fi
 # The agent is torchrun, except that the ranks finish their step and save on Ctrl-C, SIGTERM and SIGHUP.
 exec "$python" -m megarl.distributed.agent "${rendezvous[@]}" --nproc-per-node "$gpus" \
-    -m "${MODULE:-megarl.train}" "$@" "trainer.nnodes=$nodes" "trainer.n_gpus_per_node=$gpus"
+    -m "${MODULE:-megarl.commands.train}" "$@" "trainer.nnodes=$nodes" "trainer.n_gpus_per_node=$gpus"

@@ -21,7 +21,7 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS, ERRORS = "commands", "megarl.errors"
+COMMANDS, ERRORS = "commands", "megarl.platform.errors"
 BLUE, GREEN, ORANGE, GREY, VIOLET, RED = "#3b6fb6", "#4a9156", "#d98328", "#8a8f98", "#7d5ba6", "#b8484e"
 INK, PALE = "#22262d", "#d9dde3"
 GB = 1e9
@@ -170,7 +170,7 @@ PLAN = "configs/plans/llama-3-70b_64gpu.yaml"
 
 
 def draw_memory(path: Path) -> None:
-    """Draw the device memory of the fullest rank in each phase, as `megarl.plan` computes it."""
+    """Draw the device memory of the fullest rank in each phase, as `megarl plan` computes it."""
     from megarl.planning.planner import Planner
     from megarl.planning.report import to_dict
     from megarl.planning.traffic import Links

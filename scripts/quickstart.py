@@ -95,7 +95,7 @@ def main() -> None:
     problems = [*task.problems]
     if few := arguments.num_problems:
         problems += ["--train", few, "--val", few, "--sft", few]
-    megarl("data.prepare", arguments.task, "--out", out / "data", "--seed", seed, *problems)
+    megarl("prepare", arguments.task, "--out", out / "data", "--seed", seed, *problems)
     make_model(out / "model", out / "data", seed)
     start = time.perf_counter()
     megarl(
@@ -144,7 +144,7 @@ def read_keys(arguments: Sequence[str]) -> dict[str, str]:
     keys = dict(argument.partition("=")[::2] for argument in arguments)
     for key in keys:
         if not any(key in Schema.of(root) for root in (SFTConfig, Config)):
-            sys.exit(f"quickstart: {key} is no key of megarl.sft or of megarl.train; see docs/configuration.md")
+            sys.exit(f"quickstart: {key} is no key of megarl sft or of megarl train; see docs/configuration.md")
     return keys
 
 
@@ -240,12 +240,12 @@ def summarize(out: Path, task: Task, seconds: float) -> None:
     print(f"MLflow  .venv/bin/mlflow ui --backend-store-uri sqlite:///{out}/mlflow.db")
 
 
-def megarl(module: str, *arguments: object) -> None:
-    """Run `python -m megarl.MODULE ARGUMENTS`, and exit if it fails."""
-    command = [sys.executable, "-m", f"megarl.{module}", *map(str, arguments)]
+def megarl(name: str, *arguments: object) -> None:
+    """Run `python -m megarl NAME ARGUMENTS`, and exit if it fails."""
+    command = [sys.executable, "-m", "megarl", name, *map(str, arguments)]
     print(f"\n$ python {shlex.join(command[1:])}", flush=True)
     if code := subprocess.run(command, cwd=ROOT).returncode:
-        sys.exit(f"quickstart: megarl.{module} failed with code {code}; its messages are above")
+        sys.exit(f"quickstart: megarl {name} failed with code {code}; its messages are above")
 
 
 if __name__ == "__main__":

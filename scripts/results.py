@@ -3,7 +3,7 @@
     python scripts/results.py [--jobs 2] [--seeds 3] [--steps 40] [--out runs/results] [--docs docs]
 
 For each seed the quickstart makes data and a warmed-up model, which all algorithms share. Then each algorithm is one
-`megarl.train` on one process. Its own settings come from its file in `configs/`; nothing is tuned. Finished runs are
+`megarl train` on one process. Its own settings come from its file in `configs/`; nothing is tuned. Finished runs are
 kept, so the same command resumes after an interruption.
 """
 
@@ -91,7 +91,7 @@ def command_of(algorithm: str, seed: int, out: Path, *, steps: int) -> list[str]
     file.parent.mkdir(exist_ok=True)
     file.write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
     return [
-        *("-m", "megarl.train", BASE, str(file)),
+        *("-m", "megarl", "train", BASE, str(file)),
         *of_one_process(seed, out / f"seed{seed}", steps=steps),
         f"data.train_batch_size={SAMPLES // responses}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={SAMPLES // responses // UPDATES}",

@@ -108,7 +108,7 @@ check_imports() {
     PYTHONDONTWRITEBYTECODE='' HF_HUB_OFFLINE=1 "$python" -c '
 import sys
 from importlib import import_module
-from megarl import train
+from megarl.commands import train
 for name in (*sys.argv[1:], *train.IMPORTS):
     import_module(name)' "$@"
 }
@@ -147,7 +147,7 @@ setup_locked() {
     fi
     step "install megarl (editable)" "Check pyproject.toml; it needs no network." \
         pip_install --no-build-isolation --no-index -e .
-    step "import torch, vLLM, Megatron-Core" "Run the doctor: .venv/bin/python -m megarl.doctor" \
+    step "import torch, vLLM, Megatron-Core" "Run the doctor: .venv/bin/python -m megarl doctor" \
         check_imports .venv/bin/python
     echo "$project" >.venv/.project
 }

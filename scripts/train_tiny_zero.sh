@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train as TinyZero's train_tiny_zero.sh does: its arguments, with megarl.train as the module.
+# Train as TinyZero's train_tiny_zero.sh does: its arguments, with `megarl train` as the program.
 #
 #   export N_GPUS=2 BASE_MODEL=Qwen/Qwen2.5-3B DATA_DIR=data/countdown ROLLOUT_TP_SIZE=2 EXPERIMENT_NAME=countdown-qwen2.5-3b
 #   bash scripts/train_tiny_zero.sh [a.b.c=value ...]
@@ -12,7 +12,7 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-$([[ -x $root/.venv/bin/python ]] && echo "$root/.venv/bin/python" || echo python)}
 
-exec "$python" -m megarl.train \
+exec "$python" -m megarl train \
 "data.train_files=$DATA_DIR/train.parquet" \
 "data.val_files=$DATA_DIR/test.parquet" \
 data.train_batch_size=256 \

@@ -64,7 +64,7 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, la
     return advantages, advantages + values
 
 
-def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_by_std: bool) -> Tensor:
+def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, norm_adv_by_std_in_grpo: bool) -> Tensor:
     """Compare each sample with its group (Shao et al. 2024, "DeepSeekMath", section 4.1.2).
 
     `A_i = (s_i - mean(s of its group)) / (std(s of its group) + 1e-6)` on every token of sample `i`; without the
@@ -75,14 +75,14 @@ def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_by_std: bool
         scores: `[B]`.
         groups: `[B]` int64.
         mask: `[B, T]` bool.
-        normalize_by_std: divide by the group's standard deviation.
+        norm_adv_by_std_in_grpo: divide by the group's standard deviation.
 
     Returns:
         Advantages `[B, T]`.
     """
     group = _Groups(groups)
     advantages = scores.double() - group.mean(scores.double())
-    if normalize_by_std:
+    if norm_adv_by_std_in_grpo:
         advantages = advantages / (group.std(scores.double()) + 1e-6)
     return _on_every_token(advantages, mask)
 
@@ -139,7 +139,7 @@ def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -
     Returns:
         Advantages `[B, T]`, not whitened.
     """
-    return grpo(scores, groups, mask, normalize_by_std=False)
+    return grpo(scores, groups, mask, norm_adv_by_std_in_grpo=False)
 
 
 def remax(token_rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     return _on_every_token(scores.double() - baselines, mask)
 
 
-def grpo_passk(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_by_std: bool) -> Tensor:
+def grpo_passk(scores: Tensor, groups: Tensor, mask: Tensor, *, norm_adv_by_std_in_grpo: bool) -> Tensor:
     """Reward only the best sample of a group, for pass@k.
 
     Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives".
@@ -213,7 +213,7 @@ def grpo_passk(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_by_std
         scores: `[B]`.
         groups: `[B]` int64.
         mask: `[B, T]` bool.
-        normalize_by_std: divide by the group's standard deviation.
+        norm_adv_by_std_in_grpo: divide by the group's standard deviation.
 
     Returns:
         Advantages `[B, T]`.
@@ -224,9 +224,14 @@ def grpo_passk(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_by_std
     ends = group.counts.cumsum(0) - 1
     best, second = ranked[ends], ranked[(ends - 1).clamp(min=0)]
     gaps = (scores[best] - scores[second]).where(group.counts > 1, 0.0)
-    if normalize_by_std:
+    if norm_adv_by_std_in_grpo:
         gaps = gaps / (group.std(scores)[best] + 1e-6)
     return _on_every_token(torch.zeros_like(scores).index_copy(0, best, gaps), mask)
+
+
+def none(mask: Tensor) -> Tensor:
+    """Return advantages of 0, `[B, T]` float32: only other terms of the loss teach anything."""
+    return torch.zeros(mask.shape)
 
 
 def whiten(x: Tensor, mask: Tensor, *, mean: Tensor | float, var: Tensor | float) -> Tensor:

@@ -2,27 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
-from megarl.mark import Change, Effect, key, when
+from megarl.mark import Change, Condition, Effect, key, when
 from megarl.section import Bound, CountFromZero, Fraction, Length, Weight, section
 
-AdvantageEstimator = Literal[
-    "gae",
-    "grpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "opo",
-    "gpg",
-    "grpo_passk",
-    "none",
-    "custom",
-]
-LossMode = Literal["vanilla", "gspo", "cispo", "gpg", "clip_cov", "kl_cov", "custom"]
 Need = Literal["values", "groups", "baselines"]
 NEEDS: tuple[Need, ...] = get_args(Need)
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -36,28 +22,53 @@ Covariance = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    """The needs of an advantage estimator."""
+    """The needs of an advantage estimator. Its function has the estimator's name in `algorithms/advantages.py`."""
 
     critic: bool = False  # the values of a critic
     compares: bool = False  # several responses to each prompt
     greedy: bool = False  # a greedy response to each prompt
+    whitens: bool = False  # the advantages are whitened over the complete batch
+    reads: tuple[str, ...] = ()  # keys of `algorithm`, which are arguments of the function
 
 
-ESTIMATORS: Mapping[AdvantageEstimator, Estimator] = {
-    "gae": Estimator(critic=True),
-    "grpo": Estimator(compares=True),
+ESTIMATORS: Mapping[str, Estimator] = {
+    "gae": Estimator(critic=True, whitens=True, reads=("gamma", "lam")),
+    "grpo": Estimator(compares=True, reads=("norm_adv_by_std_in_grpo",)),
     "rloo": Estimator(compares=True),
-    "reinforce_plus_plus": Estimator(),
-    "reinforce_plus_plus_baseline": Estimator(compares=True),
+    "reinforce_plus_plus": Estimator(whitens=True, reads=("gamma",)),
+    "reinforce_plus_plus_baseline": Estimator(compares=True, whitens=True),
     "remax": Estimator(greedy=True),
     "opo": Estimator(compares=True),
     "gpg": Estimator(compares=True),
-    "grpo_passk": Estimator(compares=True),
+    "grpo_passk": Estimator(compares=True, reads=("norm_adv_by_std_in_grpo",)),
     "none": Estimator(),
     "custom": Estimator(),
 }
-"""The needs of an estimator of the user are in the configuration: see `AlgorithmSection.estimator`."""
+"""The needs of a custom estimator are in the configuration: see `AlgorithmSection.estimator`."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The needs of a policy loss. Its function is in `algorithms/losses.py`."""
+
+    function: str = ""  # its name
+    chooses: bool = False  # tokens that it treats differently (`algorithms/covariance.py`)
+
+
+LOSSES: Mapping[str, Loss] = {
+    "vanilla": Loss(function="ppo_clip"),
+    "gspo": Loss(function="gspo"),
+    "cispo": Loss(function="cispo"),
+    "gpg": Loss(function="gpg"),
+    "clip_cov": Loss(function="clip_cov", chooses=True),
+    "kl_cov": Loss(function="kl_cov", chooses=True),
+    "custom": Loss(),
+}
+if TYPE_CHECKING:
+    AdvantageEstimator: TypeAlias = str
+    LossMode: TypeAlias = str
+else:
+    AdvantageEstimator, LossMode = Literal[*ESTIMATORS], Literal[*LOSSES]
 K3: tuple[KLEstimator, ...] = ("low_var_kl", "k3")
 """The estimators that `kl_penalty_k3_bound` and `kl_loss_k3_bound` bound."""
 ALGORITHM = Change(Effect.CURVE, "the algorithm")
@@ -74,6 +85,10 @@ IN_REWARD = when(
     because=(".use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss"),
 )
 PENALISED = (IN_REWARD, when(".kl_ctrl.kl_coef", words="`algorithm.kl_ctrl.kl_coef` is more than 0"))
+
+
+def _read_by_estimators(name: str) -> Condition:
+    return when(".adv_estimator", *(estimator for estimator, needs in ESTIMATORS.items() if name in needs.reads))
 
 
 @section(ALGORITHM)
@@ -165,11 +180,11 @@ class AlgorithmSection:
     are 0, so that only other terms of the loss teach anything: the divergence from a teacher."""
     custom_estimator: CustomEstimatorSection = key(CustomEstimatorSection, read_if=when(".adv_estimator", "custom"))
     """An advantage estimator of the user."""
-    gamma: Fraction = key(1.0, read_if=when(".adv_estimator", "gae", "reinforce_plus_plus"))
+    gamma: Fraction = key(1.0, read_if=_read_by_estimators("gamma"))
     """Discount per token."""
-    lam: Fraction = key(1.0, read_if=when(".adv_estimator", "gae"))
+    lam: Fraction = key(1.0, read_if=_read_by_estimators("lam"))
     """Lambda of GAE."""
-    norm_adv_by_std_in_grpo: bool = key(True, read_if=when(".adv_estimator", "grpo", "grpo_passk"))
+    norm_adv_by_std_in_grpo: bool = key(True, read_if=_read_by_estimators("norm_adv_by_std_in_grpo"))
     """Divide the advantages by the standard deviation of the group; false = Dr. GRPO."""
     use_kl_in_reward: bool | None = None
     """Subtract the divergence from the reference from the reward; null = only if actor.use_kl_loss is false."""

@@ -4,7 +4,6 @@ A result must not depend on the micro-batches and ranks that share a batch, on p
 Both checks try a function on random batches of ragged responses. They draw nothing from torch's global generator.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.algorithms.calls import arguments_of
 from megarl.algorithms.losses import PolicyLoss
 from megarl.algorithms.masked import masked
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 NUM_BATCHES = 8
 PADDING = 3
@@ -185,12 +185,10 @@ def _require_shape(function: Callable[..., Any], what: str, value: object, shape
 
 def _taken(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that `function` has parameters for, with zeros outside the mask."""
-    parameters, mask = inspect.signature(function).parameters, tensors["mask"]
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    mask = tensors["mask"]
     return {
         name: masked(tensor, mask) if tensor.shape == mask.shape and tensor is not mask else tensor
-        for name, tensor in tensors.items()
-        if takes_all or name in parameters
+        for name, tensor in arguments_of(function, tensors).items()
     }
 
 

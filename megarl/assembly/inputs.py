@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, SupervisedConfig
 from megarl.data.template import is_template
-from megarl.errors import UserError
 from megarl.models.config import CheckpointSection
+from megarl.platform.errors import UserError
 from megarl.platform.hub import downloaded
 from megarl.platform.remote import remote_directory, split_uri
 from megarl.platform.secrets import redact

@@ -14,7 +14,6 @@ from megarl.config.root import Config
 from megarl.data.config import TextSection
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
-from megarl.errors import UserError
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
 from megarl.learner.forward import ReferenceDivergence
@@ -23,6 +22,7 @@ from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import Objective
 from megarl.models.config import ModelSection
 from megarl.models.source import Source
+from megarl.platform.errors import UserError
 from megarl.tracking.config import TrainerSection
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
 from megarl.training.own import OwnLoss

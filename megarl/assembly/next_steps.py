@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.checkpoint.directory import HUGGINGFACE, STEP_PREFIX, saved_steps
 from megarl.checkpoint.state import best_checkpoint
 from megarl.config.root import Config, RewardTrainConfig, SupervisedConfig
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.report.tracker import REPORT_FILE
 from megarl.tracking.jsonl import METRICS_FILE, table_file
 from megarl.tracking.mlflow_place import how_to_open, tracking_uri

@@ -127,7 +127,7 @@ def run_tracker(
 
 
 def _reports(run: TrackedRun, last_step: int) -> dict[str, Tracker]:
-    """Open the trackers that keep what a report and `megarl.watch` show, and the report itself."""
+    """Open the trackers that keep what a report and `megarl watch` show, and the report itself."""
     return {
         STATUS_FILE: Status(run.run_dir, total_steps=last_step, step=run.resume_step or 0),
         HISTORY_FILE: History(run.run_dir, resume_step=run.resume_step),

@@ -32,12 +32,12 @@ from megarl.config.root import Config, SupervisedConfig
 from megarl.config.schema import Schema
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import restarted
-from megarl.errors import UserError
 from megarl.learner.learner import Learner
 from megarl.mark import Effect
+from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.uri import WAITS_S, persist
-from megarl.platform.versions import running
+from megarl.platform.versions import installed_versions
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.run_id import known_run_ids
 
@@ -198,7 +198,7 @@ def checkpoint_texts(
     """
     texts = {
         CONFIG_FILE: to_yaml(config),
-        VERSIONS_FILE: json.dumps(running(), indent=1),
+        VERSIONS_FILE: json.dumps(installed_versions(), indent=1),
         MODELS_FILE: json.dumps(_sizes(learners), indent=1),
         CODE_FILE: json.dumps(code, indent=1),
         INPUTS_FILE: json.dumps(inputs, indent=1),
@@ -230,7 +230,7 @@ def _compare(
         found = code_differences(was.code, own_code(config), found) + found
     if was.inputs is not None:
         found = input_differences(was.inputs, on_first_rank(lambda: inputs_of(config)), found) + found
-    old, now = was.versions, running()
+    old, now = was.versions, installed_versions()
     if old is None:
         return found, {}
     return found, {

@@ -11,12 +11,12 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.environments.encoding import Observer
 from megarl.environments.episodes import Environments
 from megarl.environments.scoring import EpisodeScorer
-from megarl.errors import UserError
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import Mesh
 from megarl.models.hub import stop_token_ids
 from megarl.models.source import Source
+from megarl.platform.errors import UserError
 from megarl.rewards.scoring import RuleScorer
 from megarl.training.reward_model import ModelScorer, RewardModel
 

@@ -21,11 +21,11 @@ from megarl.assembly.resume import ResumePoint
 from megarl.assembly.reward import make_environments, make_rules
 from megarl.assembly.sampling import (
     make_engine,
-    make_kept,
     make_limits,
     make_sampler,
     make_samples,
     make_scorer,
+    make_step_cache,
     make_validation,
     training_prompts,
     validation_prompts,
@@ -50,11 +50,11 @@ from megarl.models.source import Source
 from megarl.platform.peaks import published_flops
 from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
+from megarl.samples.in_flight import CARRIED_FILE
+from megarl.samples.in_flight import read as read_carried
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.profile import make_traces
 from megarl.tracking.protocol import Tracker
-from megarl.training.carried import CARRIED_FILE
-from megarl.training.carried import read as read_carried
 from megarl.training.collect import SampleSource
 from megarl.training.gate import Gate
 from megarl.training.loop import KL, Job, Progress
@@ -120,10 +120,10 @@ class Inputs:
         """The prompts, by their use."""
         return {"train": self.prompts, "validation": self.val_prompts}
 
-    def first_as_read(self, state: State) -> str:
+    def preview_prompt(self, state: State) -> str:
         """Describe for people the prompt that a run in this state reads first."""
         remark = f"\nvalidation:{self.val_prompts.remark}" if self.val_prompts and self.val_prompts.remark else ""
-        return self.prompts.first_as_read(state.position or self.prompts.position_of(state.step)) + remark
+        return self.prompts.preview_prompt(state.position or self.prompts.position_of(state.step)) + remark
 
 
 def build_training(config: Config, launch: Launch, resources: ExitStack) -> Training | None:
@@ -142,14 +142,14 @@ def build_training(config: Config, launch: Launch, resources: ExitStack) -> Trai
         return None
     on_first_rank(lambda: record_time(run_dir, inputs.tokenizer.now))
     if launch.rank == 0:
-        logger.info(inputs.first_as_read(resume_point.state))
+        logger.info(inputs.preview_prompt(resume_point.state))
     engine = make_engine(config, inputs.source, inputs.tokenizer)
     models, checkpoints = _make_models(config, launch, inputs, resume_point, mirrored=True)
     tracker = run_tracker(config, launch, resume_point, last_step=inputs.last_step)
     _log_sizes(config, resume_point, tracker, inputs.streams)
     scorer = make_scorer(config, inputs.rules, models.mesh, inputs.tokenizer, inputs.source)
-    kept = make_kept(config, inputs.prompts, resume_point)
-    sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, inputs.environments, kept)
+    step_cache = make_step_cache(config, inputs.prompts, resume_point)
+    sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, inputs.environments, step_cache)
     validation = (
         make_validation(config, inputs.val_prompts, sampler, scorer, tracker, replaces=True)
         if inputs.val_prompts

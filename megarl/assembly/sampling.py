@@ -29,18 +29,18 @@ from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.limits import Limits
 from megarl.rollout.start import start_engine
+from megarl.samples.step_cache import StepCache
+from megarl.samples.store import SampleStore
 from megarl.section import flatten
-from megarl.sync.plan import plan_sync
-from megarl.sync.selfcheck import SelfCheck
-from megarl.sync.transfer import Sync
 from megarl.tracking.protocol import Tracker
-from megarl.training.archive import Archive
 from megarl.training.collect import Collector, SampleSource
-from megarl.training.kept import Kept
 from megarl.training.partial import Partial
 from megarl.training.replay import Recorder
 from megarl.training.roles import EngineSampler
 from megarl.training.validation import Validation
+from megarl.weight_sync.plan import plan_sync
+from megarl.weight_sync.selfcheck import SelfCheck
+from megarl.weight_sync.transfer import Sync
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +90,9 @@ def make_sampler(
     scorer: Reward,
     launch: Launch,
     environments: Environments | None,
-    kept: Kept | None = None,
+    step_cache: StepCache | None = None,
 ) -> EngineSampler:
-    """Plan the sync from actor to engine, and make the sampler that uses it. `kept` None: it keeps no responses."""
+    """Plan the sync from actor to engine, and make the sampler that uses it. `step_cache` None: none is kept."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     budget = make_budget(config, rollout.log_prob_micro_batch_size or policy.actor.ppo_micro_batch_size)
     plan = plan_sync(
@@ -110,11 +110,11 @@ def make_sampler(
         section=rollout,
         finished=scorer.begin,
         environments=environments,
-        kept=kept,
+        step_cache=step_cache,
     )
 
 
-def make_kept(config: Config, prompts: PromptStream, resume_point: ResumePoint) -> Kept | None:
+def make_step_cache(config: Config, prompts: PromptStream, resume_point: ResumePoint) -> StepCache | None:
     """Make the files of complete responses. Return None if the run keeps none."""
     if not config.actor_rollout_ref.rollout.keep_complete:
         return None
@@ -125,7 +125,7 @@ def make_kept(config: Config, prompts: PromptStream, resume_point: ResumePoint) 
         for path, value in flatten(to_dict(config))
         if schema.changes[schema.leaf(path)].effect is not Effect.NONE
     }
-    return Kept(
+    return StepCache(
         run_dir,
         config=json.dumps(what_matters),
         checkpoint_of=lambda step: resume_point.checkpoint if step == first_step else run_dir / f"{STEP_PREFIX}{step}",
@@ -156,10 +156,10 @@ def make_scorer(config: Config, rules: RuleScorer | None, mesh: Mesh, tokenizer:
     )
 
 
-def make_archive(config: Config) -> Archive | None:
+def make_sample_store(config: Config) -> SampleStore | None:
     """Open the directory of samples. Return None if the samples are not kept."""
     directory = config.trainer.rollout_data_dir
-    return Archive(Path(directory)) if directory else None
+    return SampleStore(Path(directory)) if directory else None
 
 
 def make_samples(config: Config, prompts: PromptStream, sampler: EngineSampler, scorer: Reward) -> SampleSource:
@@ -171,20 +171,20 @@ def make_samples(config: Config, prompts: PromptStream, sampler: EngineSampler, 
         algorithm=config.algorithm,
         partial=make_partial(config),
     )
-    archive = make_archive(config)
-    return Recorder(samples=collector, archive=archive) if archive else collector
+    store = make_sample_store(config)
+    return Recorder(samples=collector, store=store) if store else collector
 
 
 def make_validation(
     config: Config, prompts: PromptStream, sampler: EngineSampler, scorer: Reward, tracker: Tracker, *, replaces: bool
 ) -> Validation:
     """Make the validation on held-out prompts. `replaces`: its kept samples may replace earlier files."""
-    archive = make_archive(config)
+    store = make_sample_store(config)
     return Validation(
         prompts=prompts,
         sampler=sampler,
         scorer=scorer,
         tracker=tracker,
         num_shown=config.trainer.log_val_generations,
-        archive=archive and replace(archive, replaces=replaces),
+        store=store and replace(store, replaces=replaces),
     )

@@ -61,7 +61,7 @@ def _learn(
             return None
     on_first_rank(lambda: record_time(run_dir, tokenizer.now))
     if launch.rank == 0:
-        logger.info(task.batches.first_as_read(resume_point.state.step))
+        logger.info(task.batches.preview_prompt(resume_point.state.step))
     logger.info("starting: the model")
     learner = make_learner(
         source.directory,

@@ -11,11 +11,11 @@ from megarl.checkpoint.state import State
 from megarl.config.root import Config
 from megarl.data.order import Position
 from megarl.distributed.launch import Launch
-from megarl.errors import UserError
 from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import build_mesh
 from megarl.models.source import Source
+from megarl.platform.errors import UserError
 from megarl.rollout.engine import RolloutEngine
 from megarl.training.validation import Validation
 
@@ -38,7 +38,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     rules = make_rules(config, tokenizer, source)
     environments = make_environments(config, tokenizer, source, prompts.prompt_of(0))
     if launch.rank == 0:
-        logger.info(prompts.first_as_read(Position()))
+        logger.info(prompts.preview_prompt(Position()))
     engine = make_engine(config, source, tokenizer)
     mesh = build_mesh(policy.actor.megatron)
     actor = make_learner(

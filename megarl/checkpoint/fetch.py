@@ -14,7 +14,7 @@ from megarl.checkpoint.manifest import Seal, parse_manifest
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.small_files import read_bytes
 from megarl.platform.uri import WAITS_S, persist
 

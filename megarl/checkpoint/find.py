@@ -14,7 +14,7 @@ from megarl.checkpoint.fetch import fetch
 from megarl.checkpoint.remote import Remote
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import on_first_rank
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.uri import WAITS_S, persist
 from megarl.tracking.jsonl import METRICS_FILE
 

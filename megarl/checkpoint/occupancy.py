@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint.directory import STEP_PREFIX
 from megarl.distributed.exchange import on_first_rank, together
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.files import remedy
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from pyarrow.fs import FileSelector, FileType
 
 from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, STEP_PREFIX, parse_step, step_of_name
 from megarl.checkpoint.manifest import Seal
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.secrets import redact
 from megarl.platform.small_files import MAX_BYTES, Damage
 from megarl.platform.uri import open_filesystem, split_options

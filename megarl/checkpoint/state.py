@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.checkpoint.directory import STATE_FILE, STEP_PREFIX, latest_step, saved_steps, step_of_name
 from megarl.data.order import Position
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.small_files import Damage, read_json
 
 END = 1 << 48

@@ -15,11 +15,11 @@ from megarl.config.rule import Facts
 from megarl.data.config import TextSection
 from megarl.data.remote_tokenizer import is_without_tokenizer
 from megarl.data.template import check_template
-from megarl.errors import UserError
 from megarl.learner.config import MegatronSection
 from megarl.models.architecture import VOCAB_MULTIPLE, Architecture, padded_vocabulary
 from megarl.models.config import CheckpointSection
 from megarl.models.experts import Experts
+from megarl.platform.errors import UserError
 from megarl.platform.files import WriteError, check_writable, similar
 from megarl.platform.uri import local_path, why_unopened
 from megarl.rewards.config import CustomRewardSection, RulesSection

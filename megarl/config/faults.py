@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.secrets import redact
 from megarl.platform.terminal import visible
 

@@ -16,9 +16,9 @@ from megarl.config.faults import Fault
 from megarl.config.foreign import FLAGS, alias, answer_key, answer_values
 from megarl.config.links import LINK, parse
 from megarl.config.schema import Schema, nest
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.files import similar
-from megarl.platform.secrets import BLOT
+from megarl.platform.secrets import REDACTED
 
 COMMAND_LINE = "command line"
 YAML = (".yaml", ".yml")
@@ -125,4 +125,4 @@ def _say(error: Exception) -> str:
         words = " ".join(part for part in (error.context, error.problem) if part)
         if mark := error.problem_mark:
             words += f" (line {mark.line + 1}, column {mark.column + 1})"
-    return " ".join(_QUOTING.sub(rf"\1 '{BLOT}'", words).split())
+    return " ".join(_QUOTING.sub(rf"\1 '{REDACTED}'", words).split())

@@ -13,7 +13,7 @@ from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, ScalarNode
 
 from megarl.config.schema import MANDATORY
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 LINK = re.compile(r"(?<!\\)\$\{\s*(?:oc\.env:\s*(?P<variable>\w+)\s*(?P<default>,[^{}]*)?|(?P<key>\w[\w.-]*?)\s*)\}")
 _ESCAPE = "\\${"

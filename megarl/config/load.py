@@ -28,12 +28,12 @@ from megarl.config.rule import Facts, Rule
 from megarl.config.schema import MANDATORY, Schema, nest
 from megarl.config.sft_rules import SFT_RULES
 from megarl.config.verify_rules import VERIFY_RULES
-from megarl.errors import UserError
-from megarl.platform.secrets import BLOT, redacted
+from megarl.platform.errors import UserError
+from megarl.platform.secrets import REDACTED, redacted
 from megarl.section import flatten
 
 SECRETS_NOTE = f"""\
-# {BLOT} replaces a secret. To start from this file, put the secret into the environment or write it here again.
+# {REDACTED} replaces a secret. To start from this file, put the secret into the environment or write it here again.
 """
 
 C = TypeVar("C")
@@ -75,7 +75,7 @@ def load_reward_train_config(
 
 
 def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> VerifyConfig:
-    """Read the configuration of `megarl.verify`, as `load_config` does.
+    """Read the configuration of `megarl verify`, as `load_config` does.
 
     Without a trainer.n_gpus_per_node, the launcher decides about it. Without a launcher it is the smallest number of
     ranks that the sizes fit.

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from megarl.config.faults import Fault
 from megarl.data.remote_tokenizer import RemoteTokenizer, is_without_tokenizer
-from megarl.errors import UserError
 from megarl.models.architecture import Architecture
 from megarl.models.claims import weight_faults
 from megarl.models.config import CheckpointSection
 from megarl.models.hub import ModelDirectory, place_of, read_config, read_model, weight_files
 from megarl.models.overrides import unread_overrides
+from megarl.platform.errors import UserError
 from megarl.platform.files import similar
 from megarl.platform.remote import RemoteDirectory, remote_directory
 from megarl.platform.uri import is_uri, local_path

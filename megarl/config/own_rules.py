@@ -8,7 +8,7 @@ from megarl.config.faults import Fault
 from megarl.config.own_functions import ESTIMATOR, LOSS, Call
 from megarl.config.root import Config
 from megarl.config.rule import Facts, Rule, rule
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.functions import signature_in
 
 ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", f"{LOSS}.loss_mode"

@@ -88,7 +88,7 @@ def _reward_model(config: Config, facts: Facts) -> Iterator[Fault]:
         yield Fault(
             path=key,
             message=f"{section.model.path} is a language model and no sequence classifier (config.json: architectures "
-            "...ForSequenceClassification): name one that scores, for example a model of megarl.train_reward",
+            "...ForSequenceClassification): name one that scores, for example a model of megarl.commands.train_reward",
         )
     if section.max_length is not None:
         yield from length_faults(sizes, key, f"{REWARD}.max_length", section.max_length)

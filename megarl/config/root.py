@@ -290,7 +290,7 @@ class RewardTrainConfig(SupervisedConfig):
 
 @section()
 class VerifiedActorSection:
-    """`actor_rollout_ref.actor.*` of `megarl.verify`."""
+    """`actor_rollout_ref.actor.*` of `megarl verify`."""
 
     megatron: MegatronSection = field(default_factory=lambda: MegatronSection(dtype="float32"))
     """The split of the trainer's model. The default is float32, so that rounding neither hides nor feigns a fault."""
@@ -298,7 +298,7 @@ class VerifiedActorSection:
 
 @section()
 class VerifiedPolicySection:
-    """`actor_rollout_ref.*` of `megarl.verify`."""
+    """`actor_rollout_ref.*` of `megarl verify`."""
 
     model: ModelSection
     """The checkpoint to try, or a directory that holds only a config.json."""
@@ -310,7 +310,7 @@ class VerifiedPolicySection:
 
 @section()
 class VerifyConfig:
-    """The root of `megarl.verify`: the keys of a run for model, trainer and engine."""
+    """The root of `megarl verify`: the keys of a run for model, trainer and engine."""
 
     actor_rollout_ref: VerifiedPolicySection
     """The policy."""

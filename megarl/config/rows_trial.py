@@ -9,7 +9,7 @@ from megarl.config.root import Config
 from megarl.data import remembered
 from megarl.data.columns import Needs, PromptColumns
 from megarl.data.truths import KINDS, Findings, look
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rewards.config import RulesSection
 
 NUM_SHOWN = 3

@@ -16,8 +16,8 @@ from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfi
 from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.rows import Rows
-from megarl.errors import UserError
 from megarl.models.hub import config_place
+from megarl.platform.errors import UserError
 from megarl.platform.secrets import beginning
 from megarl.rewards.config import RulesSection
 from megarl.rewards.configured import make_pool

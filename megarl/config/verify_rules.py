@@ -1,4 +1,4 @@
-"""Rules between the sections of `megarl.verify`; each fault names its remedy."""
+"""Rules between the sections of `megarl verify`; each fault names its remedy."""
 
 from collections.abc import Iterator
 

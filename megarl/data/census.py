@@ -9,7 +9,7 @@ from typing import Any
 from megarl.data.messages import shown
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import together
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 OPENINGS = re.compile(r"<\|im_start\|>assistant|<\|start_header_id\|>assistant|<start_of_turn>model|<｜Assistant｜>")
 """How well-known templates begin the turn of the assistant."""

@@ -26,7 +26,7 @@ from functools import cache, lru_cache
 
 from tokenizers import Regex, normalizers
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 JOINT = "\U0010fffe"
 CUT = "\U0010ffff"

@@ -12,8 +12,8 @@ from megarl.data.config import DataSection
 from megarl.data.messages import prompt_faults, shown
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
-from megarl.errors import UserError
-from megarl.rewards import answers_of
+from megarl.platform.errors import UserError
+from megarl.rewards import extracts_answers
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_rules
 from megarl.rewards.rules import known_data_source
@@ -40,7 +40,7 @@ class Needs:
         if section is None:
             return cls(source=False, ground_truth=False)
         by_source = make_rules(section, custom).reads_data_source()
-        rules = tuple(name for name in section.weights or () if answers_of(name))
+        rules = tuple(name for name in section.weights or () if extracts_answers(name))
         return cls(source=by_source, ground_truth=by_source or bool(rules), rules=rules)
 
 
@@ -105,7 +105,7 @@ class PromptColumns:
     def rules_of(self, row: DataRow) -> list[str]:
         """Return the names of the built-in rules that compare a response to a row without faults with its truth."""
         by_source = [self.source(row)] if self.needs.source else []
-        return [name for name in (*by_source, *self.needs.rules) if answers_of(name)]
+        return [name for name in (*by_source, *self.needs.rules) if extracts_answers(name)]
 
     def prompt_id(self, row: DataRow) -> str | None:
         """Return the id of a prompt; None if it has none."""
@@ -129,7 +129,7 @@ class PromptColumns:
     def _reads_ground_truth(self, row: DataRow) -> bool:
         if not self.needs.source:
             return self.needs.ground_truth
-        return answers_of(self.source(row)) is not None
+        return extracts_answers(self.source(row))
 
     def _id_faults(self, row: DataRow) -> Iterator[str]:
         name, limit = self.prompt_id(row), self.section.max_prompt_id_length

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 MARK, *GUARDS = map(chr, range(0xFDD0, 0xFDF0))
 """Code points that Unicode reserves for the inside of programs; no text has them."""

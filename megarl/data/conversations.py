@@ -13,7 +13,7 @@ import torch
 from megarl.batch import Prompt, Rollouts
 from megarl.data.messages import as_messages, plain_text
 from megarl.data.tokenizer import Tokenizer
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

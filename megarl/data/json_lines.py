@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from megarl.data.table import DataRow, Wanted
 from megarl.data.uri import Location, Pinned
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 LINES, LIST = (".jsonl", ".ndjson"), ".json"
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.distributed.exchange import in_shares
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 SHOWN_FAULTS = 20
 

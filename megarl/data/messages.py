@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.secrets import beginning, redact
 from megarl.platform.terminal import visible
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 WINDOW_BYTES = 256 << 20
 """Size of a window: half of a reader's cache, as a chunk is larger in memory than in its file."""

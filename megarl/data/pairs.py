@@ -14,7 +14,7 @@ from megarl.data.order import Order
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 
 class PairStream:
@@ -59,7 +59,7 @@ class PairStream:
         rows, _ = self._order.take(self._order.position_of(step))
         return self._record(rows)
 
-    def first_as_read(self, step: int) -> str:
+    def preview_prompt(self, step: int) -> str:
         """Describe how the model reads the first pair of a step, and remark on all rows."""
         rows, _ = self._order.take(self._order.position_of(step), 1)
         row = self._rows[rows[0]]

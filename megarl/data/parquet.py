@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from megarl.data.table import DataRow, Wanted
 from megarl.data.uri import Location, Pinned
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.small_files import Damage, naming, open_file
 
 PART_BYTES = 64 << 20

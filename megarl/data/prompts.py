@@ -17,7 +17,7 @@ from megarl.data.messages import as_read, encode_prompt, frame, plain_text
 from megarl.data.order import Chunk, Order, Position
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 
 class PromptDataset:
@@ -163,7 +163,7 @@ class PromptStream:
         """A line about all rows; empty if there is nothing to say."""
         return self._dataset.remark
 
-    def first_as_read(self, position: Position) -> str:
+    def preview_prompt(self, position: Position) -> str:
         """Describe how the model reads the prompt at `position`, and remark on all rows."""
         prompts, _ = self.take(position, 1)
         return f"{self._dataset.as_read(prompts.prompts[0])}{self.remark}"

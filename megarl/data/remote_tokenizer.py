@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.hub import matching, small_files, snapshot
 from megarl.platform.remote import RemoteDirectory, split_uri
 from megarl.platform.uri import local_path

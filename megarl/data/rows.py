@@ -18,7 +18,7 @@ from megarl.data.order import Chunk
 from megarl.data.parquet import PART_BYTES, ParquetTable
 from megarl.data.table import DataRow, Group, Table, Wanted
 from megarl.data.uri import locate
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 MAX_DEPTH = 100
 """Most levels of lists and named values in a value."""

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.charsmap import CUT, later_characters, table_normalizer
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 SPACE = "\u2581"  # SentencePiece's symbol for a space
 PREFIX, FIRST, KEPT = (chr(0x10000 * plane + 0xFFFF) for plane in (9, 10, 11))

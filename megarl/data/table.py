@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 DataRow = dict[str, Any]
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
 """Sources of random numbers in a Jinja template."""

@@ -20,8 +20,8 @@ from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer, find_tokeniz
 from megarl.data.spm import first_difference, load_sentencepiece
 from megarl.data.template import RANDOM, read_template
 from megarl.distributed.copies import local_copy
-from megarl.errors import UserError
 from megarl.platform.deadline import allocating_at_most, computing_at_most
+from megarl.platform.errors import UserError
 from megarl.platform.secrets import redact
 from megarl.platform.uri import is_uri
 

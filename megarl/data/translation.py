@@ -16,7 +16,7 @@ from megarl.batch import Rollouts
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import in_shares
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 R = TypeVar("R", bound=Rollouts)
 

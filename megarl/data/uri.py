@@ -4,7 +4,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.uri import open_filesystem, out_of_reach
 
 _TAIL_BYTES = 1 << 16

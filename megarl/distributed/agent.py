@@ -1,6 +1,6 @@
 """torch's elastic agent, changed so that the ranks of this host finish their step when the job gets a signal to stop.
 
-    python -m megarl.distributed.agent [torchrun's arguments] -m megarl.train ...
+    python -m megarl.distributed.agent [torchrun's arguments] -m megarl.commands.train ...
 
 Unchanged, the agent kills its ranks 30 s after SIGTERM, SIGINT and SIGHUP, dies of SIGUSR1, and always exits with
 code 1.
@@ -21,7 +21,7 @@ from torch.distributed.run import parse_args, run
 from megarl.distributed.hosts import REMEDY, REPORT_INTERVAL_S, resolve
 from megarl.distributed.local import report_first
 from megarl.distributed.signals import forward
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.log import show_on_console
 from megarl.platform.processes import children
 

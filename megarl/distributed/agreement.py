@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.distributed.exchange import together
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.secrets import redacted
 
 NUM_SHOWN = 10

@@ -15,8 +15,8 @@ from pathlib import Path
 from torch.distributed import Store
 
 from megarl.distributed.place import Launch
-from megarl.distributed.store import is_said
-from megarl.errors import UserError
+from megarl.distributed.store import reported_by_rank0
+from megarl.platform.errors import UserError
 from megarl.platform.files import remedy
 from megarl.platform.secrets import format_error, redact
 from megarl.platform.terminal import COMMAND, visible
@@ -54,7 +54,7 @@ def report(error: Exception, directory: Path | None, launch: Launch, store: Stor
     if is_first and path:
         _notify(launch.rank, path)
     if isinstance(error, UserError):
-        said = store is not None and is_said(store, str(error), launch)
+        said = store is not None and reported_by_rank0(store, str(error), launch)
         return 1 if said else visible(redact(f"megarl: rank {launch.rank}: {error}"))
     if is_first:
         print(format_error(error), file=sys.stderr)

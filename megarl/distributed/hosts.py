@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 from torch._C._distributed_c10d import Store
 
 from megarl.distributed.place import Launch
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from megarl.distributed.hosts import announce, choose_interface, describe_failur
 from megarl.distributed.local import fork_ranks
 from megarl.distributed.place import Launch, Wanted, detect, restarted
 from megarl.distributed.store import meet
-from megarl.errors import UserError
 from megarl.platform.device import decide_device, on_cuda
-from megarl.platform.forking import apart
+from megarl.platform.errors import UserError
+from megarl.platform.forking import run_in_child
 from megarl.platform.processes import die_with_parent, follow_parent
 from megarl.platform.terminal import COMMAND, typed
 
@@ -76,7 +76,7 @@ def start(module: str, argv: Sequence[str], wanted: Wanted, *, imports: Sequence
     on other systems `python -m module argv` starts anew for each rank. The first process ends when all ranks have.
 
     Args:
-        module: the entry point, e.g. `megarl.train`.
+        module: the entry point, e.g. `megarl train`.
         argv: the command-line arguments of the entry point.
         wanted: the ranks.
         imports: modules that every rank needs.
@@ -87,7 +87,7 @@ def start(module: str, argv: Sequence[str], wanted: Wanted, *, imports: Sequence
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // wanted.num_ranks)))
     os.environ[COMMAND] = typed()
-    if sys.platform == "linux" and apart(partial(decide_device, wanted.device)) == "cpu":
+    if sys.platform == "linux" and run_in_child(partial(decide_device, wanted.device)) == "cpu":
         return fork_ranks(wanted.num_ranks, imports)
     # Without the address the agent looks up its own host name, which laptops may not resolve.
     agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(wanted.num_ranks)]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

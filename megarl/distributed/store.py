@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megarl.distributed.hosts import await_listener, describe_failure, own_address, resolve
 from megarl.distributed.place import Launch
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 ROUND_S = 0.05
 MOMENT_S = 5.0
@@ -81,7 +81,7 @@ def _listen(host: str, port: int, launch: Launch, timeout: timedelta) -> Store:
     )
 
 
-def is_said(store: Store, message: str, launch: Launch) -> bool:
+def reported_by_rank0(store: Store, message: str, launch: Launch) -> bool:
     """Return whether rank 0 has said, or says within a moment, what this rank is about to say.
 
     An error that all ranks find together is then printed once. If rank 0 finds no error, or has gone, each rank speaks.

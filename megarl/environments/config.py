@@ -12,7 +12,7 @@ class EnvironmentSection:
     """`environment.*`: the environment that responses are turns of, instead of a reward of single responses."""
 
     name: str | None = None
-    """A built-in environment (calculator, guess, openenv, python, reasoning_gym), or the class in `path`; null = every
+    """A built-in environment (openenv, python, reasoning_gym), or the class in `path`; null = every
     response is judged once."""
     path: str | None = None
     """Python file that defines the class; null = a built-in environment."""

@@ -14,7 +14,7 @@ from typing import Any
 from megarl.data.messages import plain_text, shown
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.protocol import Observation
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 Message = dict[str, Any]
 USER: Message = {"role": "user", "content": "u"}

@@ -20,7 +20,7 @@ from megarl.environments.config import EnvironmentSection
 from megarl.environments.encoding import Observer
 from megarl.environments.host import DONE, Host
 from megarl.environments.protocol import Observation
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.seeds import seed_of
 from megarl.rewards.collective import gather
 from megarl.sandbox.limits import WorkerLimits

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from megarl.data.messages import prompt_faults, shown
 from megarl.environments.protocol import Environment, Observation, Row, Step
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.functions import load_module
 from megarl.platform.own import place_of
 from megarl.rewards.calls import OneByOne
@@ -25,8 +25,6 @@ from megarl.sandbox.protocol import GroupReward
 from megarl.sandbox.results import RuleResult, is_number
 
 BUILT_IN: Mapping[str, str] = {
-    "calculator": "Calculator",
-    "guess": "Guess",
     "openenv": "OpenEnv",
     "python": "Python",
     "reasoning_gym": "ReasoningGym",

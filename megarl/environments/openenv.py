@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from megarl.environments.protocol import Observation, Row, Step
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rewards.http import PassingError, Server
 from megarl.sandbox.results import is_number, show
 

@@ -46,7 +46,7 @@ class Python:
         row = self._row
         assert row, "reset comes first"
         if answer_of(response)[1]:
-            score = known_data_source(row.data_source)(
+            score = known_data_source(row.data_source).score(
                 data_source=row.data_source,
                 solution_str=response,
                 ground_truth=row.ground_truth,

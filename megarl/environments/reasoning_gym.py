@@ -5,7 +5,7 @@ earns what its score exceeds the best score before, so an episode earns the best
 """
 
 from megarl.environments.protocol import Observation, Row, Step
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX, compute_score
 
 

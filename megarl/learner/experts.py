@@ -24,9 +24,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, comput
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megarl.errors import UserError
 from megarl.learner.together import compute_together
 from megarl.models.experts import Experts
+from megarl.platform.errors import UserError
 
 SUPPORTED = {  # field of TransformerConfig: the values that leave the model's function unchanged
     "moe_router_load_balancing_type": ("aux_loss", "none"),

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.errors import UserError
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.learner import Learner
@@ -15,6 +14,7 @@ from megarl.learner.parallel import Mesh
 from megarl.models.architecture import SCORE, Architecture, hf_shapes
 from megarl.models.config import Recompute
 from megarl.platform.device import local_device
+from megarl.platform.errors import UserError
 from megarl.reshard.files import CheckpointFiles
 
 

@@ -9,7 +9,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 
 def partition(costs: Sequence[int], groups: Sequence[int], num_parts: int) -> list[list[int]]:

@@ -10,12 +10,12 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from megarl.errors import UserError
 from megarl.models.experts import Experts, read_experts
 from megarl.models.families import FAMILIES, ExpertNames
 from megarl.models.fields import LONGEST, MOST_LAYERS, SHOWN, Fields, wrong
 from megarl.models.rotary import RopeScaling, Yarn, rope_parameters, rope_scaling
 from megarl.models.unsupported import unsupported
+from megarl.platform.errors import UserError
 
 ODD = "must be even, because positions rotate pairs of numbers"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

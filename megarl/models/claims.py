@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.errors import UserError
 from megarl.models.architecture import HEAD, Architecture, hf_shapes
 from megarl.models.fields import Fields
 from megarl.models.hub import read_config
+from megarl.platform.errors import UserError
 from megarl.reshard.headers import CONFIG, FLOATS, Stored, stored_tensors
 
 MOST_NAMED = 3

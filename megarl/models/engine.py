@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megarl.errors import UserError
 from megarl.models.architecture import Architecture, LatentAttention, hf_shapes, padded_vocabulary
 from megarl.models.placing import behind, placed
-from megarl.reshard.layout import Box, Holding, Layout, Piece, Placement, placement_of, row_major, whole
+from megarl.platform.errors import UserError
+from megarl.reshard.layout import Box, Layout, Piece, Placement, ShardedBoxes, placement_of, row_major, whole
 
 NamedBox = tuple[str, Box]  # a Hugging Face parameter and a box of it
 
@@ -81,7 +81,7 @@ def engine_placement(
         layers[True] |= _expert_holdings(mine_all, ranks, dtype, expert_parallel=expert_parallel)
     for number in range(architecture.num_layers):
         layer = layers[architecture.is_sparse(number)]
-        found.update({f"model.layers.{number}.{name}": holding for name, holding in layer.items()})
+        found.update({f"model.layers.{number}.{name}": boxes for name, boxes in layer.items()})
     return {name: found[name] for name in hf_shapes(architecture)}
 
 
@@ -223,7 +223,7 @@ def _expert_block(cut: _Cut) -> range:
 
 def _expert_holdings(
     cuts: Sequence[_Cut], ranks: Sequence[Sequence[int]], dtype: torch.dtype, *, expert_parallel: bool
-) -> dict[str, Holding]:
+) -> dict[str, ShardedBoxes]:
     """Return the holdings of a layer's experts, by name after the layer's; `ranks` are those of each cut."""
     architecture = cuts[0].architecture
     groups: list[tuple[range, Sequence[_Cut], Sequence[Sequence[int]]]]
@@ -232,7 +232,7 @@ def _expert_holdings(
     else:
         groups = [(_all_experts(architecture), cuts, ranks)]
     prefix = f"{architecture.expert_names.block}.experts."
-    found: dict[str, Holding] = {}
+    found: dict[str, ShardedBoxes] = {}
     for numbers, parts, owners in groups:
         one = placed(placement_of([list(_experts(part, range(1), dtype)) for part in parts]), owners)
         expert = behind(f"{prefix}0.", one)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.errors import UserError
 from megarl.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, wrong
+from megarl.platform.errors import UserError
 
 MOST_IN_ALL = 1_000_000
 """Limit of the experts of all layers together."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 WIDEST = 1 << 24
 """The largest size that a layer or a vocabulary may have."""

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import UserError
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.fields import Fields
+from megarl.platform.errors import UserError
 from megarl.platform.hub import matching, small_files, snapshot
 from megarl.platform.remote import RemoteDirectory, RemoteFile, remote_directory
 from megarl.platform.uri import is_uri, local_path

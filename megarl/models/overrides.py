@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from megarl.errors import UserError
 from megarl.models.architecture import Architecture, read_architecture
+from megarl.platform.errors import UserError
 
 
 class _Probe:

@@ -2,25 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 
-from megarl.reshard.layout import Holding, Place, Placement
+from megarl.reshard.layout import PlacedBox, Placement, ShardedBoxes
 
 
-def placed(cuts: Placement, ranks: Sequence[Sequence[int]]) -> dict[str, Holding]:
+def placed(cuts: Placement, ranks: Sequence[Sequence[int]]) -> dict[str, ShardedBoxes]:
     """Return the placement that gives the ranks `ranks[cut]` everything that `cuts` gives to number `cut`.
 
     Parameters that share a holding in `cuts` share a holding in the result.
     """
-    known: dict[Holding, Holding] = {}
-    for holding in cuts.values():
-        if holding not in known:
+    known: dict[ShardedBoxes, ShardedBoxes] = {}
+    for boxes in cuts.values():
+        if boxes not in known:
             places = (
-                Place(place.box, tuple(sorted(rank for cut in place.ranks for rank in ranks[cut])))
-                for place in holding.places
+                PlacedBox(place.box, tuple(sorted(rank for cut in place.ranks for rank in ranks[cut])))
+                for place in boxes.places
             )
-            known[holding] = Holding(tuple(places), holding.dtype)
-    return {name: known[holding] for name, holding in cuts.items()}
+            known[boxes] = ShardedBoxes(tuple(places), boxes.dtype)
+    return {name: known[boxes] for name, boxes in cuts.items()}
 
 
-def behind(prefix: str, holdings: Mapping[str, Holding]) -> dict[str, Holding]:
+def behind(prefix: str, boxes: Mapping[str, ShardedBoxes]) -> dict[str, ShardedBoxes]:
     """Return the holdings whose names begin with `prefix`, by the rest of their names."""
-    return {name.removeprefix(prefix): holding for name, holding in holdings.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): boxes for name, boxes in boxes.items() if name.startswith(prefix)}

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
-from megarl.errors import UserError
 from megarl.models.fields import Fields, wrong
+from megarl.platform.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ from typing import Any
 
 from megarl.data.tokenizer import Spelling, Tokenizer, load_tokenizer
 from megarl.distributed.exchange import in_shares
-from megarl.errors import UserError
 from megarl.models.architecture import EMBEDDING, HEAD, Architecture
 from megarl.models.claims import weight_faults
 from megarl.models.config import CheckpointSection
 from megarl.models.hub import GENERATION, local_directory, place_of, read_config, read_json, read_model, stop_token_ids
 from megarl.models.overrides import unread_overrides
+from megarl.platform.errors import UserError
 from megarl.platform.uri import is_uri
 from megarl.reshard.files import CheckpointFiles
 from megarl.reshard.headers import CONFIG, has_weights

@@ -14,7 +14,7 @@ from megarl.models.experts import Experts
 from megarl.models.grid import Cut, Grid
 from megarl.models.placing import behind, placed
 from megarl.models.weights import pieces
-from megarl.reshard.layout import Holding, Layout, Piece, Placement, placement_of
+from megarl.reshard.layout import Layout, Piece, Placement, ShardedBoxes, placement_of
 
 VOCAB_MULTIPLE = 64  # a rank's rows of the embedding are a multiple of this
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -193,13 +193,13 @@ def trainer_placement(
     ranks = _ranks_by_cut(grid)
     found = _ends(architecture, grid, ranks, dtype, vocab_multiple=vocab_multiple)
     for stage in range(grid.pp):
-        holdings = placed(dense, ranks[stage])
-        kinds = {sparse: behind(f"model.layers.{number}.", holdings) for sparse, number in samples.items()}
+        boxes = placed(dense, ranks[stage])
+        kinds = {sparse: behind(f"model.layers.{number}.", boxes) for sparse, number in samples.items()}
         if experts:
             kinds[True] |= experts[stage]
         for number in itertools.chain.from_iterable(grid.layers(stage, architecture.num_layers)):
             kind = kinds[architecture.is_sparse(number)]
-            found.update({f"model.layers.{number}.{name}": holding for name, holding in kind.items()})
+            found.update({f"model.layers.{number}.{name}": boxes for name, boxes in kind.items()})
     return {name: found[name] for name in hf_shapes(architecture)}
 
 
@@ -210,7 +210,7 @@ def _ends(
     dtype: torch.dtype,
     *,
     vocab_multiple: int,
-) -> dict[str, Holding]:
+) -> dict[str, ShardedBoxes]:
     """Return the holdings of parameters outside the layers; `ranks` by stage and tensor coordinate."""
     cuts = [Cut(tp_rank=rank, tp_size=grid.tp) for rank in range(grid.tp)]
     vocabulary = _vocabulary(architecture, grid.tp, vocab_multiple)
@@ -226,7 +226,7 @@ def _ends(
 
 def _expert_holdings(
     architecture: Architecture, grid: Grid, layer: int, dtype: torch.dtype
-) -> list[dict[str, Holding]]:
+) -> list[dict[str, ShardedBoxes]]:
     """Return the holdings of each stage's experts, by name after the layer's; `layer` is any layer with experts."""
     experts, block = architecture.experts, architecture.expert_names.block
     assert experts is not None
@@ -240,14 +240,14 @@ def _expert_holdings(
     for rank in range(grid.num_ranks):
         cut = grid.cut(rank)
         ranks[grid.stage(rank), cut.ep_rank][cut.etp_rank].append(rank)
-    stages: list[dict[str, Holding]] = []
+    stages: list[dict[str, ShardedBoxes]] = []
     for stage in range(grid.pp):
         blocks = [placed(expert, ranks[stage, ep_rank]) for ep_rank in range(grid.ep)]
         stages.append(
             {
-                f"{block}.experts.{number}.{name}": holding
+                f"{block}.experts.{number}.{name}": boxes
                 for number in range(experts.num_experts)
-                for name, holding in blocks[number * grid.ep // experts.num_experts].items()
+                for name, boxes in blocks[number * grid.ep // experts.num_experts].items()
             }
         )
     return stages

@@ -14,10 +14,10 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from megarl.errors import UserError
 from megarl.models.architecture import SCORE, Architecture, hf_shapes
 from megarl.models.families import ExpertNames
 from megarl.models.grid import Cut
+from megarl.platform.errors import UserError
 from megarl.reshard.layout import Box, Piece, row_major, whole
 
 

@@ -15,7 +15,7 @@ from megarl.planning.activations import Work, inference_bytes, training_bytes
 from megarl.planning.engine import EngineMemory, engine_memory
 from megarl.planning.states import DTYPE_BYTES, States, copied_bytes, frozen_states, held_bytes, trained_states
 from megarl.planning.workload import REWARD_MODEL, TrainerModel, Workload
-from megarl.sync.plan import sampler_placement
+from megarl.weight_sync.plan import sampler_placement
 
 Phase = Literal["sync", "generate", "infer", "update"]
 PHASES: tuple[Phase, ...] = ("sync", "generate", "infer", "update")

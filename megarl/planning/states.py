@@ -83,9 +83,9 @@ def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid)
 def held_bytes(placement: Placement, num_ranks: int) -> Integers:
     """Return `[num_ranks]` int64: the bytes of a model on each rank."""
     held = np.zeros(num_ranks, dtype=np.int64)
-    for holding, num_params in Counter(placement.values()).items():
-        for place in holding.places:
-            held[list(place.ranks)] += place.box.numel * holding.dtype.itemsize * num_params
+    for boxes, num_params in Counter(placement.values()).items():
+        for place in boxes.places:
+            held[list(place.ranks)] += place.box.numel * boxes.dtype.itemsize * num_params
     return held
 
 

@@ -11,9 +11,9 @@ from megarl.models.architecture import hf_shapes
 from megarl.models.grid import Grid
 from megarl.planning.states import held_bytes
 from megarl.planning.workload import Workload
-from megarl.reshard.layout import Holding, Place, Placement
+from megarl.reshard.layout import PlacedBox, Placement, ShardedBoxes
 from megarl.reshard.planner import TransferSchedule
-from megarl.sync.plan import actor_placement, sampler_placement
+from megarl.weight_sync.plan import actor_placement, sampler_placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +88,10 @@ def _ranks_with_data_last(grid: Grid) -> list[int]:
 
 
 def _renumbered(placement: Placement, number: list[int]) -> Placement:
-    renumbered = {holding: _renumber(holding, number) for holding in dict.fromkeys(placement.values())}
-    return {name: renumbered[holding] for name, holding in placement.items()}
+    renumbered = {boxes: _renumber(boxes, number) for boxes in dict.fromkeys(placement.values())}
+    return {name: renumbered[boxes] for name, boxes in placement.items()}
 
 
-def _renumber(holding: Holding, number: list[int]) -> Holding:
-    places = (Place(place.box, tuple(sorted(number[rank] for rank in place.ranks))) for place in holding.places)
-    return Holding(tuple(places), holding.dtype)
+def _renumber(boxes: ShardedBoxes, number: list[int]) -> ShardedBoxes:
+    places = (PlacedBox(place.box, tuple(sorted(number[rank] for rank in place.ranks))) for place in boxes.places)
+    return ShardedBoxes(tuple(places), boxes.dtype)

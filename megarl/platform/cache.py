@@ -24,7 +24,7 @@ from dataclasses import astuple
 from pathlib import Path
 from uuid import uuid4
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.files import explained, file_error, sync_directory, write_whole
 from megarl.platform.remote import Described, RemoteDirectory
 from megarl.platform.uri import WAITS_S, out_of_reach, persist

@@ -7,7 +7,7 @@ torch also sees the devices of a host whose run is configured for the CPU.
 import os
 from typing import TYPE_CHECKING
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -40,7 +40,7 @@ def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(EXIT_CODE)
 
 
-def obey() -> None:
+def install_signal_handlers() -> None:
     """End this process from now on when it gets one of SIGNALS."""
     for number in SIGNALS:
         signal.signal(number, end_at_once)
@@ -55,4 +55,4 @@ def _is_program() -> bool:
 
 if _is_program():
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of each address without a reverse DNS entry
-    obey()
+    install_signal_handlers()

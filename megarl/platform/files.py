@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import BinaryIO
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 MOST_NEIGHBOURS = 1000
 """Names in a directory that may have been meant."""

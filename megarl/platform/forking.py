@@ -15,7 +15,7 @@ from megarl.platform.processes import die_with_parent
 T = TypeVar("T")
 
 
-def apart(look: Callable[[], T]) -> T:
+def run_in_child(look: Callable[[], T]) -> T:
     """Return what `look` returns in a forked process, so that this process does nothing of it. Linux only.
 
     If the forked process ends before, this process ends with the same exit code. Signals reach this process alone.

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 DATA = ("*.json", "*.model", "*.jinja", "*.txt")
 CODE = "*.py"

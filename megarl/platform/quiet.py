@@ -9,7 +9,7 @@ IMPORTING = "starting: import of torch, Megatron-Core and vLLM"
 
 
 def silence_imports() -> None:
-    """Silence Megatron and vLLM, which list at import what they lack. `megarl.doctor` reports that instead."""
+    """Silence Megatron and vLLM, which list at import what they lack. `megarl doctor` reports that instead."""
     warnings.filterwarnings("ignore", module=r"(megatron|vllm|torch)\b")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -13,7 +13,7 @@ from typing import Any
 
 from pyarrow.fs import FileInfo, FileSelector, FileType, FSSpecHandler
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.secrets import redact
 from megarl.platform.uri import open_filesystem, out_of_reach, split_options, why_unopened
 

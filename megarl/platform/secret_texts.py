@@ -10,7 +10,7 @@ import re
 from megarl.platform.secret_names import Secrecy, secrecy_of_path
 from megarl.platform.secret_shapes import SHAPES
 
-BLOT = "***"
+REDACTED = "***"
 
 _WEBHOOK = re.compile(
     r"(?i)((?<![\w.-])(?:hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks)/)"
@@ -36,13 +36,13 @@ _NO_SECRET = re.compile(
 _PIECE = re.compile(r"[^\s'\",;:()\[\]{}]+")
 
 
-def blot_shapes(text: str) -> str:
+def redact_shapes(text: str) -> str:
     """Hide tokens of known formats, private keys, and tokens after `Bearer`."""
-    text = _WEBHOOK.sub(rf"\1{BLOT}", SHAPES.sub(BLOT, text))
-    return _BEARER.sub(rf"\1{BLOT}", text)
+    text = _WEBHOOK.sub(rf"\1{REDACTED}", SHAPES.sub(REDACTED, text))
+    return _BEARER.sub(rf"\1{REDACTED}", text)
 
 
-def blot_users(text: str) -> str:
+def redact_users(text: str) -> str:
     """Hide `user:password@` of URIs, even with slashes, and `token@` if the scheme has no named users."""
     return _AUTHORITY.sub(_without_user, text)
 
@@ -59,13 +59,13 @@ def _without_user(match: re.Match[str]) -> str:
         is_host = name == "localhost" or "." in name or scheme in _SCHEMES_WITHOUT_PASSWORDS
         has_password = not is_host and parts.end() <= last
     if has_password and last > 0:
-        return f":{slashes}{BLOT}{rest[last:]}"
+        return f":{slashes}{REDACTED}{rest[last:]}"
     if host > 0 and (scheme in _SCHEMES_WITHOUT_USERS or _looks_random(rest[:host])):
-        return f":{slashes}{BLOT}{rest[host:]}"
+        return f":{slashes}{REDACTED}{rest[host:]}"
     return match[0]
 
 
-def blot_assigned(text: str) -> str:
+def redact_assigned(text: str) -> str:
     """Hide values of secret names in `NAME=VALUE`, up to a blank, a quote or a bracket."""
     return _ASSIGNED.sub(_without_value, text)
 
@@ -78,7 +78,7 @@ def _without_value(match: re.Match[str]) -> str:
         secrecy = Secrecy.YES
     is_count = secrecy is Secrecy.PERHAPS and _COUNT.fullmatch(value)
     is_ordinary = is_count or value.startswith("=") or value == name or _NO_SECRET.fullmatch(value)
-    return match[0] if secrecy is Secrecy.NO or is_ordinary else f"{name}={BLOT}"
+    return match[0] if secrecy is Secrecy.NO or is_ordinary else f"{name}={REDACTED}"
 
 
 def _looks_random(text: str) -> bool:

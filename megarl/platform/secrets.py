@@ -14,10 +14,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.platform.secret_names import Secrecy, is_secret, secrecy_of_path
-from megarl.platform.secret_texts import BLOT, blot_assigned, blot_shapes, blot_users
+from megarl.platform.secret_texts import REDACTED, redact_assigned, redact_shapes, redact_users
 from megarl.platform.secret_values import values as secret_values
 
-__all__ = ["BLOT", "READ_CHARACTERS", "beginning", "format_error", "guard_output", "is_secret", "redact", "redacted"]
+__all__ = [
+    "REDACTED",
+    "READ_CHARACTERS",
+    "beginning",
+    "format_error",
+    "guard_output",
+    "is_secret",
+    "redact",
+    "redacted",
+]
 
 READ_CHARACTERS = 1 << 16
 """Characters that `beginning` reads of a text."""
@@ -30,8 +39,8 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     `user:password@` of URIs, tokens of known formats, and values of secret names in `NAME=VALUE`.
     """
     for value in secret_values(environ):
-        text = text.replace(value, BLOT)
-    return blot_assigned(blot_users(blot_shapes(text)))
+        text = text.replace(value, REDACTED)
+    return redact_assigned(redact_users(redact_shapes(text)))
 
 
 def beginning(text: str, length: int) -> str:
@@ -50,7 +59,7 @@ def redacted(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ)
         if value is None or isinstance(value, bool) or value == "":
             return value
         if hidden:
-            return BLOT
+            return REDACTED
         return redact(value, environ) if isinstance(value, str) else value
 
     return {key: clean(value, hidden=_hides(str(key))) for key, value in values.items()}

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 T = TypeVar("T")
 

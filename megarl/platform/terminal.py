@@ -60,7 +60,7 @@ def on_one_line(text: str) -> str:
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def outlive_readers() -> None:
+def ignore_broken_pipe() -> None:
     """Keep later output of this process from raising an OSError or changing its exit code."""
     sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
 

@@ -12,7 +12,7 @@ from fsspec import available_protocols, get_filesystem_class
 from fsspec.core import url_to_fs
 from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.secrets import redact
 
 ARROW_SCHEMES = ("abfs", "abfss", "file", "gcs", "gs", "hdfs", "s3", "viewfs")

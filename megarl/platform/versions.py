@@ -20,7 +20,7 @@ def versions(*more: str) -> dict[str, str]:
     return found
 
 
-def running() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Return the versions and the digest of megarl's source: processes or runs that share them compute the same."""
     return versions() | {"megarl's source": code_digest()}
 

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.errors import UserError
 from megarl.platform.arguments import Arguments
+from megarl.platform.errors import UserError
 from megarl.platform.files import explained
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import visible

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megarl.checkpoint.directory import CONFIG_FILE
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.tracking.history import HISTORY_FILE
 from megarl.tracking.jsonl import METRICS_FILE, read_jsonl, table_file
 from megarl.tracking.lines import Row

@@ -39,7 +39,7 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-class Ledger:
+class ChecksumLog:
     """The checksums of one run: of the boxes that this rank sends, and of the boxes that it writes."""
 
     def __init__(self, rank: int) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.reshard.checksums import Ledger
+from megarl.reshard.checksums import ChecksumLog
 from megarl.reshard.layout import Layout, Piece, row_major
 from megarl.reshard.plan import Copy, RankPlan, Transfer, aligned
 from megarl.reshard.proof import disagreement
@@ -71,7 +71,7 @@ class SyncReport:
 
 
 @dataclass(frozen=True)
-class Cargo:
+class PeerBuffers:
     """Transfers with their slots in a bucket; the slots of one peer are adjacent."""
 
     transfers: Sequence[Transfer]
@@ -79,7 +79,7 @@ class Cargo:
     by_peer: Sequence[tuple[int, Tensor]]  # the bytes for or from each peer
 
 
-def assign_slots(transfers: Sequence[Transfer], bucket: Tensor) -> Cargo:
+def assign_slots(transfers: Sequence[Transfer], bucket: Tensor) -> PeerBuffers:
     """Give every transfer a slot in a bucket (uint8); both ends of a wave assign the same slots."""
     transfers = sorted(transfers, key=attrgetter("peer"))
     typed = {dtype: bucket.view(dtype) for dtype in {transfer.dtype for transfer in transfers}}
@@ -91,15 +91,15 @@ def assign_slots(transfers: Sequence[Transfer], bucket: Tensor) -> Cargo:
             slots.append(typed[transfer.dtype].as_strided(shape, row_major(shape), end // transfer.dtype.itemsize))
             end += aligned(transfer.num_bytes)
         by_peer.append((peer, bucket[start:end]))
-    return Cargo(transfers, slots, by_peer)
+    return PeerBuffers(transfers, slots, by_peer)
 
 
 @dataclass(frozen=True)
-class Load:
+class WaveBuffers:
     """A wave, ready to be packed, sent and unpacked."""
 
-    sends: Cargo
-    receives: Cargo
+    sends: PeerBuffers
+    receives: PeerBuffers
     copies: Sequence[Copy]
 
 
@@ -123,7 +123,7 @@ class Reshard:
             for sizes in plan.bucket_sizes()
         )
         self._to_open, self._to_close = plan.lifetimes()
-        self._loads: list[Load | None] = [None] * plan.num_waves  # filled on first use
+        self._wave_buffers: list[WaveBuffers | None] = [None] * plan.num_waves  # filled on first use
         self._compare_plans()
 
     @torch.no_grad()
@@ -140,28 +140,28 @@ class Reshard:
         """
         start = time.perf_counter()
         opened: dict[str, Tensor] = {}
-        ledger = Ledger(self._plan.rank) if check else None
+        checksum_log = ChecksumLog(self._plan.rank) if check else None
         exchange: list[dist.Work] = []
         if self._plan.num_waves:
-            exchange = self._exchange(0, self._pack(0, source, opened, ledger))
+            exchange = self._exchange(0, self._pack(0, source, opened, checksum_log))
         for number in range(self._plan.num_waves):
             last = number + 1 == self._plan.num_waves
             if not last:
-                packed = self._pack(number + 1, source, opened, ledger)
+                packed = self._pack(number + 1, source, opened, checksum_log)
             opened |= {param: destination.open(param) for param in self._to_open[number]}
-            self._copy_own(number, source, opened, ledger)
+            self._copy_own(number, source, opened, checksum_log)
             for work in exchange:
                 work.wait()
             if not last:
                 exchange = self._exchange(number + 1, packed)
-            self._unpack(number, opened, ledger)
+            self._unpack(number, opened, checksum_log)
             for param in self._to_close[number]:
                 tensor = opened.pop(param)
-                if ledger:
-                    ledger.close(param, tensor)
+                if checksum_log:
+                    checksum_log.close(param, tensor)
                 destination.close(param)
-        if ledger:
-            ledger.settle(self._group)
+        if checksum_log:
+            checksum_log.settle(self._group)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return SyncReport(
@@ -172,52 +172,54 @@ class Reshard:
             seconds=time.perf_counter() - start,
         )
 
-    def _load(self, number: int) -> Load:
+    def _buffers_of(self, number: int) -> WaveBuffers:
         """Return the expanded wave; expand it on first use."""
-        load = self._loads[number]
-        if load is None:
+        wave_buffers = self._wave_buffers[number]
+        if wave_buffers is None:
             wave = self._plan.wave(number)
             sends = assign_slots(wave.sends, self._send_buckets[number % 2])
-            load = Load(sends, assign_slots(wave.receives, self._receive_buckets[number % 2]), wave.copies)
-            self._loads[number] = load
-        return load
+            wave_buffers = WaveBuffers(
+                sends, assign_slots(wave.receives, self._receive_buckets[number % 2]), wave.copies
+            )
+            self._wave_buffers[number] = wave_buffers
+        return wave_buffers
 
     def _pack(
-        self, number: int, source: Mapping[str, Tensor], opened: Mapping[str, Tensor], ledger: Ledger | None
+        self, number: int, source: Mapping[str, Tensor], opened: Mapping[str, Tensor], checksum_log: ChecksumLog | None
     ) -> list[tuple[int, Tensor]]:
         """Return the bytes for each peer."""
-        cargo = self._load(number).sends
-        views = [_view(transfer.piece, opened if transfer.onward else source) for transfer in cargo.transfers]
-        if ledger:
-            ledger.send(cargo.transfers, views)
-        num_boxes = Counter(transfer.peer for transfer in cargo.transfers)
+        peer_buffers = self._buffers_of(number).sends
+        views = [_view(transfer.piece, opened if transfer.forwarded else source) for transfer in peer_buffers.transfers]
+        if checksum_log:
+            checksum_log.send(peer_buffers.transfers, views)
+        num_boxes = Counter(transfer.peer for transfer in peer_buffers.transfers)
         ready = {
             transfer.peer: view.flatten().view(torch.uint8)
-            for transfer, view in zip(cargo.transfers, views, strict=True)
+            for transfer, view in zip(peer_buffers.transfers, views, strict=True)
             if num_boxes[transfer.peer] == 1 and _is_message(transfer, view)
         }
-        others = [place for place, transfer in enumerate(cargo.transfers) if transfer.peer not in ready]
-        _copy([cargo.slots[place] for place in others], [views[place] for place in others])
-        return [(peer, ready.get(peer, data)) for peer, data in cargo.by_peer]
+        others = [place for place, transfer in enumerate(peer_buffers.transfers) if transfer.peer not in ready]
+        _copy([peer_buffers.slots[place] for place in others], [views[place] for place in others])
+        return [(peer, ready.get(peer, data)) for peer, data in peer_buffers.by_peer]
 
     def _copy_own(
-        self, number: int, source: Mapping[str, Tensor], opened: Mapping[str, Tensor], ledger: Ledger | None
+        self, number: int, source: Mapping[str, Tensor], opened: Mapping[str, Tensor], checksum_log: ChecksumLog | None
     ) -> None:
-        copies = self._load(number).copies
-        if ledger:
-            ledger.copy(copies, source)
+        copies = self._buffers_of(number).copies
+        if checksum_log:
+            checksum_log.copy(copies, source)
         _copy([_view(copy.destination, opened) for copy in copies], [_view(copy.source, source) for copy in copies])
 
-    def _unpack(self, number: int, opened: Mapping[str, Tensor], ledger: Ledger | None) -> None:
-        cargo = self._load(number).receives
-        if ledger:
-            ledger.receive(cargo.transfers)
-        _copy([_view(transfer.piece, opened) for transfer in cargo.transfers], cargo.slots)
+    def _unpack(self, number: int, opened: Mapping[str, Tensor], checksum_log: ChecksumLog | None) -> None:
+        peer_buffers = self._buffers_of(number).receives
+        if checksum_log:
+            checksum_log.receive(peer_buffers.transfers)
+        _copy([_view(transfer.piece, opened) for transfer in peer_buffers.transfers], peer_buffers.slots)
 
     def _exchange(self, number: int, packed: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
         messages = [
             dist.P2POp(operation, data, group=self._group, group_peer=peer)
-            for operation, by_peer in ((dist.irecv, self._load(number).receives.by_peer), (dist.isend, packed))
+            for operation, by_peer in ((dist.irecv, self._buffers_of(number).receives.by_peer), (dist.isend, packed))
             for peer, data in by_peer
         ]
         return dist.batch_isend_irecv(messages) if messages else []
@@ -240,7 +242,7 @@ def _view(piece: Piece, tensors: Mapping[str, Tensor]) -> Tensor:
 def _is_message(transfer: Transfer, view: Tensor) -> bool:
     """Return whether the bytes of a box may be sent as they are: until all have arrived, nothing writes to a source."""
     is_whole = transfer.num_bytes == aligned(transfer.num_bytes)
-    return is_whole and not transfer.onward and view.dtype == transfer.dtype and view.is_contiguous()
+    return is_whole and not transfer.forwarded and view.dtype == transfer.dtype and view.is_contiguous()
 
 
 def _copy(destinations: list[Tensor], sources: list[Tensor]) -> None:

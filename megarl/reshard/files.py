@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.distributed.exchange import on_first_rank, together
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.files import explained, replacing, reserve, write_whole
 from megarl.reshard.executor import Reshard, SyncReport
 from megarl.reshard.headers import CONFIG, FLOATS, INDEX, SINGLE, opened, read_index

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.files import inside
 from megarl.platform.remote import RemoteDirectory, RemoteFile
 

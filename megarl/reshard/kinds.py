@@ -7,22 +7,22 @@ import numpy.typing as npt
 import torch
 
 from megarl.reshard.columns import starts
-from megarl.reshard.layout import Holding, Integers, Placement
+from megarl.reshard.layout import Integers, Placement, ShardedBoxes
 
 Times = npt.NDArray[np.float64]
-Kind = tuple[Holding, Holding]  # on the side of the source, and of the destination
+ShardingPattern = tuple[ShardedBoxes, ShardedBoxes]  # on the side of the source, and of the destination
 
 
-class Kinds:
+class ShardingPatterns:
     """The kinds of parameters. Parameters of a kind have equal holdings on both sides, and so the same routes."""
 
     def __init__(self, source: Placement, destination: Placement) -> None:
-        nobody = Holding((), torch.float64)
-        number: dict[Kind, int] = {}
+        nobody = ShardedBoxes((), torch.float64)
+        number: dict[ShardingPattern, int] = {}
         kind_of = [
             number.setdefault((source.get(name, nobody), demand), len(number)) for name, demand in destination.items()
         ]
-        self.holdings = list(number)
+        self.boxes = list(number)
         self.kind_of = np.array(kind_of, dtype=np.int64)  # [num_params]
         self.num_params = np.bincount(self.kind_of, minlength=len(number)).tolist()  # [num_kinds]
         self._names = list(destination)
@@ -44,9 +44,9 @@ class Kinds:
         Returns:
             begin and duration, both [num_params].
         """
-        if not self.holdings:
+        if not self.boxes:
             return np.zeros(0), np.zeros(0)
-        owners, stages, is_shared = _owners([supply for supply, _ in self.holdings])
+        owners, stages, is_shared = _owners([supply for supply, _ in self.boxes])
         stage, shared, amount = (np.array(column)[self.kind_of] for column in (stages, is_shared, load))
         owner = np.where(shared, -1, np.array(owners)[self.kind_of])
         by_stage = np.argsort(stage, kind="stable")
@@ -66,12 +66,12 @@ class Kinds:
         return begin, duration
 
 
-def _owners(sources: Sequence[Holding]) -> tuple[list[int], list[int], list[bool]]:
+def _owners(sources: Sequence[ShardedBoxes]) -> tuple[list[int], list[int], list[bool]]:
     """Return for each source the number of its set of ranks (owner), its stage, and whether it spans its stage.
 
     A stage is the union of owners that overlap.
     """
-    ranks_of: dict[Holding, frozenset[int]] = {}
+    ranks_of: dict[ShardedBoxes, frozenset[int]] = {}
     for source in sources:
         if source not in ranks_of:
             ranks_of[source] = frozenset(rank for place in source.places for rank in place.ranks)

@@ -86,7 +86,7 @@ Layout = Sequence[Piece]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlacedBox:
     """A box of a parameter, and the ranks that have it, ascending."""
 
     box: Box
@@ -94,14 +94,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Holding:
+class ShardedBoxes:
     """The boxes of a parameter, the ranks that have them, and the dtype.
 
     Parameters of one shape that are cut and placed alike have equal holdings, and share one object to save memory. A
     holding is a key of what is computed for all of them, so its hash is computed once.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[PlacedBox, ...]
     dtype: torch.dtype
 
     def __hash__(self) -> int:
@@ -130,7 +130,7 @@ class Holding:
         return ranks, np.repeat(np.arange(len(self.places)), [len(place.ranks) for place in self.places])
 
 
-Placement = Mapping[str, Holding]  # of all ranks, by Hugging Face name
+Placement = Mapping[str, ShardedBoxes]  # of all ranks, by Hugging Face name
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -162,11 +162,11 @@ def placement_of(layouts: Sequence[Layout]) -> Placement:
             if dtypes.setdefault(piece.name, piece.dtype) != piece.dtype:
                 other = dtypes[piece.name]
                 raise ValueError(f"{piece.name} is {piece.dtype} on rank {ranks[0]} and {other} on an earlier rank")
-    alike: dict[tuple[tuple[Place, ...], torch.dtype], Holding] = {}
+    alike: dict[tuple[tuple[PlacedBox, ...], torch.dtype], ShardedBoxes] = {}
     placement = {}
     for name, by_place in ranks_by_place.items():
-        places = tuple(Place(box, tuple(sorted(ranks))) for (box, _), ranks in by_place.items())
-        placement[name] = alike.setdefault((places, dtypes[name]), Holding(places, dtypes[name]))
+        places = tuple(PlacedBox(box, tuple(sorted(ranks))) for (box, _), ranks in by_place.items())
+        placement[name] = alike.setdefault((places, dtypes[name]), ShardedBoxes(places, dtypes[name]))
     return placement
 
 

@@ -40,13 +40,13 @@ class Copy:
 class Transfer:
     """A box that travels: `piece` is the end on this rank, `peer` the rank of the other end, `dtype` that of the wire.
 
-    An `onward` transfer is sent from the destination's local tensor, after an earlier wave has written it.
+    A `forwarded` transfer is sent from the destination's local tensor, after an earlier wave has written it.
     """
 
     piece: Piece
     peer: int
     dtype: torch.dtype
-    onward: bool = False
+    forwarded: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +75,7 @@ class Template:
     box: Box
     peer: int
     dtype: torch.dtype
-    onward: bool = False
+    forwarded: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -88,8 +88,8 @@ class RankPlan:
     """The plan of one rank. All ranks have the same number of waves; in a wave a rank may have nothing to do.
 
     `steps` is int32 [num_steps, 3]: the number of the piece of `held` that is read, the number of the piece of `needed`
-    that is written (-1 if it is not on this rank), and the number of the template. An onward step reads from the piece
-    of `needed`. Wave `w` has the steps from `ends[w - 1]` up to `ends[w]`.
+    that is written (-1 if it is not on this rank), and the number of the template. A forwarded step reads from the
+    piece of `needed`. Wave `w` has the steps from `ends[w - 1]` up to `ends[w]`.
     """
 
     rank: int
@@ -116,9 +116,9 @@ class RankPlan:
         begin = self.ends[number - 1] if number else 0
         for source, destination, number_of_template in self.steps[begin : self.ends[number]].tolist():
             template = self.templates[number_of_template]
-            if template.onward:
+            if template.forwarded:
                 piece = self.needed[destination].part(template.box)
-                wave.sends.append(Transfer(piece, template.peer, template.dtype, onward=True))
+                wave.sends.append(Transfer(piece, template.peer, template.dtype, forwarded=True))
             elif destination < 0:
                 piece = self.held[source].part(template.box)
                 wave.sends.append(Transfer(piece, template.peer, template.dtype))
@@ -131,17 +131,17 @@ class RankPlan:
                 )
         return wave
 
-    def onward(self) -> Choice:
+    def forwarded(self) -> Choice:
         """Return [num_steps]: whether the step forwards what was received before."""
-        return np.array([template.onward for template in self.templates], dtype=np.bool_)[self.steps[:, 2]]
+        return np.array([template.forwarded for template in self.templates], dtype=np.bool_)[self.steps[:, 2]]
 
     def sent(self) -> Choice:
         """Return [num_steps]: whether the step sends."""
-        return (self.steps[:, 1] < 0) | self.onward()
+        return (self.steps[:, 1] < 0) | self.forwarded()
 
     def received(self) -> Choice:
         """Return [num_steps]: whether the step receives."""
-        return (self.steps[:, 0] < 0) & ~self.onward()
+        return (self.steps[:, 0] < 0) & ~self.forwarded()
 
     @property
     def bytes_sent(self) -> int:

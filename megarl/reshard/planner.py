@@ -14,10 +14,10 @@ from itertools import chain
 import numpy as np
 import torch
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.reshard.columns import count_up, starts
-from megarl.reshard.kinds import Kind, Kinds
-from megarl.reshard.layout import Box, Holding, Integers, Layout, Placement, placement_of
+from megarl.reshard.kinds import ShardingPattern, ShardingPatterns
+from megarl.reshard.layout import Box, Integers, Layout, Placement, ShardedBoxes, placement_of
 from megarl.reshard.plan import DELAY, RankPlan, Template
 from megarl.reshard.proof import check_plan
 from megarl.reshard.routes import Routes, find_routes, union_numel
@@ -104,7 +104,7 @@ def lower_bound(source: Placement, destination: Placement, *, rank: int) -> int:
 
     A box that the rank needs in several places counts for each of them.
     """
-    known: dict[Kind, int] = {}
+    known: dict[ShardingPattern, int] = {}
     for name, demand in destination.items():
         supply = source[name]
         if (kind := (supply, demand)) not in known:
@@ -155,7 +155,7 @@ class TransferSchedule:
     ) -> None:
         self.world_size, self._ranks_per_node = world_size, ranks_per_node
         self.names = list(destination)
-        self._kinds = Kinds(source, destination)
+        self._kinds = ShardingPatterns(source, destination)
         self.hops: tuple[list[Routes], ...] = ([], []) if two_level else ([],)
         self._kind_of_part: list[int] = []
         load_of_kind = self._add_routes(bucket_bytes=bucket_bytes, two_level=two_level)
@@ -168,7 +168,7 @@ class TransferSchedule:
         """Find the routes of every kind and cut them into parts; return [num_kinds], the load of the busiest rank."""
         busiest = []
         sent = np.zeros(self.world_size, dtype=np.int64)
-        for kind, (supply, demand) in enumerate(self._kinds.holdings):
+        for kind, (supply, demand) in enumerate(self._kinds.boxes):
             try:
                 routes = find_routes(
                     supply,
@@ -235,7 +235,7 @@ class TransferSchedule:
             templates_before = len(templates)
             ordinals: list[tuple[int, int]] = []  # of each template: the rank's own place that it reads, and writes
             for kind, routes in zip(self._kind_of_part, parts, strict=True):
-                self._add_templates(rank, kind, routes, own, templates, ordinals, onward=hop > 0)
+                self._add_templates(rank, kind, routes, own, templates, ordinals, forwarded=hop > 0)
             mine = [np.count_nonzero((routes.sender == rank) | (routes.reader == rank)) for routes in parts]
             steps_of_part = np.array(mine, dtype=np.int64)
             steps_of_item = steps_of_part[self.part_of]
@@ -261,18 +261,18 @@ class TransferSchedule:
         templates: list[Template],
         ordinals: list[tuple[int, int]],
         *,
-        onward: bool,
+        forwarded: bool,
     ) -> None:
         """Add a template for every route of the rank; in the second hop the rank sends from its destination."""
-        dtype = _wire_dtype(*self._kinds.holdings[kind])
+        dtype = _wire_dtype(*self._kinds.boxes[kind])
         held, needed = own
         for route in np.flatnonzero((routes.sender == rank) | (routes.reader == rank)).tolist():
             sender, reader = int(routes.sender[route]), int(routes.reader[route])
             source, destination = int(routes.source[route]), int(routes.destination[route])
             sends = sender == rank
             peer = reader if sends else sender
-            templates.append(Template(routes.box_of(route), peer, dtype, onward=onward and sends))
-            if onward:
+            templates.append(Template(routes.box_of(route), peer, dtype, forwarded=forwarded and sends))
+            if forwarded:
                 ordinals.append((-1, needed.ordinal(kind, source if sends else destination)))
             else:
                 ordinals.append(
@@ -289,14 +289,14 @@ class _OwnPieces:
     A rank has some of the places of a kind; its `ordinal`-th place of a parameter is the piece `first + ordinal`.
     """
 
-    def __init__(self, rank: int, layout: Layout, side: int, names: Sequence[str], kinds: Kinds) -> None:
-        self._places = [_places_of(rank, pair[side]) for pair in kinds.holdings]
+    def __init__(self, rank: int, layout: Layout, side: int, names: Sequence[str], kinds: ShardingPatterns) -> None:
+        self._places = [_places_of(rank, pair[side]) for pair in kinds.boxes]
         by_name: dict[str, list[int]] = defaultdict(list)
         for number, piece in enumerate(layout):
             by_name[piece.name].append(number)
         boxes = [
             [pair[side].places[place].box for place in places]
-            for pair, places in zip(kinds.holdings, self._places, strict=True)
+            for pair, places in zip(kinds.boxes, self._places, strict=True)
         ]
         first: list[int] = []
         numbers: list[int] = []
@@ -330,16 +330,16 @@ def _in_order(numbers: Sequence[int], layout: Layout, expected: Sequence[Box], n
     return [by_box[box].pop(0) for box in expected]
 
 
-def _places_of(rank: int, holding: Holding) -> list[int]:
+def _places_of(rank: int, boxes: ShardedBoxes) -> list[int]:
     """Return the numbers of the places that a rank has, ascending."""
     places = []
-    for number, place in enumerate(holding.places):
+    for number, place in enumerate(boxes.places):
         position = bisect_left(place.ranks, rank)
         if position < len(place.ranks) and place.ranks[position] == rank:
             places.append(number)
     return places
 
 
-def _wire_dtype(source: Holding, destination: Holding) -> torch.dtype:
+def _wire_dtype(source: ShardedBoxes, destination: ShardedBoxes) -> torch.dtype:
     """Return the smaller dtype of both ends, so that a cast happens on the end that saves bytes."""
     return min(destination.dtype, source.dtype, key=lambda dtype: dtype.itemsize)

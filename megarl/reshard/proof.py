@@ -17,7 +17,7 @@ def check_plan(plan: RankPlan) -> None:
 
     Raises:
         ValueError: two pieces share an element of a local tensor, the boxes written to a piece do not tile it exactly,
-            or a box goes onward before it has arrived.
+            or a box is forwarded before it has arrived.
     """
     _check_tiled(plan)
     _check_onward(plan)
@@ -26,7 +26,7 @@ def check_plan(plan: RankPlan) -> None:
 
 def _check_tiled(plan: RankPlan) -> None:
     """Raise ValueError unless disjoint boxes are written to each piece and add up to it."""
-    writes = plan.steps[(plan.steps[:, 1] >= 0) & ~plan.onward()]
+    writes = plan.steps[(plan.steps[:, 1] >= 0) & ~plan.forwarded()]
     writes = writes[np.argsort(writes[:, 1], kind="stable")]
     bounds = np.searchsorted(writes[:, 1], np.arange(len(plan.needed) + 1)).tolist()
     templates = writes[:, 2].tolist()
@@ -49,17 +49,17 @@ def _check_tiled(plan: RankPlan) -> None:
 
 
 def _check_onward(plan: RankPlan) -> None:
-    """Raise ValueError unless every onward box has arrived in time, in a box that contains it."""
+    """Raise ValueError unless every forwarded box has arrived in time, in a box that contains it."""
     wave = np.searchsorted(plan.ends, np.arange(len(plan.steps)), side="right").tolist()
     arrived: dict[int, list[tuple[int, Box]]] = defaultdict(list)
-    for row in np.flatnonzero(plan.received()).tolist() if plan.onward().any() else ():
+    for row in np.flatnonzero(plan.received()).tolist() if plan.forwarded().any() else ():
         _, piece, template = plan.steps[row].tolist()
         arrived[piece].append((wave[row], plan.templates[template].box))
-    for row in np.flatnonzero(plan.onward()).tolist():
+    for row in np.flatnonzero(plan.forwarded()).tolist():
         _, piece, template = plan.steps[row].tolist()
         box = plan.templates[template].box
         if not any(other.contains(box) for before, other in arrived[piece] if before + DELAY <= wave[row]):
-            raise ValueError(f"rank {plan.rank}: {plan.needed[piece].name} {box} goes onward before it has arrived")
+            raise ValueError(f"rank {plan.rank}: {plan.needed[piece].name} {box} is forwarded before it has arrived")
 
 
 def _check_disjoint(layout: Layout, rank: int) -> None:

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.reshard.columns import count_up, starts
-from megarl.reshard.layout import Box, Holding, Integers, Place
+from megarl.reshard.layout import Box, Integers, PlacedBox, ShardedBoxes
 from megarl.reshard.plan import aligned
 
 
@@ -27,7 +27,7 @@ class Routes:
 
     Route `i` carries box `box[i]` from place `source[i]` on rank `sender[i]` to place `destination[i]` on rank
     `reader[i]`, which may be the same rank. These columns are int64 [num_routes]. Box `b` is `lo[b] <= index < hi[b]`,
-    both int64 [num_boxes, num_dims]. A place is an index into `Holding.places` of its side.
+    both int64 [num_boxes, num_dims]. A place is an index into `ShardedBoxes.places` of its side.
 
     Example: rank 0 holds rows 0:4 of a vector, rank 1 rows 4:8; both need the full vector, that is two boxes each.
 
@@ -122,8 +122,8 @@ class Routes:
 
 
 def find_routes(
-    source: Holding,
-    destination: Holding,
+    source: ShardedBoxes,
+    destination: ShardedBoxes,
     *,
     itemsize: int,
     ranks_per_node: int,
@@ -174,7 +174,7 @@ def find_routes(
     )
 
 
-def _check_supplied(supplied: Integers, destinations: Sequence[Place]) -> None:
+def _check_supplied(supplied: Integers, destinations: Sequence[PlacedBox]) -> None:
     for num, place in zip(supplied.tolist(), destinations, strict=True):
         if num < place.box.numel:
             raise UserError(
@@ -186,12 +186,12 @@ def union_numel(boxes: Sequence[Box]) -> int:
     """Return the number of elements in at least one of the boxes."""
     if not boxes:
         return 0
-    union = Holding(tuple(Place(box, (0,)) for box in boxes), torch.uint8)
+    union = ShardedBoxes(tuple(PlacedBox(box, (0,)) for box in boxes), torch.uint8)
     (lo, hi), _ = _cells(union, num_dims=len(boxes[0].lo))
     return int(np.prod(hi - lo, axis=1).sum())
 
 
-def _cells(holding: Holding, *, num_dims: int) -> tuple[tuple[Integers, Integers], list[tuple[Integers, Integers]]]:
+def _cells(boxes: ShardedBoxes, *, num_dims: int) -> tuple[tuple[Integers, Integers], list[tuple[Integers, Integers]]]:
     """Cut the union of the boxes along all their faces, into disjoint boxes: the cells.
 
     Disjoint or equal boxes, as one way of sharding makes them, are returned unchanged. For example the boxes 0:4 and
@@ -201,15 +201,15 @@ def _cells(holding: Holding, *, num_dims: int) -> tuple[tuple[Integers, Integers
         the low and the high ends of the cells, both [num_cells, num_dims], and for each cell the ranks that hold it,
         ascending, and the place of each of these ranks.
     """
-    if not holding.places:
+    if not boxes.places:
         return (np.zeros((0, num_dims), np.int64), np.zeros((0, num_dims), np.int64)), []
-    lo, hi = holding.bounds
+    lo, hi = boxes.bounds
     faces = [pairwise(sorted({*lo[:, dim].tolist(), *hi[:, dim].tolist()})) for dim in range(num_dims)]
     spans = list(product(*faces))
     ends = np.array(spans, dtype=np.int64).reshape(len(spans), num_dims, 2)
     inside = np.asarray(((lo <= ends[:, None, :, 0]) & (ends[:, None, :, 1] <= hi)).all(axis=2))  # [cells, places]
     held = np.asarray(inside.any(axis=1))
-    ranks, places = holding.owners
+    ranks, places = boxes.owners
     holders = []
     for containing in inside[held]:
         mine = containing[places]

@@ -15,7 +15,7 @@ from megarl.reshard.routes import Routes
 
 
 def two_hops(routes: Routes, *, ranks_per_node: int, bucket_bytes: int) -> Iterator[tuple[Routes, Routes]]:
-    """Yield the routes in parts that fit half a bucket per hop: into the nodes or direct, then onward inside the nodes.
+    """Yield the routes in parts that fit half a bucket per hop: into the nodes or direct, then inside the nodes.
 
     In the second hop `source` counts places of the destination, because the sender has written there before.
     """
@@ -60,9 +60,9 @@ def _share(routes: Routes, *, ranks_per_node: int) -> tuple[Routes, Routes]:
     importer = np.repeat(kept, times)
     others = count_up(times) + 1
     member = first[group[importer]] + (turn[importer] + others) % sizes[group[importer]]
-    onward = _only(routes, order[member])
+    forwarded = _only(routes, order[member])
     passed = replace(
-        onward,
+        forwarded,
         lo=lo[kept],
         hi=hi[kept],
         box=np.repeat(np.arange(len(kept)), times),

@@ -1,109 +1,107 @@
 """Scores responses: the built-in rules, by data source, and the answer that each rule extracts from a response."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.rewards import countdown, format, gsm8k, knights_knaves, math, multiply, reasoning_gym
 
-REWARDS = {
-    "countdown": countdown.compute_score,
-    "countdown/bare": countdown.compute_score_bare,
-    "format": format.compute_score,
-    "gsm8k": gsm8k.compute_score,
-    "gsm8k/flexible": gsm8k.compute_score_flexible,
-    "knights_knaves": knights_knaves.compute_score,
-    "math": math.compute_score,
-    "math_dapo": math.compute_score_dapo,
-    "multiply": multiply.compute_score,
-    "openai/gsm8k": gsm8k.compute_score,
-    "svamp": gsm8k.compute_score,
-    "svamp/flexible": gsm8k.compute_score_flexible,
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A built-in rule."""
+
+    score: Callable[..., float]
+    """(data_source, response, ground truth, extra_info) -> score."""
+    right_answer: Callable[[Any], str | None]
+    """Ground truth -> a response that must score 1.0; None: none is known. UserError if no response is right."""
+    answer: Callable[[str], str] | None = None
+    """Response -> its answer, equal for equivalent responses, '' without one; None: the rule extracts none."""
+    sources: tuple[str, ...] = ()
+    """Further data sources, as files made for other trainers name them."""
+    prefixes: tuple[str, ...] = ()
+    """Beginnings of further data sources; names have precedence."""
+
+
+_GSM8K = Rule(score=gsm8k.compute_score, answer=gsm8k.answer_in, right_answer=gsm8k.right_answer)
+_GSM8K_FLEXIBLE = Rule(
+    score=gsm8k.compute_score_flexible, answer=gsm8k.answer_in_flexible, right_answer=gsm8k.right_answer
+)
+RULES = {
+    "countdown": Rule(
+        score=countdown.compute_score,
+        answer=countdown.answer_in,
+        right_answer=countdown.right_answer,
+        sources=("Jiayi-Pan/Countdown-Tasks-3to4",),
+        prefixes=("countdown",),
+    ),
+    "countdown/bare": Rule(
+        score=countdown.compute_score_bare, answer=countdown.answer_in_bare, right_answer=countdown.right_answer
+    ),
+    "format": Rule(score=format.compute_score, right_answer=format.right_answer),
+    "gsm8k": _GSM8K,
+    "gsm8k/flexible": _GSM8K_FLEXIBLE,
+    "knights_knaves": Rule(
+        score=knights_knaves.compute_score,
+        answer=knights_knaves.answer_in,
+        right_answer=knights_knaves.right_answer,
+    ),
+    "math": Rule(
+        score=math.compute_score,
+        answer=math.answer_in,
+        right_answer=math.right_answer,
+        sources=(
+            "DigitalLearningGmbH/MATH-lighteval",
+            "HuggingFaceH4/MATH-500",
+            "lighteval/MATH",
+            "numina_amc_aime",
+            "numina_aops_forum",
+            "numina_cn_k12",
+            "numina_olympiads",
+            "numina_synthetic_amc",
+            "numina_synthetic_math",
+        ),
+    ),
+    "math_dapo": Rule(
+        score=math.compute_score_dapo,
+        answer=math.answer_in_dapo,
+        right_answer=math.right_answer,
+        sources=("math_dapo_reasoning",),
+        prefixes=("aime",),
+    ),
+    "multiply": Rule(
+        score=multiply.compute_score,
+        answer=multiply.answer_in,
+        right_answer=multiply.right_answer,
+        prefixes=("arithmetic", "multiply", "yolo/arithmetic", "yolo/multiply"),
+    ),
+    "openai/gsm8k": _GSM8K,
+    "svamp": _GSM8K,
+    "svamp/flexible": _GSM8K_FLEXIBLE,
 }
-
-ANSWERS = {
-    "countdown": countdown.answer_in,
-    "countdown/bare": countdown.answer_in_bare,
-    "gsm8k": gsm8k.answer_in,
-    "gsm8k/flexible": gsm8k.answer_in_flexible,
-    "knights_knaves": knights_knaves.answer_in,
-    "math": math.answer_in,
-    "math_dapo": math.answer_in_dapo,
-    "multiply": multiply.answer_in,
-    "openai/gsm8k": gsm8k.answer_in,
-    "svamp": gsm8k.answer_in,
-    "svamp/flexible": gsm8k.answer_in_flexible,
-}
-"""Functions text -> answer: equal for equivalent responses, '' for a response without one. `format` extracts none."""
-
-RIGHT_ANSWERS: dict[str, Callable[[Any], str | None]] = {
-    "countdown": countdown.right_answer,
-    "countdown/bare": countdown.right_answer,
-    "format": format.right_answer,
-    "gsm8k": gsm8k.right_answer,
-    "gsm8k/flexible": gsm8k.right_answer,
-    "knights_knaves": knights_knaves.right_answer,
-    "math": math.right_answer,
-    "math_dapo": math.right_answer,
-    "multiply": multiply.right_answer,
-    "openai/gsm8k": gsm8k.right_answer,
-    "svamp": gsm8k.right_answer,
-    "svamp/flexible": gsm8k.right_answer,
-}
-"""Functions ground truth -> a response that the rule must score 1.0, or None if none is known.
-
-They raise UserError if no response is right.
-"""
-
-SOURCES = {
-    "DigitalLearningGmbH/MATH-lighteval": "math",
-    "HuggingFaceH4/MATH-500": "math",
-    "Jiayi-Pan/Countdown-Tasks-3to4": "countdown",
-    "lighteval/MATH": "math",
-    "math_dapo_reasoning": "math_dapo",
-    "numina_amc_aime": "math",
-    "numina_aops_forum": "math",
-    "numina_cn_k12": "math",
-    "numina_olympiads": "math",
-    "numina_synthetic_amc": "math",
-    "numina_synthetic_math": "math",
-}
-"""The rule for further data sources, as files made for other trainers name them."""
-
-PREFIXES = {
-    "aime": "math_dapo",
-    "arithmetic": "multiply",
-    "countdown": "countdown",
-    "multiply": "multiply",
-    "yolo/arithmetic": "multiply",
-    "yolo/multiply": "multiply",
-}
-"""The rule by the prefix of a data source; the names above have precedence."""
+SOURCES = {source: name for name, rule in RULES.items() for source in rule.sources}
+PREFIXES = {prefix: name for name, rule in RULES.items() for prefix in rule.prefixes}
+_REASONING_GYM = Rule(
+    score=reasoning_gym.compute_score, answer=reasoning_gym.answer_in, right_answer=reasoning_gym.right_answer
+)
 
 
-def rule_of(data_source: str) -> str | None:
-    """Return the name in `REWARDS` of the rule for the rows of `data_source`; None if there is none."""
-    if data_source in REWARDS:
+def name_of_rule(data_source: str) -> str | None:
+    """Return the name in `RULES` of the rule for the rows of `data_source`; None if there is none."""
+    if data_source in RULES:
         return data_source
-    prefixes = (rule for prefix, rule in PREFIXES.items() if data_source.startswith(prefix))
-    return SOURCES.get(data_source) or next(prefixes, None)
+    by_prefix = (name for prefix, name in PREFIXES.items() if data_source.startswith(prefix))
+    return SOURCES.get(data_source) or next(by_prefix, None)
 
 
-def reward_of(data_source: str) -> Callable[..., float] | None:
-    """Return the reward for the rows of `data_source`; None if there is none."""
+def rule_of(data_source: str) -> Rule | None:
+    """Return the rule for the rows of `data_source`; None if there is none."""
     if data_source.startswith(reasoning_gym.SOURCE_PREFIX):
-        return reasoning_gym.compute_score
-    return REWARDS.get(rule_of(data_source) or "")
+        return _REASONING_GYM
+    return RULES.get(name_of_rule(data_source) or "")
 
 
-def answers_of(data_source: str) -> Callable[[str], str] | None:
-    """Return the function that extracts the answer from a response to `data_source`; None if the rule extracts none."""
-    if data_source.startswith(reasoning_gym.SOURCE_PREFIX):
-        return reasoning_gym.answer_in
-    return ANSWERS.get(rule_of(data_source) or "")
-
-
-def right_answer_of(data_source: str) -> Callable[[Any], str | None]:
-    """Return the function that makes a right response from a ground truth. KeyError if there is no rule."""
-    if data_source.startswith(reasoning_gym.SOURCE_PREFIX):
-        return reasoning_gym.right_answer
-    return RIGHT_ANSWERS[rule_of(data_source) or data_source]
+def extracts_answers(data_source: str) -> bool:
+    """Return whether there is a rule for the rows of `data_source` that extracts the answers of responses."""
+    rule = rule_of(data_source)
+    return rule is not None and rule.answer is not None

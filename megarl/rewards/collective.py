@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.sandbox.pool import ScoringResult
 
 ROUND_S = 1.0

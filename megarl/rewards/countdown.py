@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rewards.arithmetic import MAX_CHARACTERS, Operations, read
 from megarl.rewards.countdown_solver import MAX_NUMBERS, solve
 from megarl.rewards.notation import as_ascii, exact_integer, exact_number

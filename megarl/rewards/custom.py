@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.functions import defined_in, load_module, missing
 from megarl.platform.own import place_of
 from megarl.rewards.calls import AsBatch, Concurrently, OneByOne

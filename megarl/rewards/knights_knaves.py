@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rewards.markup import GAP, without_markup
 from megarl.rewards.tags import answer_of
 

@@ -32,7 +32,12 @@ def without_markup(text: str, *, parentheses: bool = False) -> str:
         if mark in "()" and not parentheses:
             continue
         opening = _OPENING.get(mark, mark)
-        if is_open[opening] and mark not in _CLOSING and _may_close(text, token):
+        if (
+            is_open[opening]
+            and mark not in _CLOSING
+            and _may_close(text, token)
+            and not _is_empty(tokens, opened, place)
+        ):
             partner = _closed_by(opening, tokens, opened, is_open)
             replaced[partner] = replaced[place] = GAP
         elif mark not in _OPENING and token[0] not in _LITERAL and _may_open(text, token):
@@ -53,6 +58,12 @@ def _closed_by(opening: str, tokens: list[re.Match[str]], opened: list[int], is_
         is_open[mark] -= 1
         if mark == opening:
             return place
+
+
+def _is_empty(tokens: list[re.Match[str]], opened: list[int], place: int) -> bool:
+    """Return whether a mark beside words would close a pair around nothing: such marks surround no word."""
+    last = tokens[opened[-1]]
+    return last[0][0] in _BESIDE_WORDS and last[0] == tokens[place][0] and last.end() == tokens[place].start()
 
 
 def _may_open(text: str, mark: re.Match[str]) -> bool:

@@ -11,8 +11,8 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from megarl.errors import UserError
 from megarl.platform.deadline import computing_at_most
+from megarl.platform.errors import UserError
 from megarl.rewards import math_forms as forms
 from megarl.rewards.math_equal import equal
 from megarl.rewards.math_grammar import foreign_part

@@ -4,7 +4,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 _AS_ASCII = str.maketrans(
     {

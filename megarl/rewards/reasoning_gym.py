@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rewards.tags import answer_of
 
 SOURCE_PREFIX = "reasoning_gym/"

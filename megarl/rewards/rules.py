@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megarl.errors import UserError
-from megarl.rewards import REWARDS, answers_of, math_equal, reward_of, rule_of
+from megarl.platform.errors import UserError
+from megarl.rewards import RULES, Rule, math_equal, name_of_rule, rule_of
 from megarl.rewards.calls import Concurrently, OneByOne
 from megarl.rewards.custom import check_custom, load_custom
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
@@ -49,7 +49,7 @@ class Rules:
 
     def load(self) -> GroupReward:
         """Return the reward. Raises UserError as `check` does, and if the constructor of a class fails."""
-        known: dict[str, GroupReward] = {name: OneByOne(partial(_judge, name)) for name in REWARDS}
+        known: dict[str, GroupReward] = {name: OneByOne(partial(_judge, name)) for name in RULES}
         known[DATA_SOURCE] = OneByOne(_judge_by_data_source)
         if self.path:
             known[CUSTOM] = load_custom(Path(self.path), self.name, self.kwargs)
@@ -71,7 +71,9 @@ class Rules:
         """Import the modules that built-in rules import at their first call: no response should pay for that."""
         names = {*(self.weights or ()), *([data_source] if self.reads_data_source() else ())}
         with suppress(ImportError):  # the rule itself reports the missing package
-            if "math_verify" not in sys.modules and any((rule_of(name) or "").startswith("math") for name in names):
+            if "math_verify" not in sys.modules and any(
+                (name_of_rule(name) or "").startswith("math") for name in names
+            ):
                 math_equal.equal("\\frac{1}{2}", "x+1")
             if any(name.startswith(SOURCE_PREFIX) for name in names):
                 importlib.import_module("reasoning_gym")
@@ -113,18 +115,18 @@ class Rules:
 
 def rule_names() -> list[str]:
     """Return the names that `weights` may have."""
-    return [DATA_SOURCE, CUSTOM, JUDGE, *sorted(REWARDS)]
+    return [DATA_SOURCE, CUSTOM, JUDGE, *sorted(RULES)]
 
 
-def known_data_source(name: str) -> RewardFn:
-    """Return the built-in reward of a data source. Raises UserError if there is none."""
-    reward = reward_of(name)
-    if reward is None:
+def known_data_source(name: str) -> Rule:
+    """Return the built-in rule of a data source. Raises UserError if there is none."""
+    rule = rule_of(name)
+    if rule is None:
         raise UserError(
-            f"no built-in reward for data source {name!r} (known: {', '.join(sorted(REWARDS))}); "
+            f"no built-in reward for data source {name!r} (known: {', '.join(sorted(RULES))}); "
             "set custom_reward_function.path"
         )
-    return reward
+    return rule
 
 
 def _judge_by_data_source(**arguments: Any) -> Mapping[str, Any]:
@@ -133,6 +135,6 @@ def _judge_by_data_source(**arguments: Any) -> Mapping[str, Any]:
 
 def _judge(name: str, /, **arguments: Any) -> Mapping[str, Any]:
     """Return the score of a data source's built-in rule for a response, and the answer that it has judged."""
-    answer_in = answers_of(name)
-    pred = answer_in(arguments["solution_str"]) if answer_in else None
-    return {"score": known_data_source(name)(**arguments), "pred": pred}
+    rule = known_data_source(name)
+    pred = rule.answer(arguments["solution_str"]) if rule.answer else None
+    return {"score": rule.score(**arguments), "pred": pred}

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megarl.errors import UserError
-from megarl.rewards import math, right_answer_of, rule_of
+from megarl.platform.errors import UserError
+from megarl.rewards import math, name_of_rule
 from megarl.rewards.calls import OneByOne
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
 from megarl.rewards.rules import Rules, known_data_source
@@ -46,16 +46,16 @@ def try_truth(
 
     Raises UserError if the rule cannot read the ground truth, or pays for `solution_str`, which is empty.
     """
-    reward = known_data_source(data_source)
-    right = right_answer_of(data_source)(ground_truth)
+    rule = known_data_source(data_source)
+    right = rule.right_answer(ground_truth)
     if right is None:
         return {"score": 1.0}
-    if reward(data_source, solution_str, ground_truth, extra_info) >= 1.0:
+    if rule.score(data_source, solution_str, ground_truth, extra_info) >= 1.0:
         raise UserError("the rule pays for an empty response")
-    score = reward(data_source, right, ground_truth, extra_info)
+    score = rule.score(data_source, right, ground_truth, extra_info)
     if data_source.startswith(SOURCE_PREFIX):
         score = float(score > 0.0)  # some tasks pay a part for their own answer
-    is_text = (rule_of(data_source) or "").startswith("math") and math.reads_as_text(ground_truth)
+    is_text = (name_of_rule(data_source) or "").startswith("math") and math.reads_as_text(ground_truth)
     return {"score": score, "pred": right, AS_TEXT: float(is_text)}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.functions import bindings, definition_in, takes, unmet, written
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")

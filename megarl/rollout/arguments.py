@@ -5,7 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.fields import OURS, engine_faults
 from megarl.rollout.kv_cache import cache_bytes_per_token, cpu_cache_bytes

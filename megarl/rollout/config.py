@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from megarl.errors import UserError
 from megarl.mark import ENGINE, MICRO, OFF_CPU, SCORES, VALIDATES, Change, Effect, key, when
+from megarl.platform.errors import UserError
 from megarl.section import Count, CountFromZero, Fraction, Length, Seed, section
 
 SAMPLES = Change(Effect.CURVE, "what is sampled")

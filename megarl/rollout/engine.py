@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from megarl.batch import Generation, Group, Prompt
 from megarl.distributed.exchange import together
-from megarl.errors import UserError
 from megarl.platform.device import on_cuda
+from megarl.platform.errors import UserError
 from megarl.rollout import patches, segments
 from megarl.rollout.arguments import ENGINE_KWARGS, cpu_arguments, is_eager, llm_arguments
 from megarl.rollout.config import RolloutSection

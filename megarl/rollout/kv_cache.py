@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import psutil  # type: ignore[import-untyped]
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rollout.config import RolloutSection
 
 BLOCK = 128  # tokens per cache block of vLLM's CPU backend

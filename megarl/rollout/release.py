@@ -2,7 +2,7 @@
 
 from packaging.version import InvalidVersion, Version
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.versions import versions
 
 OLDEST, NEWEST = (0, 26), (0, 32)

@@ -24,8 +24,8 @@ from vllm.model_executor.model_loader.reload import layerwise, meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 from vllm.platforms import current_platform
 
-from megarl.errors import UserError
 from megarl.platform.device import on_cuda
+from megarl.platform.errors import UserError
 
 # Parameters that vLLM's reload leaves in kernel format (its SKIP_TENSORS; 0.26 has only the second): its loaders
 # would write to the live tensor.

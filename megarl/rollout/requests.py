@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megarl.batch import Generation, Prompt
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rollout.sampling import Sampling, request_params, request_seed
 
 MOST_NAMED = 8  # rows of the data set

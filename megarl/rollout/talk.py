@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rollout import patches
 
 CACHE_BYTES = 1 << 30
 """Memory for the keys and values of the engine on CPU."""
 
 
-class Talker:
+class ChatEngine:
     """A model that responds to one text or conversation at a time."""
 
     def __init__(self, model_dir: Path, *, trust_remote_code: bool) -> None:

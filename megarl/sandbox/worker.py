@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.own import place_of
 from megarl.platform.processes import bound_memory, die_with_parent
 from megarl.platform.secrets import beginning

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from megarl.errors import UserError
 from megarl.mark import SPLIT, VALIDATES, VALIDATION, Change, Effect, key, when
+from megarl.platform.errors import UserError
 from megarl.section import Count, CountFromZero, Interval, Length, Seconds, section
 
 NAME = Change(Effect.NONE, "a name")

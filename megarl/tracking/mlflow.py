@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.safe_names import MLFLOW_LONGEST, mlflow_key, mlflow_title, with_digest
 from megarl.platform.versions import versions
 from megarl.section import flatten

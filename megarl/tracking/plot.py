@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.names import REWARD, validation_of
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megarl.distributed.signals import Stopped
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.tracking.console import Console
 from megarl.tracking.guarded import Guarded
 from megarl.tracking.jsonl import Jsonl

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.safe_names import wandb_key, wandb_project
 from megarl.tracking.names import Ending

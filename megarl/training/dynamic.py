@@ -17,7 +17,7 @@ from megarl.algorithms.config import FilterGroupsSection
 from megarl.algorithms.shaping import scores_differ
 from megarl.batch import Group, Scored, join
 from megarl.data.order import Position
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Session
 
 Score = Callable[[list[Group]], Scored]

@@ -3,24 +3,12 @@
 Invariant: records are replicated, so every rank estimates from the full batch, and moments need no communication.
 """
 
-from typing import assert_never
-
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import (
-    gae,
-    gpg,
-    grpo,
-    grpo_passk,
-    opo,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    remax,
-    rloo,
-    token_rewards,
-    whiten,
-)
+from megarl.algorithms import advantages as estimators
+from megarl.algorithms.advantages import token_rewards, whiten
+from megarl.algorithms.calls import arguments_of
 from megarl.algorithms.config import AlgorithmSection, OverlongBufferSection, RolloutCorrectionSection
 from megarl.algorithms.correction import accepted, mismatch_means, mismatch_sums, ratios, truncated_weights
 from megarl.algorithms.kl import kl_penalty
@@ -131,41 +119,19 @@ def _advantages(
     own: OwnEstimator | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the `[B, T]` advantages of the configured estimator, and returns, which are zero without a critic."""
-    scores, by_std = rewards.sum(-1), algorithm.norm_adv_by_std_in_grpo
-    no_returns = torch.zeros_like(rewards)
-    match algorithm.adv_estimator:
-        case "gae":
-            assert values is not None, "GAE without a critic"
-            advantages, returns = gae(rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.lam)
-            return _whitened(advantages, mask), returns
-        case "grpo":
-            return grpo(scores, groups, mask, normalize_by_std=by_std), no_returns
-        case "rloo":
-            return rloo(scores, groups, mask), no_returns
-        case "reinforce_plus_plus":
-            return _whitened(reinforce_plus_plus(rewards, mask, gamma=algorithm.gamma), mask), no_returns
-        case "reinforce_plus_plus_baseline":
-            return _whitened(reinforce_plus_plus_baseline(scores, groups, mask), mask), no_returns
-        case "remax":
-            assert baselines is not None, "ReMax without greedy responses"
-            return remax(rewards, baselines, mask), no_returns
-        case "opo":
-            return opo(scores, groups, mask), no_returns
-        case "gpg":
-            return gpg(scores, groups, mask), no_returns
-        case "grpo_passk":
-            return grpo_passk(scores, groups, mask, normalize_by_std=by_std), no_returns
-        case "none":
-            return torch.zeros_like(rewards), no_returns
-        case "custom":
-            assert own is not None, "an estimator of the user that nothing has loaded"
-            given = {"token_rewards": rewards, "scores": scores, "groups": groups, "mask": mask}
-            given |= {} if values is None else {"values": values}
-            given |= {} if baselines is None else {"baselines": baselines}
-            advantages, *more = own(given)
-            return advantages, more[0] if more else no_returns
-        case unknown:
-            assert_never(unknown)
+    given = {"token_rewards": rewards, "scores": rewards.sum(-1), "groups": groups, "mask": mask}
+    given |= {} if values is None else {"values": values}
+    given |= {} if baselines is None else {"baselines": baselines}
+    if own:
+        advantages, *more = own(given)
+    else:
+        function = getattr(estimators, algorithm.adv_estimator)
+        keys = {key: getattr(algorithm, key) for key in algorithm.estimator.reads}
+        found = function(**arguments_of(function, given), **keys)
+        advantages, *more = found if isinstance(found, tuple) else (found,)
+        if algorithm.estimator.whitens:
+            advantages = _whitened(advantages, mask)
+    return advantages, more[0] if more else torch.zeros_like(rewards)
 
 
 def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:

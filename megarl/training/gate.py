@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.algorithms.correction import token_mismatch
 from megarl.batch import Rollouts
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rollout.limits import Limits
 
 logger = logging.getLogger(__name__)

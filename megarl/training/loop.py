@@ -17,10 +17,10 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Group, Scored
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
+from megarl.samples.in_flight import CARRIED_FILE, to_bytes
 from megarl.tracking.names import STEP_SECONDS, validation_of
 from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
-from megarl.training.carried import CARRIED_FILE, to_bytes
 from megarl.training.collect import Collected, SampleSource
 from megarl.training.estimate import estimate, mismatch_metrics
 from megarl.training.gate import Gate, require_version

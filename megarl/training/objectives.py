@@ -9,11 +9,13 @@ totals of the mini-batch. The loss carries the gradient, the metrics do not.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import assert_never
+from typing import Any
 
 from torch import Tensor
 
-from megarl.algorithms.config import LossAggregation
+from megarl.algorithms import losses
+from megarl.algorithms.calls import arguments_of
+from megarl.algorithms.config import LOSSES, LossAggregation
 from megarl.algorithms.covariance import clip_cov_tokens, kl_cov_tokens, token_covariances
 from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.losses import (
@@ -22,14 +24,8 @@ from megarl.algorithms.losses import (
     Totals,
     aggregate,
     bradley_terry,
-    cispo,
-    clip_cov,
     entropy,
-    gpg,
-    gspo,
-    kl_cov,
     lm_cross_entropy,
-    ppo_clip,
     reward_centering,
     value_clip,
 )
@@ -95,35 +91,23 @@ def policy_loss(
     """Return the loss of type `policy_loss.loss_mode` for a mini-batch that `mark` has prepared."""
     old_log_probs = outputs.log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
     tensors = (outputs.log_probs, old_log_probs, micro.advantages * micro.weights, micro.mask)
+    given = dict(zip(LOSS_ARGUMENTS, tensors, strict=True))
+    if own:
+        return own(given)
     low = section.clip_ratio if section.clip_ratio_low is None else section.clip_ratio_low
     high = section.clip_ratio if section.clip_ratio_high is None else section.clip_ratio_high
-    settings = section.policy_loss
-    match settings.loss_mode:
-        case "vanilla":
-            return ppo_clip(*tensors, clip_low=low, clip_high=high, clip_c=section.clip_ratio_c)
-        case "gspo":
-            return gspo(*tensors, clip_low=low, clip_high=high)
-        case "cispo":
-            return cispo(*tensors, clip_low=low, clip_high=high)
-        case "gpg":
-            return gpg(*tensors)
-        case "clip_cov":
-            assert isinstance(micro, Marked), "a mini-batch without its choice of tokens"
-            return clip_cov(*tensors, chosen=micro.marked, clip_low=low, clip_high=high)
-        case "kl_cov":
-            assert isinstance(micro, Marked), "a mini-batch without its choice of tokens"
-            return kl_cov(*tensors, chosen=micro.marked, kl_coef=settings.ppo_kl_coef)
-        case "custom":
-            assert own is not None, "a policy loss of the user that nothing has loaded"
-            return own(dict(zip(LOSS_ARGUMENTS, tensors, strict=True)))
-        case unknown:
-            assert_never(unknown)
+    settings: dict[str, Any] = {"clip_low": low, "clip_high": high, "clip_c": section.clip_ratio_c}
+    settings["kl_coef"] = section.policy_loss.ppo_kl_coef
+    function = getattr(losses, LOSSES[section.policy_loss.loss_mode].function)
+    chosen = {"chosen": micro.marked} if isinstance(micro, Marked) else {}
+    result: PolicyLoss = function(**arguments_of(function, given | chosen | settings))
+    return result
 
 
 def mark(minibatch: Experience, section: ActorSection) -> Experience:
     """Mark the tokens that the loss treats differently. Return the mini-batch itself if the loss treats all alike."""
     settings, mask = section.policy_loss, minibatch.mask
-    if settings.loss_mode not in ("clip_cov", "kl_cov"):
+    if not LOSSES[settings.loss_mode].chooses:
         return minibatch
     assert minibatch.old_log_probs is not None, "covariances without the old log-probabilities"
     covariances = token_covariances(minibatch.old_log_probs, minibatch.advantages, mask)

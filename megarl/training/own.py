@@ -12,7 +12,7 @@ from megarl.algorithms.config import AlgorithmSection, PolicyLossSection
 from megarl.algorithms.invariance import check_estimator, check_policy_loss, estimates_of, loss_of
 from megarl.algorithms.losses import PolicyLoss
 from megarl.config.own_functions import Call
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.functions import load_function
 
 OwnEstimator = Callable[[Mapping[str, Tensor]], list[Tensor]]

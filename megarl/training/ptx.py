@@ -12,8 +12,8 @@ from megarl.config.root import Config
 from megarl.data.config import SFTDataSection
 from megarl.data.pairs import PairStream
 from megarl.data.tokenizer import Tokenizer
-from megarl.errors import UserError
 from megarl.learner.terms import LossTerm, Objective
+from megarl.platform.errors import UserError
 from megarl.training.objectives import PTXObjective
 
 

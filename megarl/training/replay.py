@@ -12,10 +12,10 @@ from pathlib import Path
 from megarl.batch import Group
 from megarl.config.root import Config
 from megarl.data.order import Position
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
+from megarl.samples.store import SampleStore, read_samples, step_of, steps_in
 from megarl.tracking.config import REPLAY
 from megarl.tracking.timers import Timers
-from megarl.training.archive import Archive, read_samples, step_of, steps_in
 from megarl.training.collect import Collected, SampleSource
 
 logger = logging.getLogger(__name__)
@@ -40,16 +40,16 @@ def replaying(config: Config) -> Config:
 
 
 class Recorder:
-    """A source of samples that also writes them to an archive."""
+    """A source of samples that also writes them to a store."""
 
-    def __init__(self, *, samples: SampleSource, archive: Archive) -> None:
-        self._samples, self._archive = samples, archive
+    def __init__(self, *, samples: SampleSource, store: SampleStore) -> None:
+        self._samples, self._store = samples, store
 
     def collect(self, position: Position, timers: Timers, *, step: int, carried: Sequence[Group] = ()) -> Collected:
         """Collect and write the samples of a step. `archive/failures` is 1 if the disk refused them. Collective."""
         collected = self._samples.collect(position, timers, step=step, carried=carried)
         with timers("dump_rollout_generations"):
-            kept = self._archive.keep_step(collected.scored, collected.baselines, step=step + 1)
+            kept = self._store.keep_step(collected.scored, collected.baselines, step=step + 1)
         return replace(collected, metrics=collected.metrics | {"archive/failures": float(not kept)})
 
 

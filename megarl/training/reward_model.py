@@ -16,9 +16,9 @@ from megarl.batch import Prompt, Rollouts, Scored
 from megarl.data.conversations import Conversations, scoring_batch
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import in_shares
-from megarl.errors import UserError
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
+from megarl.platform.errors import UserError
 from megarl.rewards.scoring import RuleScorer
 
 T = TypeVar("T")

@@ -23,13 +23,13 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.responses import of_groups
 from megarl.rollout.sampling import GREEDY, Sampling
 from megarl.rollout.session import Session
-from megarl.sync.transfer import Sync
+from megarl.samples.step_cache import StepCache
 from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Metrics
-from megarl.training.kept import Kept
 from megarl.training.minibatches import minibatches
 from megarl.training.skips import Skips
 from megarl.training.updates import update
+from megarl.weight_sync.transfer import Sync
 
 Outputs = TypeVar("Outputs", PolicyOutputs, Tensor)
 R = TypeVar("R", bound=Rollouts)
@@ -169,15 +169,15 @@ class EngineSampler:
         section: RolloutSection,
         finished: Callable[[Prompt, Sequence[int]], None],
         environments: Environments | None = None,
-        kept: Kept | None = None,
+        step_cache: StepCache | None = None,
     ) -> None:
         """Take the sampling parameters from `section`. `finished` is called for each response, on one rank, at once.
 
-        With `environments`, samples are episodes, and their turns go to the environments instead. With `kept`, the
-        complete responses of a step are kept in files until the next step.
+        With `environments`, samples are episodes, and their turns go to the environments instead. With `step_cache`,
+        files keep the complete responses of a step until the next step.
         """
         self._engine, self._sync, self._section, self._finished = engine, sync, section, finished
-        self._environments, self._kept = environments, kept
+        self._environments, self._step_cache = environments, step_cache
 
     def awake(self, timers: Timers, *, step: int) -> AbstractContextManager[Metrics]:
         """Wake the engine with the actor's weights, as `Sync.awake` does."""
@@ -195,7 +195,11 @@ class EngineSampler:
     def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, Metrics]:
         """Draw the training samples of a step."""
         session, groups = self.open(step=step), self.groups(prompts, step=step)
-        rollouts = _finish_and_keep(session, groups, self._kept, step=step) if self._kept else _finish(session, groups)
+        rollouts = (
+            _finish_and_keep(session, groups, self._step_cache, step=step)
+            if self._step_cache
+            else _finish(session, groups)
+        )
         return rollouts, {"rollout/occupancy": session.occupancy()}
 
     def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
@@ -240,13 +244,13 @@ def _finish(session: Session, groups: Sequence[Group]) -> Rollouts:
     return of_groups([complete[number] for number in range(len(groups))])
 
 
-def _finish_and_keep(session: Session, groups: Sequence[Group], kept: Kept, *, step: int) -> Rollouts:
+def _finish_and_keep(session: Session, groups: Sequence[Group], step_cache: StepCache, *, step: int) -> Rollouts:
     """Draw all samples of the groups, except those that an earlier job has kept. Keep the others as they complete."""
-    known = kept.begin(step)
+    known = step_cache.begin(step)
     complete = {number: known[row] for number, group in enumerate(groups) if (row := group.prompt.index) in known}
     session.add({number: group for number, group in enumerate(groups) if number not in complete})
     while session.num_open:
         drawn = session.advance()
-        kept.keep([*drawn.values()])
+        step_cache.keep([*drawn.values()])
         complete |= drawn
     return of_groups([complete[number] for number in range(len(groups))])

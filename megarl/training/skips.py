@@ -15,12 +15,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint.find import last_intact_during_run
-from megarl.errors import UserError
 from megarl.learner.finite import NotFinite
 from megarl.learner.terms import LossTerm
+from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
+from megarl.samples.store import write_record
 from megarl.tracking.config import TrainerSection
-from megarl.training.archive import write_record
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ class Batches(Protocol):
     def take(self, step: int) -> Rollouts:
         """Return the batch of a step, counted from 0 over all epochs."""
 
-    def first_as_read(self, step: int) -> str:
+    def preview_prompt(self, step: int) -> str:
         """Describe for people how the model reads the first row of a step."""
 
 

@@ -9,9 +9,9 @@ from megarl.algorithms.groups import mean_over_prompts, statistics
 from megarl.batch import Scored, join
 from megarl.rewards.collective import RewardError
 from megarl.rewards.scoring import first_failures
+from megarl.samples.store import SampleStore
 from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
-from megarl.training.archive import Archive
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Scorer
 from megarl.training.score_accumulator import SLOWEST, ScoreAccumulator
 
@@ -27,12 +27,12 @@ class Validation:
         scorer: Scorer,
         tracker: Tracker,
         num_shown: int,
-        archive: Archive | None = None,
+        store: SampleStore | None = None,
     ) -> None:
-        """Prepare a validation that logs `num_shown` responses, and keeps all samples if there is an `archive`."""
+        """Prepare a validation that logs `num_shown` responses, and keeps all samples if there is a `store`."""
         self.tracker = tracker
         self._prompts, self._sampler, self._scorer = prompts, sampler, scorer
-        self._num_shown, self._archive = num_shown, archive
+        self._num_shown, self._store = num_shown, store
 
     def run(self, *, step: int) -> Metrics:
         """Draw and score responses to every prompt. Log the first responses, and keep all of them if configured.
@@ -55,8 +55,8 @@ class Validation:
         self.tracker.log_table("val/generations", _shown(scored, self._num_shown), step=step)
         reported = {f"val/{name}": value for name, value in scores.metrics().items() if name != SLOWEST}
         reported["val/reward/masked_rate"] = 1.0 - float(scored.has_score().double().mean())
-        if self._archive:
-            reported["val/archive/failures"] = float(not self._archive.keep_validation(scored, step=step))
+        if self._store:
+            reported["val/archive/failures"] = float(not self._store.keep_validation(scored, step=step))
         return metrics | reported | scores_by_source(scored)
 
 

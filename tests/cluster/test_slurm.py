@@ -39,7 +39,7 @@ def ranks_of(cluster: Slurm, root: Path, options: Sequence[str]) -> list[str]:
 def expected(gpus: str) -> list[str]:
     return [
         f"rank {rank} of 4 on n{rank // 2 + 1}, GPUs {gpus}: "
-        "-m megarl.train run.yaml trainer.nnodes=2 trainer.n_gpus_per_node=2"
+        "-m megarl.commands.train run.yaml trainer.nnodes=2 trainer.n_gpus_per_node=2"
         for rank in range(4)
     ]
 

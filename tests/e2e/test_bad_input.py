@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
 
-from megarl.train import main
+from megarl.commands.train import main
 from tests.support.forked import Job
 from tests.support.hollow import write_hollow
 from tests.support.places import without_places
@@ -21,7 +21,7 @@ from tests.support.workspace import Workspace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-TRAIN = (sys.executable, "-m", "megarl.train")
+TRAIN = (sys.executable, "-m", "megarl", "train")
 CONFIGURATION_FAULT, USER_ERROR = 2, 1
 
 

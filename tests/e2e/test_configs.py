@@ -16,7 +16,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from megarl import plan, sft, train, train_reward
+from megarl.commands import plan, sft, train, train_reward
 from megarl.config.load import load_config, load_reward_train_config, load_sft_config
 from megarl.config.root import Config
 from megarl.data.parquet import write_rows
@@ -294,7 +294,7 @@ def follow(kind: str, arguments: list[str]) -> bool:
 
 
 def explore(arguments: list[str]) -> bool:
-    """On the only rank: run `megarl.train` and return whether every weight of the actor changed."""
+    """On the only rank: run `megarl train` and return whether every weight of the actor changed."""
     from megarl.assembly import run as build
 
     build_training, watched = build.build_training, {}

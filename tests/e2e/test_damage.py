@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl import train_reward
+from megarl.commands import train_reward
 from megarl.data.parquet import write_rows
 from megarl.tracking.jsonl import read_jsonl
 from tests.support.forked import run_job

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from megarl import export, train
+from megarl.commands import export, train
 from megarl.tracking.jsonl import read_jsonl
 from tests.support.forked import run_job
 from tests.support.tiny import write_checkpoint

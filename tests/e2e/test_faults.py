@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl import train
+from megarl.commands import train
 from megarl.distributed.watchdog import EXIT_CODE
 from tests.support import faulty
 from tests.support.faulty import Fault, Faults

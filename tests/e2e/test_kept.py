@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megarl import train
 from megarl.batch import Group
+from megarl.commands import train
 from megarl.rollout.session import Session
-from megarl.training.kept import KEPT
+from megarl.samples.step_cache import KEPT
 from tests.support.forked import Job
 from tests.support.outcomes import metrics_of
 from tests.support.shards import tensors_of

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl import train
+from megarl.commands import train
 from tests.support.forked import Job, run_job
 from tests.support.outcomes import metrics_of
 from tests.support.workspace import Workspace, train_arguments

@@ -16,11 +16,11 @@ import yaml
 from _pytest.mark import ParameterSet
 from mlflow import MlflowClient
 
-from megarl import train
 from megarl.checkpoint.state import State
+from megarl.commands import train
+from megarl.samples.in_flight import CARRIED_FILE
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.tracker import Trackers
-from megarl.training.carried import CARRIED_FILE
 from tests.support.forked import Job
 from tests.support.outcomes import PASSING, metrics_of, mlflow_runs
 from tests.support.programs import ROOT

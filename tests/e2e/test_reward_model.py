@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl import train
+from megarl.commands import train
 from megarl.tracking.jsonl import read_jsonl
 from tests.support.forked import run_job
 from tests.support.sentencepieces import train_sentencepiece

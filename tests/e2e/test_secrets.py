@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow.fs import FileSelector, S3FileSystem
 
-from megarl.platform.secrets import BLOT
+from megarl.platform.secrets import REDACTED
 from tests.support.programs import run_program
 from tests.support.s3 import s3_server
 from tests.support.tiny import plant_code
@@ -101,7 +101,7 @@ def test_secrets_and_code_that_are_planted(
     (tmp_path / "reward.py").write_text(REWARD)
     run_dir = tmp_path / "runs" / "run"
     code, output = run_program(
-        *(sys.executable, "-m", "megarl.train"),
+        *(sys.executable, "-m", "megarl", "train"),
         f"data.train_files={bucket.uri('train.parquet')}",
         "data.train_batch_size=8",
         "data.max_prompt_length=64",
@@ -124,8 +124,8 @@ def test_secrets_and_code_that_are_planted(
     )
     assert code == 0 and (run_dir / "global_step_1" / "manifest.json").is_file(), output
     assert not witness.exists()
-    assert f"the judge does not know {BLOT}" in output
-    assert f"it printed 'asking the judge with {BLOT}'" in output
+    assert f"the judge does not know {REDACTED}" in output
+    assert f"it printed 'asking the judge with {REDACTED}'" in output
     [keys] = re.findall("there is a secret in ([^:]*):", " ".join(output.split()))
     assert set(keys.split(", ")) == {
         "data.train_files",
@@ -135,8 +135,8 @@ def test_secrets_and_code_that_are_planted(
         "trainer.default_hdfs_dir",
     }
     assert f"compute_score of {tmp_path / 'reward.py'} (SHA-256: " in output
-    assert f"s3://{BLOT}@bucket/train.parquet" in (run_dir / "config.yaml").read_text()
-    assert f"s3://{BLOT}@bucket/model: its model is copied to {cache}/model-" in output
+    assert f"s3://{REDACTED}@bucket/train.parquet" in (run_dir / "config.yaml").read_text()
+    assert f"s3://{REDACTED}@bucket/model: its model is copied to {cache}/model-" in output
     texts = dict(kept(run_dir.parent)) | dict(kept(cache)) | dict(bucket.texts())
     assert "modeling_planted.py" not in {path.name for path in cache.rglob("*")}, (
         "code was copied although it may not run"
@@ -144,7 +144,7 @@ def test_secrets_and_code_that_are_planted(
     assert not any(secret in str(path) for path in cache.rglob("*") for secret in SECRETS)
     assert Path("bucket/mirror/global_step_1/manifest.json") in texts
     assert {"mlflow.db", "metrics.jsonl", "step_1.parquet", "config.yaml"} <= {path.name for path in texts}
-    assert f"s3://{BLOT}@bucket/train.parquet" in texts[run_dir.parent / "mlflow.db"]
+    assert f"s3://{REDACTED}@bucket/train.parquet" in texts[run_dir.parent / "mlflow.db"]
     assert "compute_score of " in texts[run_dir.parent / "mlflow.db"]
     for secret in SECRETS:
         assert secret not in output

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megarl import train
+from megarl.commands import train
 from megarl.distributed.signals import EXIT_CODE
 from tests.support.cores import all_cores
 from tests.support.forked import run_job
@@ -70,7 +70,7 @@ class World:
         self._held.unlink(missing_ok=True)
         with all_cores():
             started = subprocess.Popen(
-                [*PYTHON, "megarl.train", *self.arguments],
+                [*PYTHON, "megarl.commands.train", *self.arguments],
                 cwd=ROOT,
                 env=os.environ | {"PYTHONPATH": str(ROOT), MARK: mark},
                 stderr=subprocess.PIPE,
@@ -89,7 +89,7 @@ class World:
         """Start the run at a terminal and return it in the reward of its first step."""
         self._hold.touch()
         self._held.unlink(missing_ok=True)
-        job = AtTerminal([*PYTHON, "megarl.train", *self.arguments], os.environ | {"PYTHONPATH": str(ROOT)})
+        job = AtTerminal([*PYTHON, "megarl.commands.train", *self.arguments], os.environ | {"PYTHONPATH": str(ROOT)})
         while not self._held.exists():
             time.sleep(0.05)  # until the test's own time limit
         return job
@@ -137,7 +137,7 @@ def told(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tupl
 def test_nothing_outlives_a_launcher_that_is_killed(told: tuple[World, dict[str, Any]]) -> None:
     _, seen = told
     commands = "\n".join(seen["killed"])  # all ended a moment later
-    assert commands.count("megarl.train") >= 3  # the launcher and its ranks
+    assert commands.count("megarl.commands.train") >= 3  # the launcher and its ranks
     assert "megarl.rewards.supervisor" in commands
     assert not seen["segments left"]  # after the start of the next job
 
@@ -145,7 +145,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(told: tuple[World, dict[str,
 def test_a_run_that_is_told_to_end_saves_its_step_and_says_so(told: tuple[World, dict[str, Any]]) -> None:
     seen = told[1]
     assert seen["code"] == EXIT_CODE, seen["messages"]
-    command = shlex.join(map(str, [*PYTHON, "megarl.train", *told[0].arguments]))
+    command = shlex.join(map(str, [*PYTHON, "megarl.commands.train", *told[0].arguments]))
     said = "".join(seen["messages"].split())  # as wide as the terminal
     assert "".join(f"megarl: stopped by a signal, step 1 is saved; resume with {command}".split()) in said
     assert "Traceback" not in seen["messages"]

@@ -43,7 +43,7 @@ def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout_s=60,
     )
     run_python(
-        *("-m", "megarl.train", "configs/grpo_smollm2_gsm8k.yaml"),
+        *("-m", "megarl", "train", "configs/grpo_smollm2_gsm8k.yaml"),
         f"data.train_files={data / 'train.parquet'}",
         f"data.val_files={data / 'val.parquet'}",
         f"data.max_response_length={MAX_RESPONSE_LENGTH}",

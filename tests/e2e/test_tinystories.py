@@ -32,9 +32,9 @@ def distinct_bigrams(texts: Sequence[str]) -> float:
 def prepared(data: Path) -> list[str]:
     """Write the stories to `data`; return arguments that name model and stories."""
     model, stories = asset("models/stories260K-hd32"), asset("data/tinystories")
-    run_python("scripts/prepare_tinystories.py", "--from", stories, "--out", data, timeout_s=60)
+    run_python("-m", "megarl", "prepare", "tinystories", "--from", stories, "--out", data, timeout_s=60)
     return [
-        *("-m", "megarl.train", "configs/ppo_tinystories.yaml"),
+        *("-m", "megarl", "train", "configs/ppo_tinystories.yaml"),
         f"data.train_files={data / 'train.parquet'}",
         f"data.val_files={data / 'val.parquet'}",
         f"actor_rollout_ref.model.path={model}",

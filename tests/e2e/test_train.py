@@ -19,8 +19,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from megarl import chat, evaluate, export, train
 from megarl.checkpoint.state import State
+from megarl.commands import chat, evaluate, export, train
 from megarl.data.order import Position
 from megarl.platform.safe_names import mlflow_key
 from megarl.rollout.config import SyncSection
@@ -322,7 +322,7 @@ def test_val_only_shows_the_scores_of_a_run_and_changes_no_record(
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is missing (apt: openmpi-bin)")
 def test_open_mpi_runs_grpo_with_two_engines(workspace: Workspace, tmp_path: Path) -> None:
     succeed(
-        *(*MPIRUN, "megarl.train", *train_arguments(workspace, tmp_path)),
+        *(*MPIRUN, "megarl.commands.train", *train_arguments(workspace, tmp_path)),
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",  # one update per step: the first has no divergence yet
         "actor_rollout_ref.actor.use_kl_loss=true",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from megarl import train_reward
+from megarl.commands import train_reward
 from megarl.data.parquet import write_rows
 from megarl.tracking.jsonl import read_jsonl
 from tests.support.forked import run_job

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.new.__main__ import main as new
+from megarl.commands.new.__main__ import main as new
 from tests.support.programs import ROOT, SHOWN_CHARACTERS
 from tests.support.workspace import SMALL, Workspace
 

@@ -1,4 +1,4 @@
-"""`megarl.verify` as a user runs it: any family, any split, also with only a config.json."""
+"""`megarl verify` as a user runs it: any family, any split, also with only a config.json."""
 
 import json
 import shutil
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megarl import verify
+from megarl.commands import verify
 from tests.support.forked import Job, run_job
 from tests.support.programs import run_program, succeed
 from tests.support.tiny import write_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-VERIFY = (sys.executable, "-m", "megarl.verify")
+VERIFY = (sys.executable, "-m", "megarl", "verify")
 STDOUT_ALONE = ("sh", "-c", 'exec "$0" "$@" 2>/dev/null')
 TRAINER, ENGINE = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 

@@ -7,7 +7,7 @@ from types import CodeType
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megarl"
-ROOMS = ("distributed", "learner", "platform", "reshard", "rollout", "sync")
+ROOMS = ("distributed", "learner", "platform", "reshard", "rollout", "weight_sync")
 
 
 def record(file: str) -> None:

@@ -27,7 +27,7 @@ def refused(argv: list[str]) -> str:
 
 
 def export(checkpoint: Path, out: Path) -> None:
-    from megarl.export import read_arguments, write
+    from megarl.commands.export import read_arguments, write
 
     launch = here()
     write(read_arguments([str(checkpoint), str(out)], world_size=launch.world_size), launch)

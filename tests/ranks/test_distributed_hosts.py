@@ -51,24 +51,24 @@ def test_torchrun_over_two_hosts(pair: Hosts) -> None:
 
 def test_two_hosts_are_examined(pair: Hosts, tmp_path: Path) -> None:
     """The hosts see each other and one directory; then each names a directory that the other does not have."""
-    doctor = [sys.executable, "-m", "megarl", "doctor", "--hosts", ",".join(pair.names), "--directory"]
+    check = [sys.executable, "tools/host_check.py", ",".join(pair.names), "--directory"]
 
     environ = outside_launchers() | {"COLUMNS": "200"}  # so that no cell of a table is wrapped
 
     def examined(directories: list[Path]) -> tuple[list[int], list[str]]:
         named = zip(pair.names, directories, strict=True)
-        jobs = [pair.start(name, [*doctor, directory], environ) for name, directory in named]
+        jobs = [pair.start(name, [*check, directory], environ) for name, directory in named]
         outputs = [job.communicate(timeout=600)[0] for job in jobs]
         return [job.returncode for job in jobs], outputs
 
     codes, (first, second) = examined([tmp_path] * 2)
     assert codes == [0, 0], first + second
-    assert all(f"megarl doctor on {name}" in first for name in pair.names)
+    assert all(f"host check of {name}" in first for name in pair.names)
     assert "These 2 hosts can train together." in first
     assert first.count("3 of 3 reached") == 2
     assert re.search(r"clock +\S [+-]0\.\d{3} s from ", first), first
     assert first.count("files of 2 hosts seen") == 2
-    assert "megarl doctor on" not in second
+    assert "host check of" not in second
     codes, (first, _) = examined([tmp_path / "a", tmp_path / "b"])
     assert codes == [1, 1]
     assert "These hosts cannot train together: 2 fault(s)" in first

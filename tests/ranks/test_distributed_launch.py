@@ -9,7 +9,7 @@ import pytest
 
 from megarl.distributed.place import Launch
 from megarl.distributed.store import meet
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from tests.support.launchers import NEEDS_MPIRUN, start
 
 MODULE = ["-m", "tests.support.launched"]

@@ -208,7 +208,7 @@ def handles(pid: int, number: int, how: str) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_program_that_is_still_imported_ends_with_a_line(number: signal.Signals) -> None:
-    process = start([sys.executable, "-m", "megarl.train"], "--check")
+    process = start([sys.executable, "-m", "megarl", "train"], "--check")
     while not handles(process.pid, signal.SIGHUP, "SigCgt"):
         time.sleep(0.001)
     process.send_signal(number)

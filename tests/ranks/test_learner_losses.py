@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.algorithms.config import LossAggregation, LossMode, PolicyLossSection
+from megarl.algorithms.config import LOSSES, LossAggregation, PolicyLossSection
 from megarl.batch import Experience
 from megarl.config.policy import ActorSection
 from megarl.models.architecture import hf_shapes, read_architecture
@@ -27,8 +27,8 @@ from tests.support.records import experience
 from tests.support.references import reference_outputs
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {"llama": ("llama", {})}
-MODES = [name for name in get_args(LossMode) if name != "custom"]
-LOSSES = {
+MODES = [name for name in LOSSES if name != "custom"]
+CASES = {
     f"{loss_mode}, {agg_mode}": ActorSection(
         policy_loss=PolicyLossSection(
             loss_mode=loss_mode,
@@ -80,7 +80,7 @@ def updated(checkpoint: Path, split: dict[str, Any], balance: bool, max_tokens: 
     from megarl.learner.batching import Budget
 
     found = {}
-    for name, actor in LOSSES.items():
+    for name, actor in CASES.items():
         learner = make_test_learner(checkpoint, split, temperature=TEMPERATURE, balance=balance)
         budget, objective = Budget(max_tokens=max_tokens, max_sequences=None), ActorObjective(actor, horizon=HORIZON)
         metrics = [update(learner, [minibatch], objective, budget) for minibatch in batches(actor)]
@@ -104,9 +104,9 @@ def expected(checkpoint: Path, alone: dict[str, Any]) -> dict[str, tuple[Any, di
     return found
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CASES)
 def test_one_rank_does_what_autograd_does(alone: dict[str, Any], checkpoint: Path, name: str) -> None:
-    actor = LOSSES[name]
+    actor = CASES[name]
     _, norm, metrics = reference_outputs(checkpoint, ActorObjective(actor, horizon=HORIZON), batches(actor)[0])
     found = alone[name][0][0]
     assert found["grad_norm"] == pytest.approx(norm, rel=1e-5)

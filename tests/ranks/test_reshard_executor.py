@@ -150,16 +150,16 @@ class FlippedBit(Reshard):
 
     def _exchange(self, number, packed):
         if number == 0 and self._plan.rank == 0:
-            self._load(0).sends.slots[0].view(torch.int32).view(-1)[3] ^= 1 << 7
+            self._buffers_of(0).sends.slots[0].view(torch.int32).view(-1)[3] ^= 1 << 7
         return super()._exchange(number, packed)
 
 
 class Swapped(Reshard):
     """Rank 1 swaps gate and up."""
 
-    def _load(self, number):
-        load = super()._load(number)
-        if self._plan.rank == 1 and self._loads[number] is load:
+    def _buffers_of(self, number):
+        load = super()._buffers_of(number)
+        if self._plan.rank == 1 and self._wave_buffers[number] is load:
             cargo = load.receives
             gate, up = (
                 next(i for i, transfer in enumerate(cargo.transfers) if f"{kind}_proj" in transfer.piece.name)
@@ -175,7 +175,7 @@ class WrongOffset(Reshard):
     """Rank 0 unpacks its last box one row too early."""
 
     def _unpack(self, number, opened, ledger):
-        slot = self._load(number).receives.slots[-1]
+        slot = self._buffers_of(number).receives.slots[-1]
         slot.set_(slot.untyped_storage(), slot.storage_offset() - 4 * (self._plan.rank == 0), slot.shape, slot.stride())
         super()._unpack(number, opened, ledger)
 
@@ -186,7 +186,7 @@ class LateWrite(Reshard):
     def _copy_own(self, number, source, opened, ledger):
         super()._copy_own(number, source, opened, ledger)
         if self._plan.rank == 1:
-            copy = self._load(number).copies[0]
+            copy = self._buffers_of(number).copies[0]
             copy.destination.view(opened[copy.destination.param]).view(-1)[0] += 1
 
 

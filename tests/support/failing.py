@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megarl.commands.entry import run
 from megarl.distributed.launch import Launch
-from megarl.entry import run
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.tracking.config import TrainerSection
 
 STEP = 3

@@ -1,4 +1,4 @@
-"""Training with planted faults: `python -m tests.support.faulty FAULTS.json ARGUMENTS...` as for megarl.train.
+"""Training with planted faults: `python -m tests.support.faulty FAULTS.json ARGUMENTS...` as for megarl.commands.train.
 
 Each life of a job meets the first fault that no earlier life met, and `FAULTS.met/NUMBER.json` records its place.
 megarl knows nothing of this module, which listens to what megarl reports to its watchdog.
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl import train
+from megarl.commands import train
+from megarl.commands.entry import run
 from megarl.distributed import watchdog
-from megarl.entry import run
 
 
 def break_engine() -> None:

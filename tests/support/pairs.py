@@ -25,8 +25,8 @@ class Pair:
         from megarl.reshard.planner import plan_between
         from megarl.rollout.config import SyncSection
         from megarl.rollout.limits import Limits
-        from megarl.sync.selfcheck import SelfCheck
-        from megarl.sync.transfer import Sync
+        from megarl.weight_sync.selfcheck import SelfCheck
+        from megarl.weight_sync.transfer import Sync
 
         held: Layout = [replace(piece, name=new_name(piece.name)) for piece in self.learner.layout()]
         plan = plan_between(

@@ -26,7 +26,7 @@ USED = (  # by a job of a few steps; each would be imported in every rank
     "megarl.assembly.run",
     "megarl.tracking.mlflow",
     "megarl.tracking.mlflow_store",
-    "megarl.train",
+    "megarl.commands.train",
     "mlflow.store.tracking.sqlalchemy_store",
     "mlflow.store.tracking.sqlalchemy_workspace_store",
     "pyarrow.pandas_compat",

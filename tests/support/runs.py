@@ -57,7 +57,13 @@ def write_run(
         for prompt, score in zip(PROMPTS, (float(good), float(1 - good), 0.5), strict=True)
     ]
     history = [
-        {"step": 0, "time": 1.0, "event": "start", "command": "python -m megarl.train x.yaml", "commit": "c0ffee" * 6},
+        {
+            "step": 0,
+            "time": 1.0,
+            "event": "start",
+            "command": "python -m megarl train x.yaml",
+            "commit": "c0ffee" * 6,
+        },
         {"step": steps, "time": 9.0, "event": "finished"},
     ]
     for name, lines in (("metrics", rows), ("val_generations", samples), ("history", history)):

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megarl.commands.entry import run
 from megarl.distributed.launch import Launch
 from megarl.distributed.signals import Stopped, graceful_stop, stop_requested
-from megarl.entry import run
 from megarl.tracking.config import TrainerSection
 
 

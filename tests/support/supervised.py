@@ -15,9 +15,9 @@ def here() -> Launch:
 
 
 def train(argv: list[str]) -> None:
-    """Run `megarl.train_reward` with `argv` on this rank."""
+    """Run `megarl train-reward` with `argv` on this rank."""
+    from megarl.commands.train_reward import train as body
     from megarl.config.load import load_reward_train_config
-    from megarl.train_reward import train as body
 
     launch = here()
     body(load_reward_train_config(argv, world_size=launch.world_size), launch)

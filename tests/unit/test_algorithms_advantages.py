@@ -83,33 +83,33 @@ def test_undiscounted_monte_carlo_returns_are_the_score() -> None:
 def test_grpo_by_hand() -> None:
     scores, groups = torch.tensor([1.0, 0.0, 5.0, 0.0, 3.0]), torch.tensor([7, 2, 7, 2, 7])
     mask = torch.tensor([[True, True]] * 4 + [[True, False]])
-    advantages = grpo(scores, groups, mask, normalize_by_std=True)
+    advantages = grpo(scores, groups, mask, norm_adv_by_std_in_grpo=True)
     # group 7: mean 3, deviations -2, 2, 0, unbiased std 2; group 2: no difference
     torch.testing.assert_close(advantages, torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]))
-    without = grpo(scores, groups, mask, normalize_by_std=False)
+    without = grpo(scores, groups, mask, norm_adv_by_std_in_grpo=False)
     assert without[:, 0].tolist() == [-2.0, 0.0, 2.0, 0.0, 0.0]
 
 
 @given(
     groups=st.lists(st.integers(0, 4), min_size=1, max_size=16),
     seed=SEEDS,
-    normalize_by_std=st.booleans(),
+    norm_adv_by_std_in_grpo=st.booleans(),
 )
-def test_grpo_is_the_group_normalisation(groups: list[int], seed: int, normalize_by_std: bool) -> None:
+def test_grpo_is_the_group_normalisation(groups: list[int], seed: int, norm_adv_by_std_in_grpo: bool) -> None:
     scores = torch.randn(len(groups), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones(len(groups), 2, dtype=torch.bool)
-    advantages = grpo(scores, torch.tensor(groups), mask, normalize_by_std=normalize_by_std)
+    advantages = grpo(scores, torch.tensor(groups), mask, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
     for sample, group in enumerate(groups):
         members = [float(scores[other]) for other in range(len(groups)) if groups[other] == group]
         expected = float(scores[sample]) - statistics.mean(members)
-        if normalize_by_std and len(members) > 1:
+        if norm_adv_by_std_in_grpo and len(members) > 1:
             expected /= statistics.stdev(members) + 1e-6
         assert advantages[sample].tolist() == pytest.approx([expected] * 2, rel=1e-4, abs=1e-5)
 
 
 def test_equal_scores_teach_nothing_whatever_their_rounding() -> None:
     mask = torch.ones(3, 1, dtype=torch.bool)
-    advantages = grpo(torch.full((3,), 0.1), torch.zeros(3, dtype=torch.int64), mask, normalize_by_std=True)
+    advantages = grpo(torch.full((3,), 0.1), torch.zeros(3, dtype=torch.int64), mask, norm_adv_by_std_in_grpo=True)
     assert advantages.abs().max() < 1e-6
 
 
@@ -124,8 +124,8 @@ RAGGED = torch.arange(3) < LENGTHS[:, None]  # group 7 scores 1, 5, 3; group 2 s
         (rloo, [1 - 4, 0, 5 - 2, 0, 3 - 3, 0]),
         (reinforce_plus_plus_baseline, [1 - 3, 0, 5 - 3, 0, 3 - 3, 0]),
         (opo, [1 - 14 / 4, 0, 5 - 14 / 4, 0, 3 - 14 / 4, 0]),  # lengths 1, 2, 1
-        (partial(grpo_passk, normalize_by_std=False), [0, 0, 5 - 3, 0, 0, 0]),
-        (partial(grpo_passk, normalize_by_std=True), [0, 0, (5 - 3) / 2, 0, 0, 0]),
+        (partial(grpo_passk, norm_adv_by_std_in_grpo=False), [0, 0, 5 - 3, 0, 0, 0]),
+        (partial(grpo_passk, norm_adv_by_std_in_grpo=True), [0, 0, (5 - 3) / 2, 0, 0, 0]),
     ],
 )
 def test_what_compares_a_group_by_hand(estimator: Callable[..., Tensor], expected: list[float]) -> None:
@@ -145,7 +145,7 @@ def test_group_estimators_are_what_their_papers_say(seed: int, groups: list[int]
         estimator: estimator(scores, torch.tensor(groups), mask)[:, 0].tolist()
         for estimator in (rloo, opo, reinforce_plus_plus_baseline)
     }
-    passk = grpo_passk(scores, torch.tensor(groups), mask, normalize_by_std=False)[:, 0].tolist()
+    passk = grpo_passk(scores, torch.tensor(groups), mask, norm_adv_by_std_in_grpo=False)[:, 0].tolist()
     for sample, group in enumerate(groups):
         members = [other for other in range(len(groups)) if groups[other] == group]
         others = [float(scores[other]) for other in members if other != sample]

@@ -32,14 +32,14 @@ def test_built_in_losses_pass(loss: Callable[..., PolicyLoss], kwargs: dict[str,
     ("estimator", "kwargs"),
     [
         (advantages.gae, {"gamma": 0.9, "lam": 0.8}),
-        (advantages.grpo, {"normalize_by_std": True}),
+        (advantages.grpo, {"norm_adv_by_std_in_grpo": True}),
         (advantages.rloo, {}),
         (advantages.reinforce_plus_plus, {"gamma": 0.9}),
         (advantages.reinforce_plus_plus_baseline, {}),
         (advantages.remax, {}),
         (advantages.opo, {}),
         (advantages.gpg, {}),
-        (advantages.grpo_passk, {"normalize_by_std": False}),
+        (advantages.grpo_passk, {"norm_adv_by_std_in_grpo": False}),
     ],
 )
 def test_built_in_estimators_pass(estimator: Callable[..., Any], kwargs: dict[str, Any]) -> None:

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.cases import MODELS
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.assembly.next_steps import next_steps
 from megarl.assembly.records import console_tracker, run_tracker
 from megarl.assembly.resume import ResumePoint
 from megarl.assembly.run import make_kl_controller, make_schedule, make_work
-from megarl.bench.cases import MODELS
 from megarl.checkpoint.state import State
-from megarl.cli.command import parse
-from megarl.cli.commands import COMMANDS
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import COMMANDS
 from megarl.config.load import load_config
 from megarl.distributed.launch import Launch
 from megarl.learner.per_data_source import PerDataSource

@@ -11,8 +11,8 @@ from megarl.checkpoint.background import run_blocking
 from megarl.checkpoint.directory import LATEST_FILE
 from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import Best, State
+from megarl.commands.entry import how_to_resume
 from megarl.config.report import own_code
-from megarl.entry import how_to_resume
 from megarl.platform.terminal import COMMAND
 from megarl.tracking.run_id import RUN_ID_FILE
 from tests.support.resumes import configured, save, told
@@ -232,5 +232,5 @@ def test_a_job_that_was_told_to_end_says_how_to_go_on(tmp_path: Path, arguments:
     changes = said.removeprefix(" with").split()
     assert configured(tmp_path, *arguments, *changes).trainer.resume_mode == "auto"
     assert bool(changes) == bool(arguments)
-    command = "python -m megarl.train a.yaml"
+    command = "python -m megarl train a.yaml"
     assert how_to_resume(trainer, {COMMAND: command}).endswith(" ".join([f"\n  {command}", *changes]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.chat import converse, loadable, main, typed_lines
+from megarl.commands.chat import converse, loadable, main, typed_lines
 
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 9, "seed": 3, "system": None, "plain": False}
 
@@ -86,7 +86,7 @@ def test_what_libraries_announce_to_programmers_does_not_reach_a_person(
 
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).touch()
-    monkeypatch.setattr("megarl.rollout.talk.Talker", Announcing)
+    monkeypatch.setattr("megarl.rollout.talk.ChatEngine", Announcing)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert main([str(tmp_path), "--prompt", "2 + 2 ="]) == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint.state import Best, State, best_checkpoint
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 
 def save(run_dir: Path, step: int, best: Best | None) -> Path:

@@ -19,8 +19,8 @@ from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.occupancy import tidy_up
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import CheckpointStore
+from megarl.commands.export import intact_checkpoint
 from megarl.data.order import Position
-from megarl.export import intact_checkpoint
 from tests.support.disks import small_disk
 
 pytestmark = pytest.mark.usefixtures("world")

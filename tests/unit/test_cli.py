@@ -15,16 +15,15 @@ from click.shell_completion import ShellComplete
 
 import megarl
 from megarl.__main__ import main
-from megarl.bench.options import PARSERS
-from megarl.cli import version
-from megarl.cli.command import parse
-from megarl.cli.commands import COMMANDS, EXPORT, PLAN, TRAIN
-from megarl.cli.commands import megarl as megarl_command
+from megarl.commands.cli import version
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import COMMANDS, EXPORT, PLAN, TRAIN
+from megarl.commands.cli.table import megarl as megarl_command
+from megarl.commands.evaluate import as_configuration, with_best
+from megarl.commands.plan import main as plan
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.data.prepare.__main__ import TASKS
-from megarl.evaluate import as_configuration, with_best
-from megarl.plan import main as plan
 from megarl.platform.terminal import typed
 from tests.support.programs import ROOT, AtTerminal, run_program, succeed
 
@@ -53,7 +52,7 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str]:
 
 
 def test_help_of_every_command_imports_nothing_heavy() -> None:
-    more = [*(["bench", name] for name in PARSERS), *(["prepare", name] for name in TASKS)]
+    more = [["prepare", name] for name in TASKS]
     printed = succeed(sys.executable, "-c", HELP_OF_ALL.replace("{more}", str(more)), timeout_s=120)
     for text in printed.split("HELP OF")[2:]:  # the first is that of `megarl` itself
         name = text.splitlines()[0].strip()
@@ -65,7 +64,7 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
 
 
 def test_a_configuration_is_checked_before_anything_heavy_is_imported() -> None:
-    modules = [f"megarl.{name}" for name in ("train", "sft", "train_reward", "evaluate", "export", "verify")]
+    modules = [f"megarl.commands.{name}" for name in ("train", "sft", "train_reward", "evaluate", "export", "verify")]
     words = f"import sys, {', '.join(modules)}; assert not {HEAVY} & sys.modules.keys(), {HEAVY} & sys.modules.keys()"
     succeed(sys.executable, "-c", words, timeout_s=120)
 
@@ -82,9 +81,11 @@ def test_verify_asks_for_the_model_before_anything_heavy_is_imported(monkeypatch
 def test_every_command_has_a_module_and_every_module_a_command() -> None:
     listed = {command.module for command in COMMANDS}
     assert not [name for name in listed if find_spec(name) is None]
-    files = {path for path in (ROOT / "megarl").glob("*.py") if 'if __name__ == "__main__":' in path.read_text()}
-    own = {f"megarl.{path.stem}" for path in files if path.stem != "__main__"}
-    assert own <= listed
+    files = {
+        path for path in (ROOT / "megarl" / "commands").glob("*.py") if 'if __name__ == "__main__":' in path.read_text()
+    }
+    own = {f"megarl.commands.{path.stem}" for path in files}
+    assert own and own <= listed
     assert not [command.name for command in COMMANDS if not command.help]
 
 
@@ -153,8 +154,6 @@ def completions(*words: str) -> list[tuple[str, str]]:
         (("prepare", "--che"), ("plain", "--check")),
         (("prepare", "--check", "data/tr"), ("file", "data/tr")),
         (("prepare", "own", "mine.csv", "--prom"), ("plain", "--prompt")),
-        (("bench", "res"), ("plain", "reshard")),
-        (("bench", "step", "--algorithm", "g"), ("plain", "grpo")),
         (("report", "--o"), ("plain", "--out")),
         (("report", "runs/a"), ("file", "runs/a")),
     ],
@@ -215,9 +214,9 @@ def test_a_person_is_shown_the_command_as_typed(tmp_path: Path, monkeypatch: pyt
     assert typed() == f"{shlex.quote(str(script))} train 'my config.yaml' a.b=c"
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert typed() == "megarl train 'my config.yaml' a.b=c"
-    monkeypatch.setattr(sys, "argv", ["/here/megarl/train.py", "a.b=c"])
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "megarl.train", "a.b=c"])
-    assert typed() == "python -m megarl.train a.b=c"
+    monkeypatch.setattr(sys, "argv", ["/here/megarl/commands/train.py", "a.b=c"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "megarl", "train", "a.b=c"])
+    assert typed() == "python -m megarl train a.b=c"
 
 
 def test_both_names_of_a_command_report_a_fault_alike(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.compare import main
+from megarl.commands.compare import main
 from megarl.report.read import read_curves
 
 SCORE, VALIDATION, LOSS = "critic/score/mean", "val/test_score/mine", "actor/kl_loss"

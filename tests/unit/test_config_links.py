@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from yaml import YAMLError
 
 from megarl.config.links import follow, parse
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 
 @pytest.mark.parametrize(

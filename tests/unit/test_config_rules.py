@@ -126,22 +126,22 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         (
             ["environment.name=chess"],
             "environment.name",
-            "'chess' is not built in (calculator, guess, openenv, ",
+            "'chess' is not built in (openenv, python, ",
         ),
         (
-            ["environment.name=guess", "environment.timeout_s=1800"],
+            ["environment.name=openenv", "environment.timeout_s=1800"],
             "environment.timeout_s",
             "1800 s for one turn reach trainer.phase_timeout_s=1800",
         ),
         (
-            ["environment.name=guess", "custom_reward_function.path=mine.py"],
+            ["environment.name=openenv", "custom_reward_function.path=mine.py"],
             "custom_reward_function.path",
-            "environment.name=guess gives the rewards, turn by turn",
+            "environment.name=openenv gives the rewards, turn by turn",
         ),
         (
-            ["environment.name=guess", "algorithm.overlong_buffer.enable=true"],
+            ["environment.name=openenv", "algorithm.overlong_buffer.enable=true"],
             "algorithm.overlong_buffer.enable",
-            "environment.name=guess gives the rewards, turn by turn",
+            "environment.name=openenv gives the rewards, turn by turn",
         ),
         (
             ["environment.name=python"],
@@ -149,16 +149,20 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             "they may read, write and send what the user of this run may",
         ),
         (
-            ["environment.name=guess", f"{ROLLOUT}.ignore_eos=true"],
+            ["environment.name=openenv", f"{ROLLOUT}.ignore_eos=true"],
             f"{ROLLOUT}.ignore_eos",
             "a turn ends at the end-of-sequence token",
         ),
         (
-            ["environment.name=guess", "algorithm.adv_estimator=remax"],
+            ["environment.name=openenv", "algorithm.adv_estimator=remax"],
             "algorithm.adv_estimator",
             "one greedy response, which is no episode",
         ),
-        ([f"{ROLLOUT}.keep_complete=true", "environment.name=guess"], f"{ROLLOUT}.keep_complete", "by counted engine"),
+        (
+            [f"{ROLLOUT}.keep_complete=true", "environment.name=openenv"],
+            f"{ROLLOUT}.keep_complete",
+            "by counted engine",
+        ),
         (["algorithm.adv_estimator=none"], "algorithm.adv_estimator", "the actor would learn nothing"),
         (
             [f"{ROLLOUT}.partial.enable=true"],
@@ -260,7 +264,7 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         (["data.tokenizer=./nothere"], "data.tokenizer", "no such file"),
         (["custom_reward_function.path=nothere.py"], "custom_reward_function.path", "no such file"),
         (
-            ["custom_reward_function.path=scripts/rewards/sentiment.py", "custom_reward_function.name=goood"],
+            ["custom_reward_function.path=examples/rewards/sentiment.py", "custom_reward_function.name=goood"],
             "custom_reward_function.name",
             "has no function 'goood'; it has ",
         ),
@@ -275,7 +279,7 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         (["reward_model.weights.judge=1"], "reward_model.weights", "what reward_model.judge.url names: set it"),
         (
             [
-                "custom_reward_function.path=scripts/rewards/sentiment.py",
+                "custom_reward_function.path=examples/rewards/sentiment.py",
                 "custom_reward_function.reward_kwargs={depth: 3}",
             ],
             "custom_reward_function.name",

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from megarl.algorithms.config import ESTIMATORS, AdvantageEstimator, LossMode
+from megarl.algorithms.config import ESTIMATORS, LOSSES
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.assembly.models import make_budget
 from megarl.assembly.run import make_kl_controller
@@ -104,10 +104,10 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
     "reward_model.max_length=9": (["reward_model.enable=true", "reward_model.model.path=org/rm"], []),
     "reward_model.timeout_s=9": ([], ["reward_model.enable=true", "reward_model.model.path=org/rm"]),
     "reward_model.default_score=1": (["reward_model.on_failure=score"], []),
-    "reward_model.num_workers=9": ([], ["environment.name=guess"]),
+    "reward_model.num_workers=9": ([], ["environment.name=openenv"]),
     "reward_model.isolation=process": (["custom_reward_function.path=mine.py"], []),
     "reward_model.canary_every=9": (["reward_model.isolation=process", "custom_reward_function.path=mine.py"], []),
-    "environment.max_turns=9": (["environment.name=guess"], []),
+    "environment.max_turns=9": (["environment.name=openenv"], []),
     "custom_reward_function.name=judge": (["custom_reward_function.path=mine.py"], []),
     "algorithm.custom_estimator.name=mine": (
         ["algorithm.adv_estimator=custom", "algorithm.custom_estimator.path=mine.py"],
@@ -203,10 +203,6 @@ def test_conditions_name_keys_and_values_that_exist(root: type, loader: Callable
                 or f"`{value}`" in keys[condition.fact].kind
                 or "list" in keys[condition.fact].kind
             )
-
-
-def test_every_estimator_says_what_it_needs() -> None:
-    assert ESTIMATORS.keys() == set(get_args(AdvantageEstimator))
 
 
 def test_every_condition_has_an_example_under_which_it_speaks() -> None:
@@ -307,7 +303,7 @@ def test_what_the_table_says_is_true_of_what_is_computed(key: str) -> None:
         assert (before != after) is is_read
 
 
-CHOICES = {"algorithm.adv_estimator": AdvantageEstimator, f"{ACTOR}.policy_loss.loss_mode": LossMode}
+CHOICES = {"algorithm.adv_estimator": ESTIMATORS, f"{ACTOR}.policy_loss.loss_mode": LOSSES}
 
 
 @pytest.mark.parametrize(
@@ -316,7 +312,7 @@ CHOICES = {"algorithm.adv_estimator": AdvantageEstimator, f"{ACTOR}.policy_loss.
 )
 def test_the_marks_say_what_every_estimator_and_every_loss_reads(key: str, fact: str) -> None:
     value, on, _ = EXAMPLES[key]
-    for choice in set(get_args(CHOICES[fact])) - {"custom", "none"}:
+    for choice in CHOICES[fact].keys() - {"custom", "none"}:
         arguments = [*on, *GROUPS, f"{fact}={choice}"]
         before, after = (repr(list(numbers(load(*arguments, *more)))) for more in ([], [f"{key}={value}"]))
         assert (before != after) is (key not in unread_of(*arguments, f"{key}={value}")), choice

@@ -14,7 +14,7 @@ from megarl.data.pairs import PairStream
 from megarl.data.preferences import PreferenceStream
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from tests.support.sentencepieces import train_sentencepiece
 
 CHATML = (
@@ -44,7 +44,7 @@ def rows(directory: Path, prompts: list[Any], **more: str) -> str:
 
 def read(file: str, ours: Tokenizer) -> str:
     section = DataSection(train_files=file)
-    return PromptStream(PromptDataset(section, file, ours), batch_size=1, shuffle=False, seed=1).first_as_read(
+    return PromptStream(PromptDataset(section, file, ours), batch_size=1, shuffle=False, seed=1).preview_prompt(
         Position()
     )
 
@@ -98,11 +98,11 @@ def test_responses_are_counted_too(model: Path, tmp_path: Path) -> None:
     ours = tokenizer(model)
     file = rows(tmp_path, asked("a"), response="b</s>", chosen="c</s>", rejected="d")
     pairs = PairStream(SFTDataSection(train_files=file, train_batch_size=1), file, ours)
-    assert "1 of 1 rows hold names of special tokens such as '</s>'" in pairs.first_as_read(0)
+    assert "1 of 1 rows hold names of special tokens such as '</s>'" in pairs.preview_prompt(0)
     assert pairs.take(0).response_ids(0).count(ours.eos_token_id) == 1
     reader = Conversations(tokenizer=ours, pad_token_id=None, max_length=99)
     preferences = PreferenceStream(PreferenceDataSection(train_files=file, train_batch_size=1), file, reader)
-    assert "1 of 1 rows hold names of special tokens such as '</s>'" in preferences.first_as_read(0)
+    assert "1 of 1 rows hold names of special tokens such as '</s>'" in preferences.preview_prompt(0)
 
 
 @pytest.mark.parametrize(

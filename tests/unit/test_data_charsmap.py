@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.data.spm import load_sentencepiece
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 RULES = ["identity", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"]
 SENTENCES = [

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.checkpoint.template_time import TIME_FILE, record_time, recorded_time
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from tests.support.sentencepieces import train_sentencepiece
 
 FIRST = datetime(2024, 2, 29, 23, 59, 58)

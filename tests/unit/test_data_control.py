@@ -17,7 +17,7 @@ from megarl.data.control import GUARDS, MARK
 from megarl.data.spm import load_sentencepiece
 from megarl.data.tokenizer import Spelling, Tokenizer
 from megarl.environments.encoding import Observer
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from tests.support.assets import asset
 from tests.support.sentencepieces import train_sentencepiece
 

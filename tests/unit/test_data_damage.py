@@ -12,7 +12,7 @@ import pytest
 from megarl.data.columns import BY_SOURCE, PromptColumns
 from megarl.data.config import DataSection
 from megarl.data.rows import MAX_DEPTH
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 ROW: dict[str, Any] = {"prompt": "1", "data_source": "gsm8k", "reward_model": {"ground_truth": "1"}}
 

@@ -17,7 +17,7 @@ from megarl.data.prepare import countdown
 from megarl.data.prepare.__main__ import main
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.rewards import REWARDS
+from megarl.rewards import RULES
 from megarl.rewards.countdown import evaluate
 from tests.support.assets import asset
 from tests.support.sentencepieces import train_sentencepiece
@@ -57,7 +57,7 @@ def test_countdown_splits_are_distinct_and_scored_as_solved(
     for row in splits["sft"]:
         numbers, target = row["prompt"].removesuffix(" :").split(" = ")
         truth = {"target": int(target), "numbers": [int(number) for number in numbers.split()]}
-        assert REWARDS["countdown/bare"]("countdown/bare", row["response"], truth, {}) == 1.0
+        assert RULES["countdown/bare"].score("countdown/bare", row["response"], truth, {}) == 1.0
 
     again = prepare(monkeypatch, tmp_path / "more", "countdown", "--train", "300", "--val", "50")
     assert again["val"] == splits["val"]  # more training data leaves the validation as it is
@@ -91,7 +91,7 @@ def test_countdown_templates_are_read_and_their_responses_solve(
     assert source == ("countdown/bare" if template == "plain" else "countdown")
     problem = countdown.Problem(numbers=(3, 5, 8), target=16, solution="3+5+8")
     truth = {"target": 16, "numbers": [3, 5, 8]}
-    assert REWARDS[source](source, countdown.response(problem, template), truth, {}) == 1.0
+    assert RULES[source].score(source, countdown.response(problem, template), truth, {}) == 1.0
     assert len(splits["sft"]) == 2
 
 
@@ -124,7 +124,7 @@ def test_gsm8k_from_the_real_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert row["reward_model"]["ground_truth"] == "72"
     for row in splits["val"]:
         truth = row["reward_model"]["ground_truth"]
-        assert REWARDS[row["data_source"]](row["data_source"], row["extra_info"]["answer"], truth, {}) == 1.0
+        assert RULES[row["data_source"]].score(row["data_source"], row["extra_info"]["answer"], truth, {}) == 1.0
 
 
 def test_gsm8k_from_a_copy_of_the_hubs_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -218,3 +218,17 @@ def test_guessing_is_demonstrated_with_and_without_care(monkeypatch: pytest.Monk
                 low, high = (max(low, number + 1), high) if is_higher else (low, min(high, number - 1))
             heeded.append(low <= int(turn["response"]) <= high)
         assert all(heeded) == (careless == "0")
+
+
+def test_openings_of_stories_are_distinct_short_and_in_one_split(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "stories.jsonl", tmp_path / "out"
+    stories = [f"Story {number} began. It went on." for number in range(6)]
+    texts = [stories[0], *stories, "", "a very " * 20 + "long story. It went on."]
+    source.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    splits = prepare(monkeypatch, out, "tinystories", "--from", str(source), "--val", "2", "--train", "3")
+    assert {split: [row["prompt"] for row in rows] for split, rows in splits.items()} == {
+        "val": ["Story 0 began.", "Story 1 began."],
+        "train": ["Story 2 began.", "Story 3 began.", "Story 4 began."],
+    }

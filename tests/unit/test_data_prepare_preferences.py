@@ -8,8 +8,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from examples.tasks import tinystories_sentiment
 from megarl.data.parquet import write_rows
-from megarl.data.prepare import check, tinystories_sentiment
+from megarl.data.prepare import check
 from megarl.data.prepare.__main__ import main
 from tests.support.assets import asset
 

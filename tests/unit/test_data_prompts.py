@@ -13,7 +13,7 @@ from megarl.data.messages import encode_prompt
 from megarl.data.order import Position
 from megarl.data.prompts import PromptDataset, PromptStream, truncate
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from tests.support.sentencepieces import train_sentencepiece
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"

@@ -15,7 +15,7 @@ from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
 from megarl.data.spm import first_difference, load_sentencepiece
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from tests.support.sentencepieces import train_sentencepiece
 
 OPTIONS = [(True, True, True), (False, False, True), (True, False, True), (False, True, True), (True, True, False)]

@@ -9,11 +9,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from examples.tasks.knights_knaves import Claim, solutions
 from megarl.data.parquet import write_rows
 from megarl.data.prepare import __main__ as command
 from megarl.data.prepare.check import faults
-from megarl.data.prepare.knights_knaves import Claim, solutions
-from megarl.rewards import REWARDS
+from megarl.rewards import RULES
 
 
 def prepare(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[str, list[dict[str, Any]]]:
@@ -25,7 +25,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[s
 
 
 def reward(row: dict[str, Any], response: str) -> float:
-    return REWARDS[row["data_source"]](row["data_source"], response, row["reward_model"]["ground_truth"], {})
+    return RULES[row["data_source"]].score(row["data_source"], response, row["reward_model"]["ground_truth"], {})
 
 
 def test_multiply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def told(statement: str, world: dict[str, bool]) -> bool:
 
 def test_knights_and_knaves_have_one_solution_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = ("--train", "40", "--val", "10", "--num-people", "2", "3", "4")
-    splits = prepare(monkeypatch, tmp_path, "knights_knaves", *options)
+    splits = prepare(monkeypatch, tmp_path, "knights-knaves", *options)
     rows = [row for part in splits.values() for row in part]
     assert len({row["prompt"][0]["content"] for row in rows}) == 50
     for row in rows:
@@ -97,7 +97,7 @@ def test_knights_and_knaves_that_ask_for_too_much(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        prepare(monkeypatch, tmp_path, "knights_knaves", "--num-people", "11")
+        prepare(monkeypatch, tmp_path, "knights-knaves", "--num-people", "11")
     assert "--num-people [11]: give 2 to 10" in capsys.readouterr().err
 
 

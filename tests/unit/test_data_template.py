@@ -6,7 +6,7 @@ import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from megarl.data.template import check_template
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 SOUND = (
     "{% for m in messages %}{{ m.role }}: {{ m['content'] | trim }}\n{% endfor %}",

@@ -3,7 +3,7 @@
 from torch.distributed import HashStore, TCPStore
 
 from megarl.distributed.place import Launch
-from megarl.distributed.store import is_said
+from megarl.distributed.store import reported_by_rank0
 
 
 def place(rank: int) -> Launch:
@@ -12,18 +12,18 @@ def place(rank: int) -> Launch:
 
 def test_rank_0_speaks_for_all_who_say_the_same() -> None:
     store = HashStore()
-    assert not is_said(store, "no tokenizer", place(0))
-    assert is_said(store, "no tokenizer", place(1))
+    assert not reported_by_rank0(store, "no tokenizer", place(0))
+    assert reported_by_rank0(store, "no tokenizer", place(1))
 
 
 def test_a_rank_with_an_error_of_its_own_speaks() -> None:
     store = HashStore()
-    assert not is_said(store, "no tokenizer", place(0))
-    assert not is_said(store, "no device", place(1))
+    assert not reported_by_rank0(store, "no tokenizer", place(0))
+    assert not reported_by_rank0(store, "no device", place(1))
 
 
 def test_a_rank_speaks_if_the_store_has_gone() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     del server
-    assert not is_said(client, "no tokenizer", place(1))
+    assert not reported_by_rank0(client, "no tokenizer", place(1))

@@ -16,7 +16,7 @@ from megarl.algorithms.config import AlgorithmSection, FilterGroupsSection, Poli
 from megarl.config.policy import ActorSection
 from megarl.config.root import LINKS
 from megarl.config.schema import Schema
-from megarl.rewards import PREFIXES, REWARDS, SOURCES
+from megarl.rewards import PREFIXES, RULES, SOURCES
 from megarl.rewards.reasoning_gym import REFUSED
 from scripts.pictures import STEP, find_arrows, read_layers
 
@@ -93,7 +93,7 @@ def test_every_key_that_is_shown_exists(page: Path) -> None:
 def test_every_built_in_reward_is_in_the_table() -> None:
     tables = [line for line in (DOCS / "rewards.md").read_text().splitlines() if line.startswith("|")]
     named = {name for line in tables for name in re.findall(r"`([\w/]+)`", line.split("|")[1])}
-    assert named >= REWARDS.keys()
+    assert named >= RULES.keys()
 
 
 def test_every_further_data_source_is_in_the_table() -> None:
@@ -135,7 +135,7 @@ def codes_in(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_path_exists(page: Path) -> None:
-    folders = "megarl|tests|scripts|docs|configs|docker|requirements"
+    folders = "megarl|benchmarks|examples|tools|tests|scripts|docs|configs|docker|requirements"
     words = {word.strip("\"'(),:;") for word in codes_in(page.read_text())}
     paths = {word for word in words if re.fullmatch(rf"(?:{folders})/[\w./*-]+", word)}
     assert not [path for path in paths if not re.search("NAME|MODULE", path) and not list(ROOT.glob(path.rstrip("/")))]
@@ -143,7 +143,7 @@ def test_every_path_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_module_exists(page: Path) -> None:
-    names = set(re.findall(r"\b(?:megarl|tests\.support)(?:\.[a-z_]\w*)+", page.read_text()))
+    names = set(re.findall(r"\b(?:megarl|benchmarks|tests\.support)(?:\.[a-z_]\w*)+", page.read_text()))
     assert not [name for name in names if not exists(name)]
 
 
@@ -163,21 +163,21 @@ def test_the_index_lists_every_page() -> None:
     assert {(DOCS / page).resolve() for page in listed} == {*PAGES} - {DOCS / "index.md"}
 
 
-def test_the_house_tree_names_every_room() -> None:
-    tree = (ROOT / "README.md").read_text().split("## The house")[1]
-    rooms = {path.name for path in (ROOT / "megarl").iterdir() if (path / "__init__.py").is_file()}
+def test_the_tree_names_every_package() -> None:
+    tree = (DOCS / "architecture.md").read_text().split("## The packages")[1]
+    packages = {path.name for path in (ROOT / "megarl").iterdir() if (path / "__init__.py").is_file()}
     files = {path.name for path in (ROOT / "megarl").glob("*.py")} - {"__init__.py"}
-    assert set(re.findall(r"(\w+)/ ", tree)) >= rooms
+    assert set(re.findall(r"(\w+)/ ", tree)) >= packages
     assert set(re.findall(r"(\w+\.py)\b", tree)) >= files
 
 
-def test_the_picture_of_the_rooms_shows_the_imports_of_the_code() -> None:
+def test_the_picture_of_the_packages_shows_the_imports_of_the_code() -> None:
     drawn = re.findall(r'id="(\w+)-&gt;(\w+)"', (DOCS / "images" / "house.svg").read_text())
     assert set(drawn) == find_arrows(read_layers()), "run: python scripts/pictures.py house"
 
 
 def test_the_picture_of_a_step_shows_the_phases_of_the_code() -> None:
-    files = [*(ROOT / "megarl" / "training").glob("*.py"), *(ROOT / "megarl" / "sync").glob("*.py")]
+    files = [*(ROOT / "megarl" / "training").glob("*.py"), *(ROOT / "megarl" / "weight_sync").glob("*.py")]
     timed = {name for file in files for name in re.findall(r'timers\("(\w+)"', file.read_text())}
     assert {name for _, name, _, _ in STEP} - timed == {"gate"}
 

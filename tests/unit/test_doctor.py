@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.bench import engine_cost
-from megarl.doctor import (
+from megarl.commands.doctor import (
     NEEDED,
     allocator_finding,
     cpu_findings,
@@ -19,12 +18,12 @@ from megarl.doctor import (
     package_findings,
     patch_findings,
     patch_table,
-    show,
     tool_findings,
     torchvision_findings,
 )
+from megarl.planning import engine_cost
 from megarl.planning.seconds import EngineCost
-from megarl.platform.finding import Finding
+from megarl.platform.finding import Finding, show
 from megarl.platform.installed import bytecode_findings, import_findings
 from megarl.platform.patching import Patch
 from megarl.platform.shared_memory import shared_memory_findings
@@ -229,12 +228,12 @@ def test_this_environment_can_train(capsys: pytest.CaptureFixture[str], monkeypa
 def test_a_broken_environment_exits_with_1_and_the_remedy(tmp_path: Path) -> None:
     """A torch that cannot be loaded (a missing shared library, say) is reported, not raised."""
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from megarl.doctor import main; sys.exit(main([]))"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from megarl.commands.doctor import main; sys.exit(main([]))"
     result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
     assert result.returncode == 1, result.stderr
     assert "libcudart" in result.stdout and "make setup" in result.stdout
 
 
 def test_importing_the_doctor_imports_nothing_heavy() -> None:
-    code = "import sys, megarl.doctor; sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'megatron')))"
+    code = "import sys, megarl.commands.doctor; sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'megatron')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

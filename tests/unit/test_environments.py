@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from examples.environments.calculator import Calculator
+from examples.environments.guess import Guess
 from megarl.batch import Generation, Prompts, StopReason, Turn
-from megarl.environments.calculator import Calculator
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.encoding import Observer
 from megarl.environments.episodes import Answer, Environments, proceed
-from megarl.environments.guess import Guess
 from megarl.environments.host import DONE, Host, Players
 from megarl.environments.protocol import Environment, Row, Step
 from megarl.environments.scoring import EpisodeScorer
@@ -25,6 +25,7 @@ from tests.support.programs import ROOT
 from tests.support.ranks import world_of_one
 from tests.support.records import prompts
 
+GUESS = str(ROOT / "examples" / "environments" / "guess.py")
 OWN = str(ROOT / "tests" / "support" / "own_environments.py")
 FIELDS: dict[str, Any] = {"prompt": "p", "ground_truth": 37, "extra_info": {}, "index": 5, "seed": 1}
 SECTION = EnvironmentSection(name="Count", path=OWN, max_turns=3, num_workers=2, timeout_s=2.0, default_score=-1.0)
@@ -102,8 +103,8 @@ def test_answers_that_are_none(answer: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("host", "message"),
     [
-        (Host(name="chess"), r"environment.name: 'chess' is not built in \(calculator, guess, openenv, "),
-        (Host(name="guess", kwargs={"rihgt": 1}), "environment.kwargs: guess does not take them: .*rihgt"),
+        (Host(name="chess"), r"environment.name: 'chess' is not built in \(openenv, python, "),
+        (Host(name="Guess", path=GUESS, kwargs={"rihgt": 1}), "environment.kwargs: Guess does not take them: .*rihgt"),
         (Host(name="Mute", path=OWN), "environment.name: .* has no class Mute with the methods"),
         (Host(name="Count", path="nowhere.py"), "environment.path: no such file: nowhere.py"),
     ],

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megarl.commands.explain import main
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.config.reference import ROOTS, keys_of, sections_of
 from megarl.config.schema import Schema
-from megarl.explain import main
 
 Captured = pytest.CaptureFixture[str]
 
@@ -128,7 +128,7 @@ def test_check_refuses_the_words_that_the_command_refuses(word: str, capsys: Cap
 
 def test_nothing_heavy_is_imported(config: str) -> None:
     program = (
-        "import sys; from megarl.explain import main; main(sys.argv[1:]); "
+        "import sys; from megarl.commands.explain import main; main(sys.argv[1:]); "
         "assert not {'torch', 'megatron', 'vllm', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program, "optim.lr", config], check=True)

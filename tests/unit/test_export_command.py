@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megarl import export
 from megarl.checkpoint.state import Best, State
+from megarl.commands import export
+from megarl.commands.entry import run
 from megarl.config.faults import ConfigError
 from megarl.distributed.failures import report
 from megarl.distributed.place import Launch
-from megarl.entry import run
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from tests.support.programs import run_program
 
 
@@ -72,7 +72,7 @@ def test_a_failure_makes_no_directory_of_a_run(directory: Path | None, here: Pat
 
 
 def test_verify_has_no_directory_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl import verify
+    from megarl.commands import verify
 
     given = {}
     monkeypatch.setattr(verify, run.__name__, lambda *arguments, **options: given.update(options))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megarl.bench.cases import MODELS, Split
-from megarl.bench.gpu_page import page
-from megarl.bench.gpu_site import Site
-from megarl.bench.gpu_stages import SIZES, SYNCED, Stage, layout, small_config, stages
+from benchmarks.cases import MODELS, Split
+from benchmarks.gpu_page import page
+from benchmarks.gpu_site import Site
+from benchmarks.gpu_stages import SIZES, SYNCED, Stage, layout, small_config, stages
 from megarl.models.architecture import read_architecture
 from megarl.models.families import FAMILIES
 from scripts.gpu_check import PAGE, choose, published, read, run

@@ -34,6 +34,6 @@ def submit(root: Path, code: int) -> tuple[int, list[str]]:
 def test_a_job_is_requeued_when_it_was_told_to_end_and_only_then(tmp_path: Path, code: int) -> None:
     ended, calls = submit(tmp_path, code)
     assert ended == code
-    job = "python -m megarl.train run.yaml a.b=c d trainer.nnodes=2 trainer.n_gpus_per_node=8"
+    job = "python -m megarl.commands.train run.yaml a.b=c d trainer.nnodes=2 trainer.n_gpus_per_node=8"
     assert calls[0].startswith("srun ") and calls[0].endswith(job)
     assert calls[1:] == (["scontrol requeue 41"] if code == EXIT_CODE else [])

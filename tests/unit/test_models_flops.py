@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from megarl.bench.cases import MODELS
+from benchmarks.cases import MODELS
 from megarl.models.architecture import read_architecture
 from megarl.models.flops import UPDATE, Tokens, active_weights, forward_flops
 from tests.support.programs import ROOT

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from megarl.errors import UserError
 from megarl.models.architecture import read_architecture
 from megarl.models.families import FAMILIES
+from megarl.platform.errors import UserError
 from tests.support.tiny import SIZES, VARIANTS
 
 ENGINE_FILES = {  # family -> files of vLLM with its classes

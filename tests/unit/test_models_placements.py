@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.checks import engine_cut_faults
-from megarl.errors import UserError
 from megarl.models.architecture import LatentAttention, hf_shapes, read_architecture
 from megarl.models.config import ModelSection
 from megarl.models.engine import engine_layout, engine_placement
 from megarl.models.experts import Experts
 from megarl.models.grid import Grid
 from megarl.models.trainer import trainer_layout, trainer_placement
+from megarl.platform.errors import UserError
 from megarl.reshard.layout import Box, placement_of
 from megarl.rollout.config import RolloutSection
 from tests.support.layouts import architecture, slices

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megarl.platform import cache, remote
+from megarl.commands.plan import main as plan
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config, load_sft_config, load_verify_config
 from megarl.data.tokenizer import load_tokenizer
@@ -18,7 +19,6 @@ from megarl.distributed import copies
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.models.config import ModelSection
 from megarl.models.source import Source
-from megarl.plan import main as plan
 from megarl.platform.remote import RemoteDirectory
 from tests.support.hollow import write_hollow, write_zeros
 from tests.support.s3 import s3_server

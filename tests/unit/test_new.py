@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.commands.explain import main as config
+from megarl.commands.new.__main__ import DATA, FILES, main
 from megarl.data.prepare.__main__ import main as prepare
-from megarl.explain import main as config
-from megarl.new.__main__ import DATA, FILES, main
 from megarl.tracking.mlflow_place import database_of
 from tests.support.programs import succeed
 from tests.support.sentencepieces import train_sentencepiece

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
-from megarl.cli.kinds import Amount, EngineMilliseconds, MeanLengths
-from megarl.plan import main
+from megarl.commands.cli.kinds import Amount, EngineMilliseconds, MeanLengths
+from megarl.commands.plan import main
 from tests.support.hollow import write_hollow
 
 EXAMPLE = "configs/plans/llama-3-70b_64gpu.yaml"  # relative to the root of the repository, the directory of pytest
@@ -96,7 +96,7 @@ def test_faults_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_that_the_hub_lacks_is_reported_before_torch_is_imported() -> None:
     absent = "actor_rollout_ref.model.path=org/absent"
     shown = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "megarl.plan", *SMALL, absent],
+        [sys.executable, "-X", "importtime", "-m", "megarl", "plan", *SMALL, absent],
         capture_output=True,
         text=True,
         check=False,

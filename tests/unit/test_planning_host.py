@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from megarl.batch import Experience
-from megarl.plan import main
+from megarl.commands.plan import main
 from megarl.planning.host import EPISODE_FIELDS, TOKEN_FIELDS
 from megarl.planning.planner import Plan, Planner
 from megarl.planning.traffic import Links
@@ -81,7 +81,7 @@ def test_every_field_of_tokens_is_counted() -> None:
 
 def test_episodes_have_two_more_fields_and_processes_of_their_own() -> None:
     """A token has 5 bytes more, and a rank has 3 processes of at most 2 GB."""
-    environment = ("environment.name=guess", "environment.num_workers=3", "environment.max_memory_gb=2")
+    environment = ("environment.name=openenv", "environment.num_workers=3", "environment.max_memory_gb=2")
     without, found = plan(DEEPSEEK).host, plan(DEEPSEEK, *environment).host
     assert found.parts["records"] - without.parts["records"] == 8 * 2048 * 8 * 7168 * 5
     assert found.rewards == 8 * 3 * 2 * GB
@@ -90,7 +90,7 @@ def test_episodes_have_two_more_fields_and_processes_of_their_own() -> None:
 def test_a_process_that_scores_one_response_has_a_parent_that_stays() -> None:
     """A worker of the user's function is two processes, unless one process scores all responses."""
     limits = ("reward_model.num_workers=3", "reward_model.max_memory_gb=2")
-    custom = (*limits, "custom_reward_function.path=scripts/rewards/sentiment.py")
+    custom = (*limits, "custom_reward_function.path=examples/rewards/sentiment.py")
     for keys, num_processes in ((limits, 3), (custom, 6), ((*custom, "reward_model.isolation=process"), 3)):
         assert plan(DEEPSEEK, *keys).host.rewards == 8 * num_processes * 2 * GB
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.bench.cases import MODELS
+from benchmarks.cases import MODELS
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.models.flops import Tokens, forward_flops
 from megarl.planning.movement import forward_bytes

@@ -13,7 +13,7 @@ import megarl
 from megarl.platform.device import decide_device, local_device, on_cuda, to_device, to_host
 
 PACKAGE = Path(megarl.__file__).parent
-REPORTS = {"doctor.py"}  # what the machine has, and not what a run works on
+REPORTS = {"commands/doctor.py"}  # what the machine has, and not what a run works on
 OF_OBJECTS = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "barrier"}
 
 

@@ -20,8 +20,8 @@ import locale, sys
 from pathlib import Path
 assert locale.getpreferredencoding(False) == "ANSI_X3.4-1968"
 from megarl.data.tokenizer import load_tokenizer
-from megarl.platform.terminal import outlive_readers
-outlive_readers()
+from megarl.platform.terminal import ignore_broken_pipe
+ignore_broken_pipe()
 directory = Path(sys.argv[1])
 for template in (str(directory / "own.jinja"), None):
     tokenizer = load_tokenizer(str(directory / "tokenizer.model"), chat_template=template)
@@ -53,7 +53,7 @@ def test_templates_are_read_as_utf_8(tmp_path: Path) -> None:
 def test_commands_that_read_runs(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, config={"data": {"prompt_key": TEXT + name}}) for name in "ab"]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"data": {"prompt_key": TEXT}}, allow_unicode=True), "utf-8")
-    found = json.loads(run("-m", "megarl.compare", *map(str, runs), "--json"))
+    found = json.loads(run("-m", "megarl", "compare", *map(str, runs), "--json"))
     assert found["differences"] == {"data.prompt_key": [f"{TEXT}a", f"{TEXT}b"]}
     run("-m", "megarl.report", str(runs[0]))
     assert TEXT.encode() in (runs[0] / "report.html").read_bytes()

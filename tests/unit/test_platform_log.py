@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.platform import log
-from megarl.cli.command import parse
-from megarl.cli.commands import TRAIN
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import TRAIN
 from tests.support.disks import small_disk
 
 logger = logging.getLogger("megarl.test")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.functions import load_module
 from megarl.platform.own import module_name, path_of, place_of
 from tests.support.programs import ROOT

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.platform.secret_values import MIN_VALUE
-from megarl.platform.secrets import BLOT, is_secret, redact, redacted
+from megarl.platform.secrets import REDACTED, is_secret, redact, redacted
 from tests.support.programs import ROOT
 
 NO_VARIABLES: dict[str, str] = {}
@@ -52,9 +52,9 @@ ORDINARY_NAMES = words(
 @pytest.mark.parametrize("name", SECRET_NAMES)
 def test_a_name_that_tells(name: str) -> None:
     assert is_secret(name)
-    assert redacted({"engine": {name: "abc", "n": 1}}, NO_VARIABLES) == {"engine": {name: BLOT, "n": 1}}
-    assert redact(f"found {name}=Sw0rdf1sh-quiet here", NO_VARIABLES) == f"found {name}={BLOT} here"
-    assert redact(f"at {HIDDEN} now", {name: f" {HIDDEN}\n"}) == f"at {BLOT} now"
+    assert redacted({"engine": {name: "abc", "n": 1}}, NO_VARIABLES) == {"engine": {name: REDACTED, "n": 1}}
+    assert redact(f"found {name}=Sw0rdf1sh-quiet here", NO_VARIABLES) == f"found {name}={REDACTED} here"
+    assert redact(f"at {HIDDEN} now", {name: f" {HIDDEN}\n"}) == f"at {REDACTED} now"
 
 
 @pytest.mark.parametrize("name", ORDINARY_NAMES)
@@ -103,9 +103,9 @@ FORMS: dict[str, Callable[[str], str]] = {
 def test_the_value_of_a_variable_in_any_form(form: str, value: str) -> None:
     written = FORMS[form](value)
     shown = redact(f"begin {written} end", {"MY_TOKEN": f"{value}\n"})
-    assert shown.startswith("begin ") and shown.endswith(" end") and BLOT in shown
+    assert shown.startswith("begin ") and shown.endswith(" end") and REDACTED in shown
     assert not pieces(FORMS["plain"](value)) & pieces(shown)
-    assert len(shown) <= len("begin  end") + 3 * len(BLOT) + 24  # nothing of it, however it was written
+    assert len(shown) <= len("begin  end") + 3 * len(REDACTED) + 24  # nothing of it, however it was written
 
 
 def pieces(text: str) -> set[str]:
@@ -178,7 +178,7 @@ def test_tokens_of_a_fixed_form_are_hidden(service: str) -> None:
     for token in OF_FIXED_LENGTH[service].split():
         for before in ("it refused (", *BEFORE):
             shown = redact(f"{before}{token}): why?", NO_VARIABLES)
-            assert BLOT in shown
+            assert REDACTED in shown
             assert not pieces(token[10:]) & pieces(shown), shown
 
 
@@ -191,7 +191,7 @@ def test_no_piece_of_a_secret_remains(place: str, data: st.DataObject) -> None:
     for before, after in (("", ""), ("rank 3: ", " (step 4)"), ("('", "')")):
         shown = redact(before + write(secret) + after, NO_VARIABLES)
         assert not pieces(secret) & pieces(shown), shown
-        assert BLOT in shown
+        assert REDACTED in shown
         assert redact(shown, NO_VARIABLES) == shown
 
 
@@ -225,7 +225,7 @@ def test_ordinary_lines_stay_as_they_are() -> None:
 
 def test_the_name_of_a_file_is_no_secret() -> None:
     environ = {"GOOGLE_APPLICATION_CREDENTIALS": __file__, "OTHER_CREDENTIALS": "/no/such/path"}
-    assert redact(f"{__file__} and /no/such/path", environ) == f"{__file__} and {BLOT}"
+    assert redact(f"{__file__} and /no/such/path", environ) == f"{__file__} and {REDACTED}"
 
 
 UNITS = (

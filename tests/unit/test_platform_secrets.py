@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.commands.export import read_arguments as export_arguments
 from megarl.config.load import load_config, to_dict
-from megarl.export import read_arguments as export_arguments
 from megarl.platform.secrets import guard_output, is_secret, redact, redacted
 from megarl.section import flatten
 
@@ -141,7 +141,9 @@ def _own_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.usefixtures("_own_hooks")
-@pytest.mark.parametrize("module", ["megarl.plan", "megarl.data.prepare", "megarl.bench", "megarl.doctor"])
+@pytest.mark.parametrize(
+    "module", ["megarl.commands.plan", "megarl.data.prepare", "benchmarks", "megarl.commands.doctor"]
+)
 def test_programs_without_ranks_redact_too(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [module])
     with pytest.raises(SystemExit):

@@ -11,14 +11,14 @@ import pytest
 FULL = Path("/dev/full")
 PROGRAM = """
 import logging, sys
-from megarl.platform.terminal import outlive_readers
+from megarl.platform.terminal import ignore_broken_pipe
 from megarl.tracking.console import Console
 
 before = sys.stdout
-outlive_readers()
-outlive_readers()
+ignore_broken_pipe()
+ignore_broken_pipe()
 sys.stdout = before  # the discarded stream closes nothing
-outlive_readers()
+ignore_broken_pipe()
 sys.stdin.readline()
 console = Console(total_steps=300)
 for step in range(1, 301):
@@ -83,10 +83,10 @@ def test_what_is_read_arrives(tmp_path: Path) -> None:
 def test_an_output_of_ones_own_stays_open() -> None:
     program = """
 import os, sys
-from megarl.platform.terminal import outlive_readers
+from megarl.platform.terminal import ignore_broken_pipe
 
 sys.stdout = os.fdopen(os.dup(1), "w")  # nothing else holds it
-outlive_readers()
+ignore_broken_pipe()
 print("said", flush=True)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

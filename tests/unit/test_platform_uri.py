@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow.fs import FileSystem, FileType, S3FileSystem
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.remote import RemoteDirectory, split_uri
 from megarl.platform.uri import local_path, open_filesystem, split_options
 from tests.support.s3 import s3_server

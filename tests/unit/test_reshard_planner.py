@@ -26,7 +26,7 @@ def simulate(plans, sources, destinations):
         wires = defaultdict(deque)
         for rank, wave in enumerate(waves):
             for send in wave.sends:
-                tensor = send.piece.view((destinations if send.onward else sources)[rank][send.piece.param])
+                tensor = send.piece.view((destinations if send.forwarded else sources)[rank][send.piece.param])
                 wires[rank, send.peer].append((send.piece.name, send.piece.box, tensor.to(send.dtype)))
         for rank, wave in enumerate(waves):
             for copy in wave.copies:
@@ -307,7 +307,7 @@ def test_what_goes_onward_before_it_has_arrived_is_refused():
     schedule = schedule_of(*layouts, ranks_per_node=4, bucket_bytes=4096, two_level=True)
     plan = schedule.plan(1, layouts[0][1], layouts[1][1])
     check_plan(plan)
-    with pytest.raises(ValueError, match=r"rank 1: .* goes onward before it has arrived"):
+    with pytest.raises(ValueError, match=r"rank 1: .* is forwarded before it has arrived"):
         check_plan(replace(plan, ends=plan.ends[-1:]))
 
 

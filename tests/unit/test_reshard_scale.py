@@ -1,7 +1,7 @@
 """The plan of one of 2,048 ranks, for models whose tensors would fill hundreds of machines.
 
 The holdings are cut here by hand, not by the rules of `megarl.models`: the counts that are asserted follow from these
-cuts alone, and a change of a rule cannot move them. `megarl.bench plan` measures the same with those rules.
+cuts alone, and a change of a rule cannot move them. `benchmarks plan` measures the same with those rules.
 """
 
 import pickle
@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from megarl.reshard.layout import Box, Holding, Piece, Place, row_major
+from megarl.reshard.layout import Box, Piece, PlacedBox, ShardedBoxes, row_major
 from megarl.reshard.planner import TransferSchedule, lower_bound
 from megarl.reshard.proof import check_plan
 
@@ -26,8 +26,8 @@ def cut(shape, dim, ranks_by_shard):
     for shard, ranks in enumerate(ranks_by_shard):
         lo, hi = [0, 0], list(shape)
         lo[dim], hi[dim] = shard * size, (shard + 1) * size
-        places.append(Place(Box(tuple(lo), tuple(hi)), tuple(ranks)))
-    return Holding(tuple(places), torch.bfloat16)
+        places.append(PlacedBox(Box(tuple(lo), tuple(hi)), tuple(ranks)))
+    return ShardedBoxes(tuple(places), torch.bfloat16)
 
 
 @cache

@@ -31,7 +31,7 @@ def test_every_run_keeps_to_its_file_and_to_the_budget(
     monkeypatch.chdir(ROOT)
     base = load(results.BASE)
     for name, file in results.ALGORITHMS.items():
-        ours = load(*results.command_of(name, 1, tmp_path, steps=40)[2:])
+        ours = load(*results.command_of(name, 1, tmp_path, steps=40)[3:])
         theirs = load(f"configs/{file}") if file else base
         inert = {} if theirs.algorithm.use_kl_in_reward else {"kl_ctrl": theirs.algorithm.kl_ctrl}
         shorter = {"overlong_buffer": theirs.algorithm.overlong_buffer}
@@ -49,12 +49,12 @@ def test_every_run_keeps_to_its_file_and_to_the_budget(
 
 def test_a_result_is_only_that_of_its_own_command(results: ModuleType, tmp_path: Path) -> None:
     read_result = import_module("seeded").read_result
-    assert read_result(tmp_path, ["-m", "megarl.train"]) is None
+    assert read_result(tmp_path, ["-m", "megarl", "train"]) is None
     (tmp_path / "result.json").write_text(
-        '{"algorithm": "PPO", "seed": 1, "command": ["-m", "megarl.train"], "seconds": 1.0, "curve": [[0, 0.1]]}'
+        '{"algorithm": "PPO", "seed": 1, "command": ["-m", "megarl", "train"], "seconds": 1.0, "curve": [[0, 0.1]]}'
     )
-    assert read_result(tmp_path, ["-m", "megarl.train"]).seed == 1
-    assert read_result(tmp_path, ["-m", "megarl.train", "data.seed=2"]) is None
+    assert read_result(tmp_path, ["-m", "megarl", "train"]).seed == 1
+    assert read_result(tmp_path, ["-m", "megarl", "train", "data.seed=2"]) is None
 
 
 @pytest.mark.parametrize("study", ["partial", "guess"])
@@ -64,7 +64,7 @@ def test_every_run_of_a_study_is_sound_and_differs_only_in_its_settings(
     monkeypatch.chdir(ROOT)
     curves = import_module("curves")
     settings = curves.STUDIES[study].settings
-    runs = [load(*curves.command_of(its, 2, tmp_path, name, steps=12)[2:]) for name, its in settings.items()]
+    runs = [load(*curves.command_of(its, 2, tmp_path, name, steps=12)[3:]) for name, its in settings.items()]
     assert {run.data.seed for run in runs} == {run.actor_rollout_ref.rollout.seed for run in runs} == {2}
     samples = {run.data.train_batch_size * run.actor_rollout_ref.rollout.n for run in runs}
     assert samples == {curves.STUDIES[study].measure.samples}

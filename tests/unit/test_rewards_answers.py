@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.rewards import ANSWERS, REWARDS, answers_of, reward_of, rule_of
+from megarl.rewards import RULES, extracts_answers, name_of_rule, rule_of
 
 GROUND_TRUTHS = {
     "countdown": {"target": 8, "numbers": [3, 5]},
@@ -41,21 +41,21 @@ GROUND_TRUTHS = {
     ],
 )
 def test_the_answer_in_a_response(source: str, response: str, answer: str) -> None:
-    answer_in = answers_of(source)
-    assert answer_in is not None
-    assert answer_in(response) == answer
+    rule = rule_of(source)
+    assert rule is not None and rule.answer is not None
+    assert rule.answer(response) == answer
 
 
 def test_every_rule_that_judges_an_answer_extracts_it() -> None:
-    assert REWARDS.keys() - ANSWERS.keys() == {"format"}
-    assert not ANSWERS.keys() - REWARDS.keys()
-    assert answers_of("format") is answers_of("sudoku") is None
+    assert [name for name, rule in RULES.items() if rule.answer is None] == ["format"]
+    assert not extracts_answers("format") and not extracts_answers("sudoku")
 
 
-@pytest.mark.parametrize("source", ANSWERS)
+@pytest.mark.parametrize("source", [name for name in RULES if name != "format"])
 def test_responses_without_an_answer_are_not_correct(source: str) -> None:
-    assert ANSWERS[source]("") == ""
-    assert REWARDS[source](source, "", GROUND_TRUTHS.get(source, "8"), {}) == 0.0
+    rule = RULES[source]
+    assert rule.answer is not None and rule.answer("") == ""
+    assert RULES[source].score(source, "", GROUND_TRUTHS.get(source, "8"), {}) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,5 @@ def test_responses_without_an_answer_are_not_correct(source: str) -> None:
     ],
 )
 def test_the_rule_of_a_data_source(source: str, rule: str | None) -> None:
-    assert rule_of(source) == rule
-    assert reward_of(source) is (None if rule is None else REWARDS[rule])
-    assert answers_of(source) is (None if rule is None else ANSWERS[rule])
+    assert name_of_rule(source) == rule
+    assert rule_of(source) is (None if rule is None else RULES[rule])

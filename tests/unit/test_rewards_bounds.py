@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards import REWARDS
+from megarl.rewards import RULES
 from megarl.rewards.countdown import MAX_BITS, evaluate
 from megarl.rewards.rules import Rules
 from megarl.sandbox.pool import Pool, WorkerLimits
@@ -89,12 +89,12 @@ def score_all(source: str) -> None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return usage.ru_utime + usage.ru_stime
 
-    REWARDS[source](source, r"\boxed{x^2+1} <answer>1</answer>", TRUTHS.get(source, "8"), {})  # imports
+    RULES[source].score(source, r"\boxed{x^2+1} <answer>1</answer>", TRUTHS.get(source, "8"), {})  # imports
     for response in BOMBS[source]:
         print(repr(response[:60]), flush=True)
         resource.setrlimit(resource.RLIMIT_CPU, (int(spent()) + CPU_S, resource.RLIM_INFINITY))
         try:
-            assert REWARDS[source](source, response, TRUTHS.get(source, "8"), {}) < 1.0
+            assert RULES[source].score(source, response, TRUTHS.get(source, "8"), {}) < 1.0
         except TimeoutError:
             assert source.startswith("math")
 
@@ -106,7 +106,9 @@ def test_a_response_costs_seconds_of_cpu_time_at_most(source: str) -> None:
 
 
 def test_every_rule_with_operators_is_among_them() -> None:
-    assert {REWARDS[source] for source in BOMBS} == {*REWARDS.values()} - {REWARDS["format"]}
+    assert {RULES[source].score for source in BOMBS} == {rule.score for rule in RULES.values()} - {
+        RULES["format"].score
+    }
 
 
 @pytest.mark.parametrize("text", COUNTDOWN)

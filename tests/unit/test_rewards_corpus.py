@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards import REWARDS
+from megarl.rewards import RULES
 
 Case = tuple[str, Any, bool]
 """A response, the ground truth, and whether the response is right."""
@@ -214,7 +214,9 @@ CORPORA = {
 
 @pytest.mark.parametrize("source", CORPORA)
 def test_a_rule_pays_what_its_page_says_and_nothing_else(source: str) -> None:
-    paid = {(text, str(truth)): REWARDS[source](source, text, truth, {}) == 1.0 for text, truth, _ in CORPORA[source]}
+    paid = {
+        (text, str(truth)): RULES[source].score(source, text, truth, {}) == 1.0 for text, truth, _ in CORPORA[source]
+    }
     right = {(text, str(truth)): is_right for text, truth, is_right in CORPORA[source]}
     assert {case for case in paid if paid[case] != right[case]} == set()
     assert source == "format" or len(right) >= 150

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards import REWARDS
+from megarl.rewards import RULES
 from megarl.rewards.arithmetic import MAX_CHARACTERS, MAX_DEPTH
 from megarl.rewards.countdown import CORRECT, WELL_FORMED, compute_score, compute_score_bare, evaluate
 
@@ -169,5 +169,5 @@ def test_any_text_has_one_of_three_scores(text: str) -> None:
 
 
 def test_both_are_registered() -> None:
-    assert REWARDS["countdown"] is compute_score
-    assert REWARDS["countdown/bare"] is compute_score_bare
+    assert RULES["countdown"].score is compute_score
+    assert RULES["countdown/bare"].score is compute_score_bare

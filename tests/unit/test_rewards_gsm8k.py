@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megarl.rewards import REWARDS
+from megarl.rewards import RULES
 from megarl.rewards.gsm8k import compute_score, compute_score_flexible
 from tests.support.assets import asset
 
@@ -51,4 +51,4 @@ def test_every_reference_answer_of_the_real_data_is_correct() -> None:
 
 
 def test_both_names_of_the_data_set_are_registered() -> None:
-    assert REWARDS["openai/gsm8k"] is REWARDS["gsm8k"] is compute_score
+    assert RULES["openai/gsm8k"].score is RULES["gsm8k"].score is compute_score

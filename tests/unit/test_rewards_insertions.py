@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards import REWARDS
+from megarl.rewards import RULES
 
 HEDGES = re.split(
     r"\s+",
@@ -88,6 +88,7 @@ RIGHT: dict[str, tuple[str, str, Any, Callable[[str], bool]]] = {
 
 @pytest.mark.parametrize("rule", RIGHT)
 @settings(max_examples=400)
+@example(token="''", place=0, before="", after=" ")
 @given(token=TOKEN, place=st.integers(0, 40), before=st.sampled_from(["", " "]), after=st.sampled_from(["", " "]))
 def test_a_right_answer_with_one_token_more_is_right_only_by_the_page(
     rule: str, token: str, place: int, before: str, after: str
@@ -95,9 +96,9 @@ def test_a_right_answer_with_one_token_more_is_right_only_by_the_page(
     form, right, truth, derives = RIGHT[rule]
     place = min(place, len(right))
     answer = right[:place] + before + token + after + right[place:]
-    assert REWARDS[rule](rule, form.format(right), truth, {}) == 1.0
+    assert RULES[rule].score(rule, form.format(right), truth, {}) == 1.0
     try:
-        score = REWARDS[rule](rule, form.format(answer), truth, {})
+        score = RULES[rule].score(rule, form.format(answer), truth, {})
     except TimeoutError:
         return
     assert score < 1.0 or derives(answer), answer
@@ -111,7 +112,7 @@ def test_every_token_is_tried_at_every_place(rule: str) -> None:
         for place in range(len(right) + 1):
             for glued in (token, f" {token}", f"{token} ", f" {token} "):
                 answer = right[:place] + glued + right[place:]
-                if "!!" not in token and REWARDS[rule](rule, form.format(answer), truth, {}) == 1.0:
+                if "!!" not in token and RULES[rule].score(rule, form.format(answer), truth, {}) == 1.0:
                     paid.add(answer)
     assert {answer for answer in paid if not derives(answer)} == set()
     assert len(paid) >= 8

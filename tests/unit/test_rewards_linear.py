@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from megarl.rewards import ANSWERS, REWARDS, answers_of
+from megarl.rewards import RULES, rule_of
 from tests.support.programs import run_python
 
 CHARACTERS = 200_000
@@ -49,10 +49,11 @@ def read_all(source: str) -> None:
     for response in responses(TOKENS[source]):
         print(repr(response[:30]), repr(response[-30:]), flush=True)
         signal.alarm(LIMIT_S)
-        if answer_of := answers_of(source):
-            answer_of(response)
-        if source in REWARDS:
-            REWARDS[source](source, response, TRUTHS.get(source, "8"), {})
+        rule = rule_of(source)
+        if rule and rule.answer:
+            rule.answer(response)
+        if source in RULES:
+            RULES[source].score(source, response, TRUTHS.get(source, "8"), {})
         signal.alarm(0)
 
 
@@ -63,5 +64,5 @@ def test_a_long_response_is_read_in_time(source: str) -> None:
 
 
 def test_every_rule_is_among_them() -> None:
-    tried = {function for name in TOKENS for function in (REWARDS.get(name), ANSWERS.get(name))}
-    assert set(REWARDS.values()) | set(ANSWERS.values()) <= tried
+    tried = {function for name in TOKENS if name in RULES for function in (RULES[name].score, RULES[name].answer)}
+    assert {function for rule in RULES.values() for function in (rule.score, rule.answer)} <= tried

@@ -15,7 +15,7 @@ from math_verify import parse, verify
 from sympy.core.cache import clear_cache
 from sympy.parsing.sympy_parser import parse_expr
 
-from megarl.rewards import REWARDS, answers_of
+from megarl.rewards import RULES, rule_of
 from megarl.rewards.math import answer_in, last_boxed, said
 from megarl.rewards.math_equal import MAX_CHARACTERS, equal
 from megarl.rewards.math_terms import bounded, load, term, verified
@@ -179,7 +179,7 @@ def test_sympy_writes_no_code_from_the_names_of_symbols() -> None:
 )
 def test_the_last_box(text: str, boxed: str | None) -> None:
     assert last_boxed(text) == boxed
-    assert REWARDS["math"]("math", text, boxed or "7", None) == float(boxed is not None)
+    assert RULES["math"].score("math", text, boxed or "7", None) == float(boxed is not None)
 
 
 @pytest.mark.parametrize(
@@ -203,15 +203,15 @@ def test_the_last_box(text: str, boxed: str | None) -> None:
 )
 def test_the_answer_that_is_said(text: str, answer: str | None) -> None:
     assert said(text) == answer
-    assert REWARDS["math_dapo"]("math_dapo", text, answer or "5", None) == float(answer is not None)
+    assert RULES["math_dapo"].score("math_dapo", text, answer or "5", None) == float(answer is not None)
 
 
 @pytest.mark.parametrize(
     "answer", ["`5`", '"5"', "“5”", r"\(5\)", r"\[5\]", "$5$", "$5$ dollars", "5 people", "\n$$\n5\n$$"]
 )
 def test_what_stands_around_an_answer_that_is_said(answer: str) -> None:
-    assert REWARDS["math_dapo"]("math_dapo", f"Answer: {answer}", "5", None) == 1.0
-    assert REWARDS["math_dapo"]("math_dapo", f"Answer: {answer}", "6", None) == 0.0
+    assert RULES["math_dapo"].score("math_dapo", f"Answer: {answer}", "5", None) == 1.0
+    assert RULES["math_dapo"].score("math_dapo", f"Answer: {answer}", "6", None) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_differences_that_are_documented() -> None:
         return bool(verify(parse(rf"\boxed{{{truth}}}"), parse(response)))
 
     def ours(response: str, truth: str) -> float:
-        return REWARDS["math"]("math", response, truth, None)
+        return RULES["math"].score("math", response, truth, None)
 
     outside_a_box = "The final answer is $5$."
     assert (plain(outside_a_box, "5"), ours(outside_a_box, "5")) == (True, 0.0)
@@ -255,6 +255,6 @@ def test_differences_that_are_documented() -> None:
 
 def test_an_answer_is_found_for_every_name() -> None:
     for source in ("math", "math_dapo", "aime2025", "lighteval/MATH"):
-        answer_of = answers_of(source)
-        assert answer_of is not None
-        assert answer_of(r"\boxed{ 5 }") == "5"
+        rule = rule_of(source)
+        assert rule is not None and rule.answer is not None
+        assert rule.answer(r"\boxed{ 5 }") == "5"

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.data.prepare import check
 from megarl.data.prepare.__main__ import main
-from megarl.rewards import reward_of
+from megarl.rewards import rule_of
 from megarl.rewards.reasoning_gym import REFUSED, compute_score, from_json, load_task, to_json
 
 pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
@@ -97,7 +97,9 @@ def test_prepared_problems_are_distinct_and_their_own_answers_score(
     assert len({row["prompt"][0]["content"] for row in rows}) == train + val
     for row in rows:
         truth = row["reward_model"]["ground_truth"]
-        score = reward_of(row["data_source"])
+        rule = rule_of(row["data_source"])
+        assert rule is not None
+        score = rule.score
         assert score is compute_score
         assert score(row["data_source"], f"So <answer> {truth} </answer>", truth, row["extra_info"]) == 1.0
         assert score(row["data_source"], "I do not know.", truth, row["extra_info"]) < 0.1

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards import ANSWERS, REWARDS, RIGHT_ANSWERS, reward_of, right_answer_of
+from megarl.rewards import RULES, rule_of
 from megarl.rewards.math import reads_as_text
 from megarl.rewards.self_test import AS_TEXT, try_truth
 
@@ -111,31 +111,31 @@ def test_a_truth_is_right_against_itself_and_nothing_is_not(rule: str, truth: An
     result = try_truth(data_source=rule, ground_truth=truth, extra_info={})
     assert result["score"] == 1.0
     assert not result.get(AS_TEXT)
-    assert REWARDS[rule](rule, "I do not know.", truth, {}) == 0.0
+    assert RULES[rule].score(rule, "I do not know.", truth, {}) == 0.0
 
 
 @pytest.mark.parametrize(("rule", "truth"), NO_TRUTHS)
 @pytest.mark.parametrize("response", ["", "#### 5", "<answer>5</answer>", r"\boxed{nan}", "Answer: None"])
 def test_a_truth_that_no_rule_can_read_fails_for_every_response(rule: str, truth: Any, response: str) -> None:
     with pytest.raises(ValueError):
-        REWARDS[rule](rule, response, truth, {})
+        RULES[rule].score(rule, response, truth, {})
     with pytest.raises(ValueError):
-        right_answer_of(rule)(truth)
+        RULES[rule].right_answer(truth)
 
 
 @settings(max_examples=300)
 @given(rule=st.sampled_from(["gsm8k", "multiply", "countdown", "knights_knaves"]), truth=ANYTHING)
 def test_any_value_is_right_against_itself_or_refused(rule: str, truth: Any) -> None:
     try:
-        right = right_answer_of(rule)(truth)
+        right = RULES[rule].right_answer(truth)
     except ValueError:
         return
-    assert right is None or REWARDS[rule](rule, right, truth, {}) == 1.0
+    assert right is None or RULES[rule].score(rule, right, truth, {}) == 1.0
 
 
 def test_a_countdown_without_a_solution_is_no_row_to_learn_from() -> None:
     with pytest.raises(ValueError, match=r"no expression of the numbers \[1, 1\] is 7"):
-        right_answer_of("countdown")({"target": 7, "numbers": [1, 1]})
+        RULES["countdown"].right_answer({"target": 7, "numbers": [1, 1]})
 
 
 def test_truths_that_are_only_words_are_noticed() -> None:
@@ -144,7 +144,7 @@ def test_truths_that_are_only_words_are_noticed() -> None:
 
 
 def test_any_of_several_accepted_answers_is_right() -> None:
-    math = REWARDS["math"]
+    math = RULES["math"].score
     assert [math("math", rf"\boxed{{{text}}}", ["12", "13"], {}) for text in ("12", "13", "14", "12,13")] == [
         1,
         1,
@@ -154,9 +154,7 @@ def test_any_of_several_accepted_answers_is_right() -> None:
 
 
 def test_every_rule_has_a_right_answer() -> None:
-    assert RIGHT_ANSWERS.keys() == REWARDS.keys()
-    assert {ANSWERS[name] for name in ANSWERS} == {ANSWERS[name] for name in (*READ, *SAME)}
-    assert (
-        reward_of("reasoning_gym/chain_sum") and right_answer_of("reasoning_gym/chain_sum")("5") == "<answer>5</answer>"
-    )
-    assert right_answer_of("lighteval/MATH") is RIGHT_ANSWERS["math"]
+    assert {rule.answer for rule in RULES.values() if rule.answer} == {RULES[name].answer for name in (*READ, *SAME)}
+    rule = rule_of("reasoning_gym/chain_sum")
+    assert rule is not None and rule.right_answer("5") == "<answer>5</answer>"
+    assert rule_of("lighteval/MATH") is RULES["math"]

@@ -2,7 +2,7 @@ r"""The small rule rewards, by hand: multiply, knights_knaves, format."""
 
 import pytest
 
-from megarl.rewards import REWARDS
+from megarl.rewards import RULES
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,11 @@ from megarl.rewards import REWARDS
     ],
 )
 def test_multiply(response: str, score: float) -> None:
-    assert REWARDS["multiply"]("multiply", response, 408, None) == score
+    assert RULES["multiply"].score("multiply", response, 408, None) == score
 
 
 def test_multiply_reads_thousands_and_ground_truths_as_text() -> None:
-    assert REWARDS["multiply"]("multiply", "<answer>1,234,567</answer>", "1234567", None) == 1.0
+    assert RULES["multiply"].score("multiply", "<answer>1,234,567</answer>", "1234567", None) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_multiply_reads_thousands_and_ground_truths_as_text() -> None:
 )
 def test_knights_knaves(response: str, score: float) -> None:
     truth = {"names": ["Zoey", "Oliver"], "is_knight": [True, False]}
-    assert REWARDS["knights_knaves"]("knights_knaves", response, truth, None) == score
+    assert RULES["knights_knaves"].score("knights_knaves", response, truth, None) == score
 
 
 @pytest.mark.parametrize(
@@ -96,4 +96,4 @@ def test_knights_knaves(response: str, score: float) -> None:
     ],
 )
 def test_format(response: str, score: float) -> None:
-    assert REWARDS["format"]("format", response, None, None) == score
+    assert RULES["format"].score("format", response, None, None) == score

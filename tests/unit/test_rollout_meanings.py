@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rollout.arguments import llm_arguments
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.fields import OURS, _declared, engine_arguments, engine_faults

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl import chat, compare, doctor, explain, verify, watch
+from megarl.commands import chat, compare, explain, verify, watch
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import show_plan
 from megarl.data.messages import as_read, as_written
 from megarl.data.tokenizer import load_tokenizer
-from megarl.platform.finding import Finding
+from megarl.platform.finding import Finding, show
 from megarl.platform.log import keep_in
 from megarl.platform.screen import Screen
 from megarl.platform.terminal import visible
@@ -115,7 +115,7 @@ def explained(text: str, directory: Path) -> str:
 
 
 def examined(text: str, directory: Path) -> str:
-    doctor.show(text, [[Finding(f"n{text}", text, text, "fault", command=text)]])
+    show(text, [[Finding(f"n{text}", text, text, "fault", command=text)]])
     return ""
 
 

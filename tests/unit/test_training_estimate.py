@@ -92,7 +92,7 @@ def test_grpo_takes_the_divergence_from_the_reward_where_asked() -> None:
     experience, _ = estimate(scored(), OLD, REF, None, algorithm=algorithm, kl_coef=0.1)
     rewards = torch.tensor([1.0 - 0.15, 0.1, 0.5, -0.5])
     torch.testing.assert_close(
-        experience.advantages, grpo(rewards, torch.tensor([0, 0, 1, 1]), MASK, normalize_by_std=True)
+        experience.advantages, grpo(rewards, torch.tensor([0, 0, 1, 1]), MASK, norm_adv_by_std_in_grpo=True)
     )
 
 

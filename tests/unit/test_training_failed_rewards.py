@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megarl.algorithms.config import (
     ESTIMATORS,
+    LOSSES,
     AlgorithmSection,
     LossAggregation,
-    LossMode,
     OverlongBufferSection,
     PolicyLossSection,
     RolloutCorrectionSection,
@@ -31,7 +31,7 @@ from tests.support.records import answer, prompts
 NUM_PROMPTS, PER_PROMPT, NUM_TOKENS = 3, 3, 4
 NUM_SAMPLES = NUM_PROMPTS * PER_PROMPT
 BUILT_IN = [name for name in ESTIMATORS if name != "custom"]
-LOSS_MODES = [name for name in get_args(LossMode) if name != "custom"]
+LOSS_MODES = [name for name in LOSSES if name != "custom"]
 AGG_MODES = get_args(LossAggregation)
 
 

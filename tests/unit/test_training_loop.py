@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cases import MODELS
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompts, Rollouts
-from megarl.bench.cases import MODELS
 from megarl.checkpoint.state import Best
 from megarl.data.order import Position
 from megarl.distributed import signals

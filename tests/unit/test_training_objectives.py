@@ -3,7 +3,6 @@
 import math
 from dataclasses import fields, replace
 from functools import partial
-from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algorithms.config import AlgorithmSection, LossMode, PolicyLossSection, RolloutCorrectionSection
+from megarl.algorithms.config import LOSSES, AlgorithmSection, PolicyLossSection, RolloutCorrectionSection
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Marked, Prompt, Scored
 from megarl.config.policy import ActorSection, CriticSection
@@ -19,7 +18,7 @@ from megarl.training.estimate import estimate
 from megarl.training.objectives import ActorObjective, CriticObjective, PTXObjective, SFTObjective, mark
 
 NUM_SAMPLES, NUM_TOKENS = 6, 5
-NAMES = [*(name for name in get_args(LossMode) if name != "custom"), "critic", "sft", "ptx"]
+NAMES = [*(name for name in LOSSES if name != "custom"), "critic", "sft", "ptx"]
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 

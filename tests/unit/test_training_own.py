@@ -62,7 +62,7 @@ def test_the_example_of_the_page_is_the_algorithm_that_it_says(example: Path) ->
     section = AlgorithmSection(adv_estimator="custom")
     section = replace(section, custom_estimator=replace(section.custom_estimator, path=str(example), needs=["groups"]))
     estimated, _ = estimate(scored, None, None, None, algorithm=section, kl_coef=None, own=load_estimator(section))
-    expected = grpo(scored.scores, scored.groups, scored.mask, normalize_by_std=False)
+    expected = grpo(scored.scores, scored.groups, scored.mask, norm_adv_by_std_in_grpo=False)
     torch.testing.assert_close(estimated.advantages, expected)
     assert not estimated.returns.any()
 

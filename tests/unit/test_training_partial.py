@@ -14,7 +14,7 @@ from megarl.platform.small_files import Damage
 from megarl.rollout.config import PartialSection
 from megarl.rollout.responses import of_groups
 from megarl.rollout.session import WINDOW
-from megarl.training.carried import read, to_bytes
+from megarl.samples.in_flight import read, to_bytes
 from megarl.training.partial import Drawn, Partial, draw_enough, staleness
 
 NUM_SAMPLES = 2

@@ -7,8 +7,8 @@ import torch
 
 from megarl.batch import Scored
 from megarl.data.order import Position
+from megarl.samples.store import SampleStore, write_samples
 from megarl.tracking.timers import Timers
-from megarl.training.archive import Archive, write_samples
 from megarl.training.replay import Recorder, Replay
 from tests.support.disks import small_disk
 from tests.support.ranks import world_of_one
@@ -62,7 +62,7 @@ def test_samples_that_a_full_disk_does_not_take_are_counted(tmp_path: Path, capl
     replay = Replay.find(tmp_path, after=0)
     with world_of_one(), small_disk(tmp_path / "disk", 1 << 20) as disk:
         directory = disk.path / "samples"
-        recorder = Recorder(samples=replay, archive=Archive(directory))
+        recorder = Recorder(samples=replay, store=SampleStore(directory))
         assert recorder.collect(Position(), Timers(), step=0).metrics == {"archive/failures": 0.0}
         disk.fill()
         assert recorder.collect(Position(), Timers(), step=1).metrics == {"archive/failures": 1.0}

@@ -12,9 +12,9 @@ import torch
 
 from megarl.batch import Prompts, Rollouts, Scored
 from megarl.rewards.collective import RewardError
+from megarl.samples.store import SampleStore
 from megarl.tracking.protocol import NullTracker
 from megarl.tracking.timers import Timers
-from megarl.training.archive import Archive
 from megarl.training.validation import Validation
 from tests.support.disks import small_disk
 from tests.support.ranks import world_of_one
@@ -72,11 +72,11 @@ def validate(
     *,
     shown: int = 3,
     ids: Sequence[str | None] = (None, None, None),
-    archive: Archive | None = None,
+    store: SampleStore | None = None,
     failed: Sequence[int] = (),
 ) -> tuple[dict[str, float], World]:
     world: Any = World(num, ids, failed)
-    validation = Validation(prompts=world, sampler=world, scorer=world, tracker=world, num_shown=shown, archive=archive)
+    validation = Validation(prompts=world, sampler=world, scorer=world, tracker=world, num_shown=shown, store=store)
     return validation.run(step=4), world
 
 
@@ -149,8 +149,8 @@ def test_ids_are_shown_where_prompts_have_them() -> None:
 
 def test_samples_that_a_full_disk_does_not_take_are_counted(tmp_path: Path) -> None:
     with world_of_one(), small_disk(tmp_path / "disk", 1 << 20) as disk:
-        archive = Archive(disk.path / "samples")
-        assert validate(1, archive=archive)[0]["val/archive/failures"] == 0.0
+        store = SampleStore(disk.path / "samples")
+        assert validate(1, store=store)[0]["val/archive/failures"] == 0.0
         disk.fill()
-        assert validate(1, archive=archive)[0]["val/archive/failures"] == 1.0
+        assert validate(1, store=store)[0]["val/archive/failures"] == 1.0
     assert "val/archive/failures" not in validate(1)[0]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.bench.cases import MODELS
+from benchmarks.cases import MODELS
 from megarl.learner.per_data_source import PerDataSource
 from megarl.models.architecture import read_architecture
 from megarl.models.flops import Tokens, forward_flops

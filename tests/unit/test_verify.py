@@ -1,4 +1,4 @@
-"""The verdict of `megarl.verify`, its ranks, and the change that all shards make alike."""
+"""The verdict of `megarl verify`, its ranks, and the change that all shards make alike."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_verify_config
 from megarl.reshard.layout import Box, Piece, row_major, whole
-from megarl.sync.verification import Difference, SyncCost, VerifyReport, _places, _slabs
+from megarl.weight_sync.verification import Difference, SyncCost, VerifyReport, _places, _slabs
 from tests.support.tiny import write_checkpoint
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
@@ -106,7 +106,7 @@ def test_what_cannot_be_is_a_fault_of_the_configuration(bare: Path, argument: st
 
 
 def test_slabs_tile_a_piece_and_places_number_the_full_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.sync.verification.CHUNK", 6)
+    monkeypatch.setattr("megarl.weight_sync.verification.CHUNK", 6)
     shape = (7, 4)
     numbers = torch.arange(28.0).view(shape)
     box = Box((1, 1), (6, 4))

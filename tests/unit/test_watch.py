@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megarl.platform import progress
+from megarl.commands.watch import headline, main, read_status, sparkline
 from megarl.report.read import read_run
 from megarl.tracking import status
 from megarl.tracking.status import Status
-from megarl.watch import headline, main, read_status, sparkline
 from tests.support.runs import PROMPTS, write_run
 
 

@@ -4,7 +4,9 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import megarl
 from megarl.data.columns import Needs, PromptColumns
 from megarl.data.config import DataSection
 from megarl.data.messages import as_read, as_written, encode_prompt
@@ -13,37 +15,32 @@ from megarl.data.prepare import (
     check,
     countdown,
     gsm8k,
-    guess,
-    knights_knaves,
     math,
-    multiply,
     own,
     preferences,
     reasoning_gym,
-    svamp,
-    tinystories_sentiment,
 )
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.table import DataRow
-from megarl.errors import UserError
 from megarl.platform.arguments import Arguments
+from megarl.platform.errors import UserError
+from megarl.platform.functions import load_module
 from megarl.platform.secrets import guard_output, redact
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.signature import fault_in_file
 
-TASKS = {
+EXAMPLES = Path(megarl.__file__).resolve().parents[1] / "examples" / "tasks"
+"""Further tasks, which only a checkout has: a file each."""
+TASKS: Mapping[str, Any] = {
     "countdown": countdown,
     "gsm8k": gsm8k,
-    "guess": guess,
-    "knights_knaves": knights_knaves,
     "math": math,
-    "multiply": multiply,
     "own": own,
     "preferences": preferences,
     "reasoning-gym": reasoning_gym,
-    "svamp": svamp,
-    "tinystories-sentiment": tinystories_sentiment,
+    **{file.stem.replace("_", "-"): load_module(file, key="megarl prepare") for file in sorted(EXAMPLES.glob("*.py"))},
 }
+"""Task -> a module with the functions `add_arguments` and `build`; its docstring is the help."""
 SUMMARY = "Make the files of a known task or of your own rows, or check a file."
 EXAMPLE = """\
 megarl prepare countdown --out data/countdown
@@ -53,6 +50,7 @@ NEEDED = {
     "own": "mine.csv --prompt question --answer solution",
     "preferences": "--from pairs.jsonl --held-out 500",
     "reasoning-gym": "chain_sum",
+    "tinystories": "--from stories.jsonl",
     "tinystories-sentiment": "--from stories.jsonl",
 }
 """Task -> the arguments of its example, if it cannot do without."""

@@ -11,7 +11,7 @@ from megarl.data.config import DataSection
 from megarl.data.messages import prompt_faults, text_faults
 from megarl.data.rows import Rows
 from megarl.data.truths import KINDS, Findings, look
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 Kind = Literal["rl", "sft", "preference"]
 READERS: dict[Kind, str] = {

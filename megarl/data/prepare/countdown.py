@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 MAX_TRIES = 1000  # after so many draws in a row without a new problem, there are no more
 

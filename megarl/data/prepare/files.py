@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.data.table import DataRow
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.platform.hub import snapshot
 
 SPLITS = {"train": "train", "val": "test"}  # our name, and the name in the data sets

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from megarl.data.prepare.files import add_extraction_argument, add_source_arguments, rows_of
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from megarl.data.prepare.files import add_source_arguments, rows_of
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rewards.math import last_boxed
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."

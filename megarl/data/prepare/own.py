@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.data.messages import prompt_faults
 from megarl.data.prepare.tables import Record, records_of
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 MOST_VALIDATION_ROWS = 500
 VALIDATION_SHARE = 10

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from megarl.data.prepare.files import add_source_arguments, rows_of
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 Messages = list[dict[str, str]]
 Pair = tuple[str | Messages, str, str]

@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX, compute_score, from_json, load_task, to_json
 
 _TASK = (

@@ -11,7 +11,7 @@ import pyarrow.ipc
 
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow, Wanted
-from megarl.errors import UserError
+from megarl.platform.errors import UserError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 ARROW = (".arrow", ".feather")

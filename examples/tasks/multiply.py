@@ -1,0 +1,56 @@
+"""Products of two random integers."""
+
+import argparse
+import random
+from typing import Any
+
+from megarl.platform.errors import UserError
+
+_TASK = (
+    "What is {a} * {b}? Show your work in <think> </think> tags. And return the final answer, a number and nothing "
+    "else, in <answer> </answer> tags, for example <answer> 42 </answer>."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this task."""
+    parser.add_argument("--train", type=int, default=2000, help="training problems")
+    parser.add_argument("--val", type=int, default=256, help="validation problems, distinct from training problems")
+    parser.add_argument("--digits", type=int, default=3, help="digits of either factor")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--template",
+        choices=("plain", "chat"),
+        default="chat",
+        help="plain: '12 * 34 =', for tiny models; chat: messages",
+    )
+
+
+def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of `train` and `val`. Raises UserError if there are too few problems."""
+    if not 1 <= arguments.digits <= 9:
+        raise UserError(f"--digits {arguments.digits}: give 1 to 9")
+    low, high = 10 ** (arguments.digits - 1), 10**arguments.digits
+    total, exist = arguments.train + arguments.val, (high - low) ** 2
+    if total > exist:
+        raise UserError(f"only {exist} problems exist, {total} were asked for: raise --digits, or ask for fewer")
+    # distinct numbers of problems; drawn one by one, so that asking for more does not change the first problems
+    rng, seen = random.Random(arguments.seed), dict[int, None]()
+    while len(seen) < total:
+        seen.setdefault(rng.randrange(exist))
+    factors = [(low + number // (high - low), low + number % (high - low)) for number in seen]
+    return {
+        split: [_row(a, b, arguments.template, split, index) for index, (a, b) in enumerate(part)]
+        for split, part in (("train", factors[arguments.val :]), ("val", factors[: arguments.val]))
+    }
+
+
+def _row(a: int, b: int, template: str, split: str, index: int) -> dict[str, Any]:
+    text = f"{a} * {b} =" if template == "plain" else _TASK.format(a=a, b=b)
+    return {
+        "data_source": "multiply",
+        "prompt": text if template == "plain" else [{"role": "user", "content": text}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": a * b},
+        "extra_info": {"split": split, "index": index},
+    }

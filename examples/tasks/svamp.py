@@ -1,0 +1,38 @@
+"""SVAMP word problems, from local files in its published format or the Hugging Face hub."""
+
+import argparse
+from decimal import Decimal, InvalidOperation
+from functools import partial
+from typing import Any
+
+from megarl.data.prepare.files import add_extraction_argument, add_source_arguments, rows_of
+from megarl.data.prepare.gsm8k import INSTRUCTION
+from megarl.platform.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this task."""
+    add_source_arguments(parser, "ChilleD/SVAMP")
+    add_extraction_argument(parser)
+
+
+def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of `train` and `val`. Raises UserError if the files are missing or not SVAMP."""
+    source = "svamp" if arguments.extraction == "strict" else "svamp/flexible"
+    return rows_of(arguments, partial(_row, source))
+
+
+def _row(source: str, problem: dict[str, Any], place: str, split: str, index: int) -> dict[str, Any]:
+    try:
+        body, question = problem["Body"].strip(), problem["Question"].strip()
+        number = Decimal(str(problem["Answer"]))
+    except (KeyError, AttributeError, InvalidOperation) as error:
+        raise UserError(f"{place}: a SVAMP problem has Body, Question, and a number as Answer") from error
+    stop = "" if body.endswith((".", "?", "!", ",")) else "."
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": f"{body}{stop} {question} {INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": f"{number.normalize():f}"},
+        "extra_info": {"split": split, "index": index, "type": str(problem.get("Type", ""))},
+    }

@@ -1,0 +1,58 @@
+"""Story openings as prompts, from stories or from files of prompts."""
+
+import argparse
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megarl.data.prepare.files import problems_of
+
+MOST_WORDS = 20  # of an opening
+SENTENCE_END = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["']))\s+""")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this task."""
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        required=True,
+        help="jsonl or parquet file with a story as `text` per row, or a directory with prompts_train.jsonl and "
+        "prompts_val.jsonl, which have a `prompt` per row",
+    )
+    parser.add_argument("--train", type=int, default=512, help="training prompts at most")
+    parser.add_argument("--val", type=int, default=64, help="validation prompts at most")
+
+
+def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of `val` and `train`. A prompt is plain text, because the story models know no chat."""
+    limits = {"val": arguments.val, "train": arguments.train}
+    return {
+        split: [_row(opening, split, index) for index, opening in enumerate(islice(openings, limits[split]))]
+        for split, openings in _openings(arguments.source).items()
+    }
+
+
+def _openings(source: Path) -> dict[str, Iterator[str]]:
+    """Return the openings to validate with, and to learn from. Of one file, the latter follow the former."""
+    if source.is_dir():
+        return {
+            split: (problem["prompt"] for _, problem in problems_of(source / f"prompts_{split}.jsonl"))
+            for split in ("val", "train")
+        }
+    sentences = (SENTENCE_END.split(problem["text"].strip(), maxsplit=1)[0] for _, problem in problems_of(source))
+    openings = iter(dict.fromkeys(sentence for sentence in sentences if 0 < len(sentence.split()) <= MOST_WORDS))
+    return {"val": openings, "train": openings}
+
+
+def _row(prompt: str, split: str, index: int) -> dict[str, Any]:
+    return {
+        "data_source": "tinystories",
+        "prompt": prompt,
+        "ability": "writing",
+        "reward_model": {"style": "rule", "ground_truth": ""},
+        "extra_info": {"split": split, "index": index},
+    }

@@ -1,1 +1,0 @@
-"""Measurements of reshard, planning and checkpoints: `megarl bench`."""

@@ -1,0 +1,140 @@
+"""A command as a declaration: its module, its parameters, its help. The module is imported when the command runs."""
+
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from io import StringIO
+from typing import Any, NoReturn
+
+import click
+from click.shell_completion import CompletionItem
+
+from megarl.commands.cli import completion
+from megarl.platform.secrets import guard_output, redact
+from megarl.platform.terminal import ignore_broken_pipe, visible
+
+SIMILAR = 0.75
+"""The least similarity of an unknown option and the option that was probably meant, from 0 to 1."""
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class Command(click.Command):
+    """A sub-command of `megarl`, which is also `python -m MODULE`."""
+
+    def __init__(
+        self,
+        name: str,
+        *params: click.Parameter,
+        module: str,
+        section: str,
+        text: str,
+        example: str,
+        free: bool = False,
+    ) -> None:
+        """Declare a command.
+
+        Args:
+            name: of the sub-command.
+            params: arguments and options.
+            module: has `main(argv)`.
+            section: the heading of the command in the help of `megarl`.
+            text: its help; the first sentence is also in the list of all commands.
+            example: command lines.
+            free: whether arguments that look like unknown options are arguments; the module reports them.
+        """
+        super().__init__(
+            name,
+            params=list(params),
+            help=text,
+            epilog=f"\b\nExample:\n{example.rstrip()}",
+            context_settings={**CONTEXT, "ignore_unknown_options": free},
+        )
+        self.module, self.section = module, section
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments, and keep them as they were typed. Raises UsageError for a misspelt option."""
+        ctx.obj = list(args)
+        rest = super().parse_args(ctx, args)
+        options = [name for parameter in self.params for name in parameter.opts if name.startswith("--")]
+        unknown = [typed for typed in ctx.obj if typed.startswith("--") and "=" not in typed and typed not in options]
+        for typed in unknown if not ctx.resilient_parsing else ():
+            if close := get_close_matches(typed, options, n=1, cutoff=SIMILAR):
+                raise click.NoSuchOption(typed, possibilities=close, ctx=ctx)
+        return rest
+
+    def invoke(self, ctx: click.Context) -> Callable[[], object]:
+        """Return a function that runs `main` of the module."""
+        return partial(self.run, ctx.obj)
+
+    def run(self, argv: Sequence[str]) -> object:
+        """Import the module, and return what its `main` returns for `argv`: an exit code, if anything."""
+        guard_output()
+        ignore_broken_pipe()
+        return import_module(self.module).main(argv)
+
+
+class Relay(Command):
+    """A command whose module reads all arguments itself, `--help` included."""
+
+    def __init__(self, name: str, *, module: str, section: str, text: str) -> None:
+        """Declare a command whose `module` also has a function `parser`, which shells ask for the options."""
+        rest = click.Argument(
+            ["arguments"],
+            nargs=-1,
+            type=click.UNPROCESSED,
+            shell_complete=lambda ctx, _, incomplete: self.shell_complete(ctx, incomplete),
+        )
+        super().__init__(name, rest, module=module, section=section, text=text, example="", free=True)
+        self.add_help_option = False
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the options, commands and files that complete a word; click knows none of them."""
+        return completion.of_parser(import_module(self.module).parser(), ctx.obj, incomplete)
+
+
+class Commands(click.Group):
+    """The command `megarl`: lists its sub-commands by section."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sub-commands, each with the first sentence of its help."""
+        del ctx
+        commands = [command for command in self.commands.values() if isinstance(command, Command)]
+        width = max(len(str(command.name)) for command in commands)
+        for section in dict.fromkeys(command.section for command in commands):
+            with formatter.section(section):
+                formatter.write_dl(
+                    [
+                        (str(command.name).ljust(width), command.get_short_help_str(limit=100))
+                        for command in commands
+                        if command.section == section
+                    ]
+                )
+
+
+def parse(command: Command, argv: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a command's parameters by name.
+
+    Ends the program with code 0 after `--help`, and with code 2 and a redacted message if `argv` does not fit.
+    """
+    try:
+        with command.make_context(f"megarl {command.name}", list(argv)) as context:
+            return context.params
+    except click.exceptions.Exit as ending:
+        sys.exit(ending.exit_code)
+    except click.UsageError as error:
+        complain(error)
+
+
+def complain(error: click.UsageError) -> NoReturn:
+    """Print a fault of the arguments without secrets, and end the program with code 2."""
+    words = StringIO()
+    error.show(file=words)
+    print(redact(words.getvalue()), end="", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+def print_error(error: Exception) -> None:
+    """Print an error that a user can mend: without secrets, with control characters shown."""
+    print(visible(redact(f"megarl: {error}")), file=sys.stderr)

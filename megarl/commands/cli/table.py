@@ -1,0 +1,371 @@
+"""The table of all commands. Everything here is a declaration; the modules that it names do the work."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from megarl.commands.cli import completion
+from megarl.commands.cli.command import CONTEXT, Command, Commands, Relay
+from megarl.commands.cli.kinds import Amount, Checkpoint, EngineMilliseconds, MeanLengths, PeakTflops, RunDirectory
+from megarl.platform.log import LEVELS, set_level
+
+TRAINS, USES, PLANS, STARTS = "Train", "Use what was trained", "Plan and check", "Begin"
+PATH = click.Path(path_type=Path)
+
+LAUNCH = """\
+Without a launcher, the command starts trainer.n_gpus_per_node ranks on this host. Under torchrun, mpirun or srun it \
+joins the ranks of that launcher. `megarl config` explains every key."""
+
+
+def configuration(root: str, *, first: str = "CONFIG.yaml", required: bool = True) -> click.Argument:
+    """Return the argument for YAML files and keys.
+
+    Args:
+        root: the command whose keys a shell completes.
+        first: what the help names as the first argument.
+        required: whether there must be an argument.
+    """
+    return click.Argument(
+        ["configuration"],
+        nargs=-1,
+        required=required,
+        type=click.UNPROCESSED,
+        metavar=f"{first} [MORE.yaml] [a.b.c=value ...]",
+        shell_complete=completion.of(root),
+    )
+
+
+def _json(instead: str) -> click.Option:
+    return click.Option(["--json", "as_json"], is_flag=True, help=f"Print one JSON object instead of {instead}.")
+
+
+def _log_level() -> click.Option:
+    return click.Option(
+        ["--log-level"],
+        type=click.Choice(LEVELS),
+        default="info",
+        show_default=True,
+        expose_value=False,
+        callback=lambda context, option, level: set_level(level),
+        help="Least level of the records that the log shows.",
+    )
+
+
+BEST = click.Option(["--best"], is_flag=True, help="Take the run's checkpoint with the best validation.")
+TRAIN = Command(
+    "train",
+    configuration("train"),
+    click.Option(
+        ["--replay"],
+        type=PATH,
+        metavar="DIR_OR_FILE",
+        help="Learn again from samples that a run kept in trainer.rollout_data_dir: from a file, or from all files of "
+        "a directory that follow the checkpoint.",
+    ),
+    _log_level(),
+    module="megarl.commands.train",
+    section=TRAINS,
+    text="Reinforcement learning: PPO, GRPO and their relatives.\n\nA run whose directory has a checkpoint resumes "
+    f"from it. {LAUNCH}",
+    example="megarl train configs/ppo_countdown.yaml trainer.n_gpus_per_node=2 actor_rollout_ref.actor.optim.lr=1e-6",
+    free=True,
+)
+SFT = Command(
+    "sft",
+    configuration("sft"),
+    _log_level(),
+    module="megarl.commands.sft",
+    section=TRAINS,
+    text=f"Supervised fine-tuning.\n\nWrites a Hugging Face directory at the end, RUN_DIR/huggingface. {LAUNCH}",
+    example="megarl sft configs/quickstart_sft.yaml data.train_files=sft.parquet model.path=DIR",
+    free=True,
+)
+TRAIN_REWARD = Command(
+    "train-reward",
+    configuration("train_reward"),
+    _log_level(),
+    module="megarl.commands.train_reward",
+    section=TRAINS,
+    text="Training of a reward model from pairs of responses.\n\nWrites a Hugging Face directory at the end, "
+    f"RUN_DIR/huggingface. {LAUNCH}",
+    example="megarl train-reward configs/reward_tinystories.yaml",
+    free=True,
+)
+EVALUATE = Command(
+    "evaluate",
+    configuration("train", first="RUN_DIR|CHECKPOINT|CONFIG.yaml"),
+    _log_level(),
+    BEST,
+    module="megarl.commands.evaluate",
+    section=USES,
+    text="Score a checkpoint on the validation files. Prints one JSON line to standard output.\n\nTakes the directory "
+    "of a run, which keeps its configuration, or a checkpoint in it, or the configuration of the training run. Scores "
+    "the latest checkpoint unless a checkpoint or --best is named; without any checkpoint, the model that the run "
+    "starts from.",
+    example="megarl evaluate checkpoints/countdown/ppo-qwen2.5-3b\n"
+    "megarl evaluate checkpoints/countdown/ppo-qwen2.5-3b/global_step_100 data.val_files=test.parquet",
+    free=True,
+)
+EXPORT = Command(
+    "export",
+    click.Argument(["checkpoint"], type=Checkpoint()),
+    click.Argument(["out"], type=PATH),
+    BEST,
+    click.Option(["--trust-remote-code"], is_flag=True, help="Let a tokenizer's own Python code run."),
+    _log_level(),
+    module="megarl.commands.export",
+    section=USES,
+    text="Write a checkpoint as a Hugging Face directory, which transformers and vLLM load.\n\nCHECKPOINT is "
+    "RUN_DIR/global_step_N, or RUN_DIR for its latest or best checkpoint. Writes the actor, or the reward model of a "
+    "run of train-reward. Under torchrun, mpirun or srun the model is split over all ranks, so it need not fit into "
+    "one process.",
+    example="megarl export checkpoints/countdown/ppo-qwen2.5-3b out/ --best",
+)
+PLAN = Command(
+    "plan",
+    configuration("train"),
+    click.Option(
+        ["--gpu-memory"], type=Amount(), default="80GB", show_default=True, metavar="AMOUNT", help="Memory of a device."
+    ),
+    click.Option(
+        ["--host-memory"],
+        type=Amount(),
+        metavar="AMOUNT",
+        help="Host memory of a node  [default: this machine's, if the run has one node that fits this machine]",
+    ),
+    click.Option(
+        ["--gpus-per-node"],
+        type=int,
+        help="Ranks that share a node's links  [default: trainer.n_gpus_per_node]",
+    ),
+    click.Option(
+        ["--intra-node-bandwidth"],
+        type=Amount(),
+        default="400GB/s",
+        show_default=True,
+        metavar="AMOUNT",
+        help="Bandwidth from a rank to the ranks of its node, per direction.",
+    ),
+    click.Option(
+        ["--inter-node-bandwidth"],
+        type=Amount(),
+        default="45GB/s",
+        show_default=True,
+        metavar="AMOUNT",
+        help="Bandwidth from a rank to other nodes, per direction.",
+    ),
+    click.Option(
+        ["--lengths"],
+        type=MeanLengths(),
+        metavar="PROMPT,RESPONSE[,LONGEST]",
+        help="Mean tokens, and those of the longest response, for the time  [default: the most]",
+    ),
+    click.Option(
+        ["--peak-tflops"],
+        type=PeakTflops(),
+        default="989.4",
+        show_default="an H100's, 989.4",
+        metavar="TFLOPS[,WIDTH:TFLOPS...]",
+        help="Speed of a device at products of matrices; on CPUs also that of narrow models, by their hidden size "
+        "(megarl doctor --peaks measures).",
+    ),
+    click.Option(
+        ["--memory-bandwidth"],
+        type=Amount(),
+        default="3.35TB/s",
+        show_default="an H100's, 3.35TB/s",
+        metavar="AMOUNT",
+        help="Bandwidth of a device's own memory.",
+    ),
+    click.Option(
+        ["--engine-ms"],
+        type=EngineMilliseconds(),
+        default="0,0,0",
+        show_default=True,
+        metavar="STEP,LAYER,SAMPLE",
+        help="Cost of an engine step on the host, and of each layer and sample in it (megarl doctor --peaks measures).",
+    ),
+    _json("tables"),
+    module="megarl.commands.plan",
+    section=PLANS,
+    text="Predict batches, memory, seconds and weight traffic of a run, without starting it.\n\nReads only config.json "
+    "of the models. Exit code 1: the run does not fit into the memory of devices or hosts, or a model cannot be "
+    "planned. Exit code 2: the configuration is faulty.",
+    example="megarl plan configs/plans/llama-3-70b_64gpu.yaml --gpu-memory 141GB",
+    free=True,
+)
+VERIFY = Command(
+    "verify",
+    click.Argument(["model_dir"]),
+    click.Argument(
+        ["overrides"],
+        nargs=-1,
+        metavar="[a.b.c=value ...]",
+        shell_complete=completion.of("verify"),
+    ),
+    _json("a table"),
+    _log_level(),
+    module="megarl.commands.verify",
+    section=PLANS,
+    text="Verify that weights reach the engine.\n\nLoads a checkpoint into the given Megatron split, syncs it to the "
+    "given engine split, and compares the probabilities that trainer, engine and transformers give the same tokens. "
+    "Then changes every weight and repeats. If MODEL_DIR holds only a config.json, the weights are random. The keys "
+    "are those of a training run for model, trainer and engine; the default type is float32. Works under any launcher. "
+    "Exit code 1: a check failed. Exit code 2: the configuration is faulty.",
+    example="megarl verify DIRECTORY actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+)
+DOCTOR = Command(
+    "doctor",
+    click.Option(["--peaks"], is_flag=True, help="Measure the greatest speed of the devices too."),
+    click.Option(["--patches"], is_flag=True, help="List the code of other libraries that megarl replaces too."),
+    module="megarl.commands.doctor",
+    section=PLANS,
+    text="Show what this machine has for training, and what it lacks.\n\nExit code 1: training cannot work here.",
+    example="megarl doctor --peaks",
+)
+PREPARE = Relay(
+    "prepare",
+    module="megarl.data.prepare.__main__",
+    section=STARTS,
+    text="Make the files of a known task or of your own rows, or check a file.",
+)
+
+CONFIG = Command(
+    "config",
+    click.Argument(
+        ["words"],
+        nargs=-1,
+        type=click.UNPROCESSED,
+        metavar="[SECTION|KEY ...] [RUN_DIR|CONFIG.yaml ...] [a.b.c=value ...]",
+        shell_complete=completion.of("train"),
+    ),
+    click.Option(
+        ["--of"],
+        type=click.Choice(["train", "sft", "train-reward", "verify"]),
+        help="The command that reads the keys  [default: the command that knows most of them]",
+    ),
+    click.Option(
+        ["--check"],
+        is_flag=True,
+        help="Check the configuration, and that files exist and have the columns. Rows are read by `megarl prepare "
+        "--check` and when a run starts.",
+    ),
+    module="megarl.commands.explain",
+    section=PLANS,
+    text="Explain the keys of a configuration.\n\nShows type, default and meaning of a key, or of the keys of a "
+    "section, or lists the sections. With a configuration it also shows the value of a key and the place that sets it, "
+    "or, without a name, all values that are set. A name may lack its beginning: `optim.lr`. Exit code 2: there is "
+    "no such key, or the configuration is faulty.",
+    example="megarl config algorithm.adv_estimator\nmegarl config optim.lr configs/ppo_countdown.yaml\n"
+    "megarl config --check configs/ppo_countdown.yaml trainer.n_gpus_per_node=2",
+    free=True,
+)
+
+CHAT = Command(
+    "chat",
+    click.Argument(["model"], type=PATH),
+    click.Option(["--prompt"], multiple=True, metavar="TEXT", help="Respond to this text and end; may be repeated."),
+    click.Option(["--system"], metavar="TEXT", help="The system message of the conversation."),
+    click.Option(["--plain"], is_flag=True, help="Continue texts as they are, also if the model has a chat template."),
+    click.Option(["--temperature"], type=click.FloatRange(0), default=0.7, show_default=True, help="0 is greedy."),
+    click.Option(["--max-tokens"], type=click.IntRange(1), default=512, show_default=True, help="Of a response."),
+    click.Option(["--seed"], type=int, help="Of the responses."),
+    click.Option(["--trust-remote-code"], is_flag=True, help="Let a tokenizer's own Python code run."),
+    module="megarl.commands.chat",
+    section=USES,
+    text="Talk to a model, in one process.\n\nMODEL is an exported model, a run or a checkpoint. A checkpoint is "
+    "exported to a temporary directory first. A model with a chat template has a conversation; /new begins another "
+    "one. Without a template each line is continued alone. Ctrl-D ends.",
+    example="megarl chat checkpoints/countdown/ppo-qwen2.5-3b\n"
+    'megarl chat out/ --prompt "What is 3 + 4?" --temperature 0',
+)
+COMPARE = Command(
+    "compare",
+    click.Argument(["runs"], nargs=-1, required=True, type=RunDirectory(), metavar="RUN_DIR..."),
+    click.Option(
+        ["--metric"], multiple=True, metavar="NAME", help="A further metric, or a pattern such as actor/*; may repeat."
+    ),
+    _json("tables"),
+    module="megarl.commands.compare",
+    section=USES,
+    text="Show runs next to each other: differences of their configurations, headline metrics, times.\n\nReads "
+    "config.yaml and metrics.jsonl in the runs' directories.",
+    example="megarl compare checkpoints/gsm8k/grpo checkpoints/gsm8k/dapo --metric actor/entropy",
+)
+
+WATCH = Command(
+    "watch",
+    click.Argument(["run"], type=RunDirectory(), metavar="RUN_DIR"),
+    module="megarl.commands.watch",
+    section=USES,
+    text="Watch a running job from another terminal.\n\nShows the step and its phase, the curves of reward and KL, and "
+    "a prompt's response at first and now. Reads the files of the run, also on another machine that sees them.",
+    example="megarl watch checkpoints/countdown/ppo-qwen2.5-3b",
+)
+REPORT = Relay(
+    "report",
+    module="megarl.report.__main__",
+    section=USES,
+    text="Write one page about a run, or about several side by side.",
+)
+
+NEW = Command(
+    "new",
+    click.Argument(["directory"], type=PATH),
+    click.Option(
+        ["--task"],
+        type=click.Choice(["own", "countdown", "gsm8k"]),
+        default="own",
+        show_default=True,
+        help="own: rows of yours, with 64 to begin with.",
+    ),
+    click.Option(
+        ["--model"],
+        default="Qwen/Qwen2.5-0.5B-Instruct",
+        show_default=True,
+        metavar="DIR_OR_ID",
+        help="The model to train.",
+    ),
+    module="megarl.commands.new.__main__",
+    section=STARTS,
+    text="Write a small project into a new directory.\n\nIt has a configuration, a reward with its test, and a page "
+    "with the commands that make its data, plan, train and export.",
+    example="megarl new boxes\nmegarl new stories --task countdown --model models/mine",
+)
+
+COMMANDS = (
+    *(NEW, PREPARE),
+    *(TRAIN, SFT, TRAIN_REWARD),
+    *(EVALUATE, EXPORT, CHAT, WATCH, REPORT, COMPARE),
+    *(CONFIG, PLAN, VERIFY, DOCTOR),
+)
+"""All commands, in the order of the help. A new command is declared above and named here."""
+
+
+def megarl(version: Callable[[], str]) -> Commands:
+    """Return the command `megarl`; `version` makes the line of `--version`."""
+
+    def show(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        del param
+        if value and not ctx.resilient_parsing:
+            click.echo(version())
+            ctx.exit()
+
+    return Commands(
+        "megarl",
+        commands=COMMANDS,
+        context_settings=CONTEXT,
+        help="Reinforcement-learning post-training of language models.\n\n`megarl COMMAND --help` explains a command.",
+        epilog=completion.SETUP,
+        params=[
+            click.Option(
+                ["--version"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=show,
+                help="Show version, commit and engine.",
+            )
+        ],
+    )

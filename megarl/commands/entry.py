@@ -1,0 +1,209 @@
+"""The first and the last actions of every command: read the configuration, join the job, end with a clear message.
+
+The configuration is read before torch is imported, so that its faults are reported at once.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from megarl.platform import early
+from megarl.config.faults import ConfigError
+from megarl.distributed.place import Launch, Wanted, detect
+from megarl.distributed.watchdog import GRACE_S, note, watching
+from megarl.platform.errors import UserError
+from megarl.platform.forking import end, run_in_child
+from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
+from megarl.platform.log import keep_in, show_on_console
+from megarl.platform.quiet import IMPORTING, silence_imports
+from megarl.platform.secrets import guard_output, redact
+from megarl.platform.terminal import COMMAND, ignore_broken_pipe, visible
+from megarl.platform.versions import installed_versions
+from megarl.section import flatten
+from megarl.tracking.config import TrainerSection
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+class Configuration(Protocol):
+    """The arguments of a command: a dataclass whose trainer section gives the number of ranks and their device."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def trainer(self) -> TrainerSection:
+        """The section of the entire run."""
+
+
+C = TypeVar("C", bound=Configuration)
+
+
+def run(
+    module: str,
+    argv: Sequence[str],
+    load: Callable[..., C],
+    body: Callable[[C, Launch], None],
+    *,
+    remarks: Callable[[C, Sequence[str]], Iterable[str]] = lambda config, argv: (),
+    trial: Callable[[C], Iterable[str] | None] = lambda config: (),
+    imports: Sequence[str] = (),
+    keeps_log: bool = False,
+    has_directory: bool = True,
+) -> None:
+    """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank reports the `remarks`.
+
+    `trial` tries what a configuration names, in the first process of the job, before ranks meet or are started. It
+    yields remarks, and raises ConfigError.
+
+    `imports` are modules that `body` needs. Ranks that are forked on this host share them (`distributed.launch.start`).
+    Such a rank does not return: its process ends.
+
+    `keeps_log` keeps the log of each rank in the directory of the run, `has_directory` only tracebacks, if it exists.
+
+    A fault in the configuration ends the program with code 2 before any process group exists. Any other error ends it
+    with code 1. An error that a user can mend (ConfigError, UserError) is printed as a message, once if all ranks have
+    it; any other error is printed with its traceback (see `distributed.failures`). A job that received a signal to end
+    (see `signals`) ends with code 75.
+    """
+    silence_imports()
+    prefer_huge_pages()
+    guard_output()
+    ignore_broken_pipe()
+    early.install_signal_handlers()
+    rank, is_first_here = os.environ.get("RANK", "0"), True
+    show_on_console(int(rank) if rank.isdecimal() else 0)
+
+    def read(launch: Launch | None) -> C:
+        config = load(argv, world_size=launch.world_size if launch else None)
+        is_first = launch is None or (launch.rank == 0 and COMMAND not in os.environ)  # else the first process did it
+        for remark in (trial(config) if is_first else None) or ():
+            logger.info("note: %s", remark)
+        return config
+
+    try:
+        launched = detect(os.environ)
+        launch = launched or _start(module, argv, lambda: read(None).trainer, imports)
+        rank, is_first_here = str(launch.rank), launch.local_rank == 0
+        show_on_console(launch.rank)
+        config = read(launch)
+    except ConfigError as error:
+        if is_first_here:  # a fault may concern this host alone
+            print(error, file=sys.stderr)
+        sys.exit(2)
+    except UserError as error:
+        sys.exit(visible(redact(f"megarl: rank {rank}: {error}")))
+    if keeps_log:
+        keep_in(Path(config.trainer.default_local_dir), launch.rank)
+    _report_start(remarks(config, argv) if launch.rank == 0 else (), imports)
+    _work(config, launch, body, Path(config.trainer.default_local_dir) if has_directory else None)
+    if launched is None:
+        end()
+
+
+def _start(module: str, argv: Sequence[str], read: Callable[[], TrainerSection], imports: Sequence[str]) -> Launch:
+    """Start the ranks of this host, and return the place of each. Raises what `read` does, before torch is imported."""
+
+    def examine() -> Wanted:
+        trainer = read()
+        return Wanted(trainer.n_gpus_per_node, trainer.device)
+
+    wanted = run_in_child(examine) if sys.platform == "linux" else examine()
+    from megarl.distributed.launch import start
+
+    return start(module, argv, wanted, imports=imports)
+
+
+def _meet(launch: Launch, config: Configuration) -> "Store":
+    """Join the ranks of the job, and return the store in which they meet.
+
+    Raises:
+        UserError: the ranks do not find each other, or their configurations differ.
+    """
+    from megarl.distributed import signals
+    from megarl.distributed.agreement import agree
+    from megarl.distributed.launch import init_process_groups, join
+    from megarl.platform.determinism import decide_determinism
+    from megarl.platform.device import decide_device
+
+    signals.listen()
+    trainer = config.trainer
+    join(launch, Path(trainer.default_local_dir))
+    decide_determinism(trainer.deterministic)
+    if decide_device(trainer.device) == "cpu":
+        keep_freed_memory()
+    # The watchdog's report tells more than the timeout of a collective, so the watchdog acts first.
+    store = init_process_groups(launch, trainer.phase_timeout_s + 10 * GRACE_S)
+    agree(dict(flatten(asdict(config))) | installed_versions())
+    return store
+
+
+def _work(config: C, launch: Launch, body: Callable[[C, Launch], None], directory: Path | None) -> None:
+    """Meet the other ranks and run the body; end the program with a report if it fails, or if a signal stops it.
+
+    The report of a failure is kept in `directory`.
+    """
+    from megarl.distributed import failures
+
+    store = None
+    try:
+        store = _meet(launch, config)
+        code = _run_watched(config, launch, body)
+    except Exception as error:
+        sys.exit(failures.report(error, directory, launch, store))
+    if code:
+        sys.exit(code)
+
+
+def _run_watched(config: C, launch: Launch, body: Callable[[C, Launch], None]) -> int:
+    """Run the body under the watchdog until all ranks are done with it; return the exit code of the job."""
+    from megarl.distributed import signals
+    from megarl.distributed.exchange import together
+
+    trainer, code = config.trainer, 0
+    name = together(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")[0]
+    reports, timeout_s = Path(trainer.default_local_dir) / name, trainer.phase_timeout_s
+    with watching(reports, rank=launch.rank, world_size=launch.world_size, timeout_s=timeout_s):
+        try:
+            body(config, launch)
+        except signals.Stopped as stopped:
+            code = signals.EXIT_CODE
+            if launch.rank == 0:
+                print(redact(f"megarl: {stopped}; {how_to_resume(trainer, os.environ)}"), file=sys.stderr)
+        note(phase="end")
+        _leave()
+    return code
+
+
+def _report_start(remarks: Iterable[str], imports: Sequence[str]) -> None:
+    for remark in remarks:
+        logger.info("note: %s", remark)
+    if not sys.modules.keys() >= set(imports):  # otherwise the ranks were forked with them
+        logger.info(IMPORTING)
+
+
+def how_to_resume(trainer: TrainerSection, environ: Mapping[str, str]) -> str:
+    """Return the sentence that names the command for resuming a run from its last checkpoint."""
+    changed = "" if trainer.resume_mode == "auto" else " trainer.resume_mode=auto"
+    changed += " trainer.resume_from_path=null" if trainer.resume_from_path else ""
+    if command := environ.get(COMMAND):
+        return f"resume with\n  {command}{changed}"
+    return f"the same command{' with' if changed else ''}{changed} resumes the run"
+
+
+def _leave() -> None:
+    """Wait until all ranks are done, so that no rank cuts off another that is still in a collective."""
+    import torch.distributed as dist
+
+    from megarl.distributed.exchange import wait_for_all
+
+    if dist.is_initialized():  # an engine that was closed has destroyed the process group
+        wait_for_all()
+        dist.destroy_process_group()

@@ -1,0 +1,213 @@
+"""Explain the keys of a configuration: `megarl config [SECTION|KEY ...] [CONFIG.yaml ...] [a.b.c=value ...]`."""
+
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+from megarl.checkpoint.directory import CONFIG_FILE
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import CONFIG
+from megarl.config.faults import ConfigError, Fault
+from megarl.config.load import (
+    load_config,
+    load_reward_train_config,
+    load_sft_config,
+    load_verify_config,
+    read,
+    written_keys,
+)
+from megarl.config.reference import REQUIRED, ROOTS, Key, keys_of, sections_of
+from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
+from megarl.config.unread import shown
+from megarl.platform.secrets import guard_output, redacted
+from megarl.platform.terminal import visible
+from megarl.section import flatten
+
+LOADERS: Mapping[type, Callable[..., Any]] = {
+    Config: load_config,
+    SFTConfig: load_sft_config,
+    RewardTrainConfig: load_reward_train_config,
+    VerifyConfig: load_verify_config,
+}
+BY_COMMAND = {command.replace("_", "-"): root for root, (_, command) in ROOTS.items()}
+MOST_COLUMNS, SIMILAR = 120, 0.6
+MOST_ALIGNED = 80
+"""Characters of `key = value` that others are aligned with."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values of a configuration, and where they are written."""
+
+    values: Mapping[str, Any]  # by dotted key, without secrets
+    origins: Mapping[str, str]  # of the written keys
+    faults: tuple[Fault, ...]
+
+    @classmethod
+    def read(cls, root: type, argv: Sequence[str]) -> "Values":
+        """Read files and arguments."""
+        config: Any
+        config, faults, origins = read(root, argv)
+        if not argv:  # nothing is written, and required keys are no faults
+            return cls({}, {}, ())
+        return cls(redacted(dict(flatten(asdict(config)))), origins, tuple(faults))
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+    """Explain what `argv` names; return 2 if a name is unknown or the configuration is faulty, else 0."""
+    typed = parse(CONFIG, argv)
+    words: tuple[str, ...] = typed["words"]
+    configuration = [as_file(word) for word in words if typed["check"] or is_configuration(word)]
+    names = [word.removesuffix(".*") for word in words if not (typed["check"] or is_configuration(word))]
+    try:
+        root = BY_COMMAND[typed["of"]] if typed["of"] else _root_of(configuration, names)
+        if typed["check"]:
+            LOADERS[root](configuration, world_size=None)
+            print("no faults")
+            return 0
+        found = Values.read(root, configuration)
+        lines = [line for name in names for line in explain(name, root, found)]
+        for line in lines or (written(root, found) if configuration else contents(root)):
+            print(visible(line))
+        if found.faults:
+            raise ConfigError(found.faults)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def is_configuration(word: str) -> bool:
+    """Return whether a word is a file, a run's directory or `a.b.c=value`, and no name of a key."""
+    return "=" in word or word.endswith((".yaml", ".yml")) or (Path(word) / CONFIG_FILE).is_file()
+
+
+def as_file(word: str) -> str:
+    """Return the configuration that a run keeps if `word` is its directory, else `word`."""
+    return str(Path(word) / CONFIG_FILE) if "=" not in word and (Path(word) / CONFIG_FILE).is_file() else word
+
+
+def explain(name: str, root: type, found: Values) -> Iterator[str]:
+    """Yield the explanation of a section or a key, whose name may lack its beginning.
+
+    Raises:
+        ConfigError: there is none; names the nearest.
+    """
+    keys, sections = keys_of(root), sections_of(root)
+    if name in sections:
+        yield from (name, _text(sections[name], 2), "")
+        yield from _section(name, keys, sections, found)
+        return
+    matches = [path for path in keys if f".{path}".endswith(f".{name}")]
+    for path in matches:
+        yield from _key(path, keys[path], found)
+    if parts := [path for path in sections if f".{path}".endswith(f".{name}")]:
+        for path in parts if not matches else ():
+            yield from explain(path, root, found)
+    elif not matches:
+        raise ConfigError([Fault(path=name, message=f"unknown key: {_nearest(name, [*keys, *sections])}")])
+
+
+def contents(root: type) -> Iterator[str]:
+    """Yield a line for each section, and for each key outside of sections."""
+    keys, sections = keys_of(root), sections_of(root)
+    yield f"The sections of `megarl {ROOTS[root][1].replace('_', '-')}`; `megarl config SECTION` lists the keys."
+    yield ""
+    for path, text in sections.items():
+        count = sum(key.rpartition(".")[0] == path for key in keys)
+        yield f"{path} ({count} keys)\n{_text(text, 4)}"
+    for path in keys:
+        if "." not in path:
+            yield f"{path}\n{_text(keys[path].text, 4)}"
+
+
+def written(root: type, found: Values) -> Iterator[str]:
+    """Yield each file that writes keys, and the command line; below it a line for each key: value and default."""
+    keys = keys_of(root)
+    values = {path: shown(_value(path, found)) for path in sorted(found.origins)}
+    width = max((len(line) for line in map(" = ".join, values.items()) if len(line) <= MOST_ALIGNED), default=0)
+    for origin in dict.fromkeys(found.origins.values()):
+        yield origin
+        for path, value in values.items():
+            if found.origins[path] == origin:
+                yield f"  {f'{path} = {value}':{width}}  ({_remark(value, keys[path])})"
+
+
+def _remark(value: str, key: Key) -> str:
+    default = _default(key)
+    return "the default" if value == default else default if default == REQUIRED else f"default {default}"
+
+
+def _root_of(configuration: Sequence[str], names: Sequence[str]) -> type:
+    """Return the root that knows most of the written keys and of the names; in doubt that of `megarl train`."""
+
+    def knows(root: type) -> int:
+        paths = [f".{path}" for path in (*keys_of(root), *sections_of(root))]
+        known = sum(any(path.endswith(f".{name}") for path in paths) for name in names)
+        return known + len(written_keys(root, configuration))
+
+    return max(ROOTS, key=knows)
+
+
+def _section(name: str, keys: Mapping[str, Key], sections: Mapping[str, str], found: Values) -> Iterator[str]:
+    for path, key in keys.items():
+        if path.rpartition(".")[0] == name:
+            yield from _key(path, key, found)
+    if inner := [path for path in sections if path.rpartition(".")[0] == name]:
+        yield f"sections in it: {', '.join(inner)}"
+
+
+def _key(path: str, key: Key, found: Values) -> Iterator[str]:
+    yield path
+    yield _text(f"{key.text} {key.condition}", 2)
+    yield f"  type     {_plain(key.kind)}"
+    yield f"  default  {_default(key)}"
+    if found.values:
+        yield f"  value    {shown(_value(path, found))}   ({found.origins.get(path, 'default')})"
+    yield ""
+
+
+def _value(path: str, found: Values) -> Any:
+    """Return a value; a mapping is put together from its parts."""
+    if path in found.values:
+        return found.values[path]
+    return {
+        key.removeprefix(f"{path}."): value for key, value in found.values.items() if key.startswith(f"{path}.")
+    } or None
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    last = {path.rpartition(".")[2]: path for path in reversed(known)}
+    close = [
+        *get_close_matches(name, known, n=3, cutoff=SIMILAR),
+        *(last[word] for word in get_close_matches(name.rpartition(".")[2], last, n=3, cutoff=SIMILAR)),
+    ]
+    listed = " or ".join(dict.fromkeys(close))
+    return f"did you mean {listed}?" if listed else "`megarl config` lists the sections"
+
+
+def _default(key: Key) -> str:
+    return _plain(key.default) or "''"
+
+
+def _plain(text: str) -> str:
+    return text.replace("`", "")
+
+
+def _text(text: str, indent: int) -> str:
+    """Return a text for a terminal, without the marks of Markdown."""
+    width = min(shutil.get_terminal_size().columns, MOST_COLUMNS)
+    plain = _plain(re.sub(r"\*((?:Read only if|Not read)[^*]*)\*", r"\1", text))
+    return fill(plain.strip(), width=width, initial_indent=" " * indent, subsequent_indent=" " * indent)
+
+
+if __name__ == "__main__":
+    guard_output()
+    sys.exit(main())

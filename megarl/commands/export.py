@@ -1,0 +1,144 @@
+"""Export a checkpoint as a Hugging Face directory: `megarl export CHECKPOINT OUT [--best]`.
+
+CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest checkpoint, or with `--best` for that of its best
+validation. Writes the actor, or the reward model of a run of `megarl train-reward`. `transformers` and vLLM load the
+result. Under torchrun, mpirun or srun the model is split over all ranks, so it need not fit into one process.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+from megarl.checkpoint.directory import HUGGINGFACE, saved_steps
+from megarl.checkpoint.state import best_checkpoint
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import EXPORT
+from megarl.commands.entry import run
+from megarl.config.faults import ConfigError, Fault
+from megarl.distributed.place import Launch
+from megarl.platform.errors import UserError
+from megarl.platform.files import WriteError, check_writable, write_whole
+from megarl.tracking.config import TrainerSection
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The checkpoint to export, and the directory to write."""
+
+    checkpoint: Path
+    out: Path
+    world_size: int
+    trust_remote_code: bool = False
+
+    @property
+    def trainer(self) -> TrainerSection:
+        """The section that gives the number of ranks, and the directory of the run."""
+        is_run = bool(saved_steps(self.checkpoint))
+        run_dir = self.checkpoint if is_run else self.checkpoint.resolve().parent
+        return TrainerSection(n_gpus_per_node=1, default_local_dir=str(run_dir))
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> None:
+    """Write the actor, or the reward model, of a checkpoint."""
+    run("megarl.commands.export", argv, read_arguments, write, imports=("megarl.learner.imported",))
+
+
+def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
+    """Parse the command line.
+
+    Raises:
+        ConfigError: there is no best checkpoint, or the directory to write takes no files.
+    """
+    typed = parse(EXPORT, argv)
+    faults = []
+    try:
+        if typed.pop("best"):
+            typed["checkpoint"] = best_checkpoint(typed["checkpoint"])
+    except UserError as error:
+        faults.append(Fault(path="--best", message=str(error)))
+    try:
+        check_writable(typed["out"], "OUT")
+    except WriteError as error:
+        faults.append(Fault(path="OUT", message=str(error).removeprefix("OUT=")))
+    if faults:
+        raise ConfigError(faults)
+    return Arguments(**typed, world_size=world_size or 1)
+
+
+def write(arguments: Arguments, launch: Launch) -> None:
+    """Load the model on all ranks and write it. Raises what `intact_checkpoint` does."""
+    from megarl.checkpoint.huggingface import POLICY_ROLE, VALUE_ROLE, export_model
+    from megarl.learner.checkpoint import load_learner
+    from megarl.learner.config import MegatronSection
+    from megarl.learner.factory import make_learner
+    from megarl.learner.parallel import build_mesh
+    from megarl.models.config import ModelSection
+    from megarl.models.source import Source
+
+    checkpoint = intact_checkpoint(arguments.checkpoint)
+    source = Source.read(ModelSection(path=str(checkpoint / HUGGINGFACE)))
+    section = MegatronSection(
+        tensor_model_parallel_size=arguments.world_size, dtype=source.hf_config["torch_dtype"], sequence_parallel=False
+    )
+    name, role = VALUE_ROLE if source.architecture.scalar_head else POLICY_ROLE
+    learner = make_learner(
+        None,
+        source.architecture,
+        section,
+        build_mesh(section),
+        role=role,
+    )
+    load_learner(learner, checkpoint / name)
+    tokenizer = source.tokenizer(trust_remote_code=arguments.trust_remote_code)
+    export_model(learner, source, tokenizer, arguments.out, launch)
+    if launch.rank == 0:
+        describe(checkpoint, arguments.out, scores=source.architecture.scalar_head)
+
+
+def describe(checkpoint: Path, out: Path, *, scores: bool) -> None:
+    """Write the model card, and print what was written and how it is loaded.
+
+    Args:
+        checkpoint: the exported checkpoint.
+        out: the directory that was written.
+        scores: whether the model is a reward model.
+    """
+    from megarl.checkpoint.card import CARD_FILE, card, loading
+    from megarl.checkpoint.contents import Contents
+    from megarl.report.read import read_curves
+
+    contents = Contents.read(checkpoint)
+    text = card(contents, read_curves(checkpoint.resolve().parent), out, scores=scores)
+    write_whole(out / CARD_FILE, text.encode())
+    files = [path for path in out.iterdir() if path.is_file()]
+    num_bytes = sum(path.stat().st_size for path in files)
+    print(f"{out}: {len(files)} files, {num_bytes / 1e9:.3g} GB, from {checkpoint}; {CARD_FILE} describes the model")
+    print(f"load it with\n{indent(loading(out, scores=scores), '  ')}")
+    if not scores:
+        print(f"or talk to it with\n  megarl chat {shlex.quote(str(out))}")
+
+
+def intact_checkpoint(path: Path) -> Path:
+    """Return the checkpoint at `path`, or the latest intact checkpoint of the run at `path`. Collective.
+
+    Raises:
+        UserError: there is no checkpoint, or it is damaged.
+    """
+    from megarl.checkpoint.contents import find_damage
+    from megarl.checkpoint.find import find_checkpoint
+
+    if latest := find_checkpoint(path, mode="auto", path=None):
+        return latest
+    if not (path / HUGGINGFACE / "config.json").is_file():
+        raise UserError(f"{path} is not a checkpoint: it has no huggingface/config.json")
+    if damage := find_damage(path):
+        raise UserError(f"{path} is damaged: {damage}")
+    return path
+
+
+if __name__ == "__main__":
+    main()

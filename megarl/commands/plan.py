@@ -1,0 +1,66 @@
+"""Plan a run without ranks or weights: `megarl plan CONFIG.yaml [a.b.c=value ...]`.
+
+Reads only `config.json` of the models. Exit code 1: the run does not fit into the memory of devices or hosts, or a
+model cannot be planned. Exit code 2: the configuration is faulty, or the hub does not have a model.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from megarl.commands.cli.command import parse, print_error
+from megarl.commands.cli.table import PLAN
+from megarl.config.faults import ConfigError
+from megarl.config.load import load_config
+from megarl.config.report import show_plan
+from megarl.config.trial import find_architectures
+from megarl.platform.errors import UserError
+from megarl.platform.quiet import silence_imports
+from megarl.platform.screen import Screen
+from megarl.platform.secrets import guard_output
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+    """Print the plan; return 1 if the run does not fit, else 0."""
+    typed = parse(PLAN, argv)
+    speeds = {width: tflops * 1e12 for width, tflops in typed["peak_tflops"].items()}
+    try:
+        find_architectures(load_config(typed["configuration"], world_size=None, check_paths=False))
+        silence_imports()
+        # Models that are not found are reported before torch and Megatron-Core are imported.
+        from megarl.planning.planner import Planner
+        from megarl.planning.report import show, to_dict
+        from megarl.planning.seconds import EngineCost, Lengths
+        from megarl.planning.traffic import Links
+        from megarl.platform.peaks import Peaks
+
+        planner = Planner(
+            typed["configuration"],
+            device_bytes=typed["gpu_memory"],
+            ranks_per_node=typed["gpus_per_node"],
+            host_bytes=typed["host_memory"],
+            links=Links(inside=typed["intra_node_bandwidth"], between=typed["inter_node_bandwidth"]),
+            peaks=Peaks(
+                flops_per_second=speeds.pop(None), bytes_per_second=typed["memory_bandwidth"], narrow_flops=speeds
+            ),
+            engine=EngineCost(*(ms / 1e3 for ms in typed["engine_ms"])),
+            lengths=typed["lengths"] and Lengths(*typed["lengths"]),
+        )
+        plan = planner.plan()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except UserError as error:
+        print_error(error)
+        return 1
+    if typed["as_json"]:
+        print(json.dumps(to_dict(plan)))
+    else:
+        show_plan(plan.workload.config)
+        show(plan, Screen())
+    return 1 if plan.shortfalls or plan.host_missing else 0
+
+
+if __name__ == "__main__":
+    guard_output()
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Supervised fine-tuning: `megarl sft CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
+
+Writes a Hugging Face directory at the end, RUN_DIR/huggingface. `megarl train` can start from it.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import SFT
+from megarl.commands.entry import run
+from megarl.config.load import load_sft_config
+from megarl.config.report import start_remarks
+from megarl.config.root import SFTConfig
+from megarl.config.trial import find_models
+from megarl.distributed.place import Launch
+
+IMPORTS = ("megarl.assembly.supervised", "megarl.learner.imported")
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> None:
+    """Train as configured, on every rank of the job."""
+    run(
+        "megarl.commands.sft",
+        argv,
+        read_configuration,
+        train,
+        remarks=start_remarks,
+        trial=find_models,
+        imports=IMPORTS,
+        keeps_log=True,
+    )
+
+
+def read_configuration(argv: Sequence[str], *, world_size: int | None) -> SFTConfig:
+    """Parse the command line, and read the configuration as `load_sft_config` does."""
+    return load_sft_config(parse(SFT, argv)["configuration"], world_size=world_size)
+
+
+def train(config: SFTConfig, launch: Launch) -> None:
+    """Run the job on this rank."""
+    from megarl.assembly.models import make_tokenizer
+    from megarl.assembly.supervised import learn
+    from megarl.checkpoint.huggingface import POLICY_ROLE
+    from megarl.data.pairs import PairStream
+    from megarl.learner.batching import Budget
+    from megarl.models.source import Source
+    from megarl.training.objectives import SFTObjective
+    from megarl.training.supervised import SupervisedTask, mean_loss
+
+    data, source = config.data, Source.read(config.model)
+    tokenizer = make_tokenizer(data, config.model, source, config.trainer)
+    budget = Budget(max_tokens=config.max_token_len_per_gpu, max_sequences=data.micro_batch_size)
+    val_pairs = PairStream(data, data.val_files, tokenizer) if data.val_files else None
+    name, role = POLICY_ROLE
+    task = SupervisedTask(
+        name=name,
+        role=role,
+        batches=PairStream(data, data.train_files, tokenizer),
+        objective=SFTObjective(),
+        budget=budget,
+        validate=partial(mean_loss, pairs=val_pairs, budget=budget) if val_pairs else None,
+    )
+    learn(config, launch, source, tokenizer, task)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Watch a running job from another terminal: `megarl watch RUN_DIR`.
+
+Shows the step and its phase, the curves of reward and KL, and a prompt's response at first and now. Reads the files of
+the run, so it works on any machine that sees the directory, and after the run too. Without a terminal it shows the
+state once.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from megarl.commands.cli.command import parse
+from megarl.commands.cli.table import WATCH
+from megarl.platform.errors import UserError
+from megarl.platform.screen import Screen, plain
+from megarl.platform.terminal import visible
+from megarl.report.read import Points, Run, read_run
+from megarl.report.verdict import score_of, verdict
+from megarl.tracking.names import KL, LEARNT, REWARD
+from megarl.tracking.samples import Pair, pairs
+from megarl.tracking.status import STATUS_FILE
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 48  # of a curve, in characters
+INTERVAL_S = 2.0
+SILENT_S = 30.0  # a run that is silent for longer may be dead
+MAX_TEXT = 600  # characters of a prompt or response shown
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> None:
+    """Show the run until it ends or the user stops watching."""
+    directory, console = parse(WATCH, argv)["run"], Screen()
+    try:
+        if not console.is_terminal:
+            console.print(picture(read_run(directory), read_status(directory), time.time()))
+            return
+        with Live(console=console, screen=False, auto_refresh=False) as live:
+            while True:
+                status = read_status(directory)
+                live.update(picture(read_run(directory), status, time.time()), refresh=True)
+                if status.get("state", "running") != "running":
+                    return
+                time.sleep(INTERVAL_S)
+    except UserError as error:
+        sys.exit(f"megarl: {error}")
+    except KeyboardInterrupt:
+        return
+
+
+def read_status(directory: Path) -> dict[str, Any]:
+    """Return the content of the run's status file; empty if there is none."""
+    try:
+        found = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def picture(run: Run, status: dict[str, Any], now: float) -> RenderableType:
+    """Return the state of a run at the Unix time `now`, drawn for a terminal."""
+    return Group(
+        plain(f"{run.name}  {headline(run, status, now)}", "bold"),
+        plain(verdict(run)),
+        _curves(run),
+        *map(_sample, _samples(run)[:1]),
+    )
+
+
+def headline(run: Run, status: dict[str, Any], now: float) -> str:
+    """Return the state, the step and the phase of a run in one line."""
+    step = f"step {max(run.last_step, status.get('step', 0))}/{status.get('total_steps', '?')}"
+    state, silent = status.get("state", "unknown"), now - status.get("time", now)
+    if state == "running" and silent > SILENT_S:
+        return f"{step}  silent for {silent:.0f} s: the job may be dead"
+    return f"{step}  {status.get('phase') or state}" if state == "running" else f"{step}  {state}"
+
+
+def sparkline(points: Points, width: int = WIDTH) -> str:
+    """Return a curve as one line of blocks, from its least to its largest value; the middle for a level curve."""
+    size = -(-len(points) // width) or 1
+    values = [value for _, value in points]
+    means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    if high == low:
+        return BARS[len(BARS) // 2] * len(means)
+    return "".join(BARS[round((mean - low) / (high - low) * (len(BARS) - 1))] for mean in means)
+
+
+def _curves(run: Run) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    kl = next((name for name in KL if run.points(name)), KL[0])
+    curves = [(title, run.points(name)) for name, title in ((REWARD, "reward"), (kl, "kl"), *LEARNT.items())]
+    score = score_of(run)
+    if score and score.title == "validation score":
+        curves.insert(0, ("validation", score.points))
+    for title, points in curves:
+        if points:
+            table.add_row(title, plain(sparkline(points), "cyan"), f"{points[0][1]:.4g} -> {points[-1][1]:.4g}")
+    return table
+
+
+def _samples(run: Run) -> list[Pair]:
+    """Return the samples of the first and the last validation, the greatest changes first."""
+    if not run.samples:
+        return []
+    found = pairs(run.samples[min(run.samples)], run.samples[max(run.samples)])
+    return sorted(found, key=lambda pair: -abs(pair.change))
+
+
+def _sample(pair: Pair) -> Panel:
+    rows = (
+        ("prompt", pair.prompt, None),
+        ("before", pair.before, pair.score_before),
+        ("now", pair.now, pair.score_now),
+    )
+    text = Text()
+    for title, content, score in rows:
+        text.append(f"{title}{'' if score is None else f' (score {score:.4g})'}\n", style="bold")
+        text.append(f"{visible(content[:MAX_TEXT])}\n")
+    text.rstrip()
+    return Panel(text, title="a validation sample", title_align="left")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Samples as parquet files: a row for each sample, with everything that an update needs to learn from it again.
+
+    DIRECTORY/step_40.parquet      the samples that step 40 learnt from
+             /val_step_40.parquet  the samples of the validation after 40 steps
+
+A file is complete or absent. If the disk refuses a file, training continues without it. A record is read back bit for
+bit, with two exceptions: `extra_info`, which only rewards read, is left out, and ground truths of types that JSON lacks
+become texts.
+"""
+
+import json
+import logging
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.batch import Prompt, Rollouts, Scored
+from megarl.data.parquet import read_own
+from megarl.distributed.exchange import together
+from megarl.platform.files import remedy, replacing
+from megarl.platform.small_files import Damage
+from megarl.samples.schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow_schema, check
+
+logger = logging.getLogger(__name__)
+
+STEP, SUFFIX = "step_", ".parquet"
+MAX_WIDTH = 1 << 24  # tokens; no model reads as many
+WIDTH = b"megarl.width"  # metadata: `T` of the record, which may exceed the longest response
+
+
+@dataclass(frozen=True)
+class SampleStore:
+    """The directory of a run's samples. Rank 0 writes."""
+
+    directory: Path
+    replaces: bool = True  # files that exist already
+
+    def keep_step(self, scored: Scored, baselines: Tensor | None, *, step: int) -> bool:
+        """Write the samples of step `step`, counted from 1. Collective.
+
+        Return whether the disk accepted the file, the same on every rank.
+        """
+        return self._write(f"{STEP}{step}", scored, baselines, step=step)
+
+    def keep_validation(self, scored: Scored, *, step: int) -> bool:
+        """Write the samples of the validation after `step` steps, as `keep_step` does."""
+        return self._write(f"val_{STEP}{step}", scored, None, step=step)
+
+    def _write(self, name: str, scored: Scored, baselines: Tensor | None, *, step: int) -> bool:
+        path = self.directory / f"{name}{SUFFIX}"
+
+        def write() -> bool:
+            if dist.get_rank() == 0 and not self.replaces and path.exists():
+                logger.warning("%s is not replaced: name another trainer.rollout_data_dir to keep these samples", path)
+            elif dist.get_rank() == 0:
+                try:
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                    write_samples(path, scored, baselines, step=step)
+                except OSError as error:
+                    logger.warning("%s was not written, training continues: %s", path, remedy(error))
+                    return False
+            return True
+
+        return all(together(write))
+
+
+def steps_in(directory: Path) -> dict[int, Path]:
+    """Return the files of training steps in a directory by step, ascending."""
+    numbers = {path: path.stem.removeprefix(STEP) for path in directory.glob(f"{STEP}*{SUFFIX}")}
+    return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
+
+
+def step_of(path: Path) -> int:
+    """Return the step whose samples a file has. Raises what `read_samples` does."""
+    return int(_read(path)["step"][0].as_py())
+
+
+def write_samples(path: Path, scored: Scored, baselines: Tensor | None, *, step: int) -> None:
+    """Write a record to a file. `baselines` are `[B]` float32, or None without baselines."""
+    table = _table(scored, baselines, step=step).replace_schema_metadata({WIDTH: str(scored.mask.shape[1])})
+    with replacing(path) as file:
+        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+
+
+def write_record(path: Path, batch: Rollouts) -> None:
+    """Write every field of a record of any kind, a row for each sample, for inspection.
+
+    A field with a number for each token becomes a list over the response. Fields that are None are left out.
+    """
+    asked = [batch.prompt_of(sample) for sample in range(len(batch))]
+    columns: dict[str, Any] = {
+        "index": [prompt.index for prompt in asked],
+        "prompt": [prompt.text for prompt in asked],
+        "prompt_ids": [list(prompt.token_ids) for prompt in asked],
+    }
+    for name in [field.name for field in fields(batch) if field.name not in ("prompts", "mask")]:
+        match getattr(batch, name):
+            case Tensor(ndim=2) as values:
+                columns[name] = _flat(values, batch.present())
+            case Tensor() as values:
+                columns[name] = values.numpy()
+            case None:
+                pass
+            case values:
+                columns[name] = list(values)
+    with replacing(path) as file:
+        pq.write_table(pa.table(columns), file, compression="zstd")
+
+
+def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
+    """Read the record and the baselines that were written to `path`.
+
+    Raises:
+        Damage: the file does not exist, or differs from `schema.py`. Names the row and the column.
+    """
+    table = _read(path)
+    lengths = torch.from_numpy(table["response_ids"].combine_chunks().value_lengths().to_numpy().copy())
+    present = torch.arange(_width(table, path)) < lengths[:, None]
+    observed = _padded(table["observed"], present, torch.bool)
+    _, groups, sizes = torch.from_numpy(table["group"].to_numpy().copy()).unique_consecutive(
+        return_inverse=True, return_counts=True
+    )
+    first_rows = (sizes.cumsum(0) - sizes).numpy()
+    rows = table.select(list(PROMPT_COLUMNS)).take(first_rows).to_pylist()
+    baselines, answers, failures = table["baseline"], table["answer"], table["failure"]
+    responses = _padded(table["response_ids"], present, torch.int64)
+    assert responses is not None, "every response has tokens"
+    scored = Scored(
+        prompts=[_prompt(row) for row in rows],
+        groups=groups,
+        responses=responses,
+        mask=present if observed is None else present & ~observed,
+        rollout_log_probs=_padded(table["rollout_log_probs"], present, torch.float32),
+        truncated=torch.tensor(table["truncated"].to_pylist()),
+        weight_versions=_padded(table["weight_versions"], present, torch.int32),
+        **_episodes(table, observed, present),
+        texts=table["response"].to_pylist(),
+        scores=torch.from_numpy(table["score"].to_numpy().copy()),
+        accuracies=torch.from_numpy(table["accuracy"].to_numpy().copy()),
+        answers=None if answers.null_count == len(answers) else answers.to_pylist(),
+        failures=None if failures.null_count == len(failures) else failures.to_pylist(),
+    )
+    return scored, None if baselines.null_count else torch.from_numpy(baselines.to_numpy().copy())
+
+
+def _episodes(table: Any, observed: Tensor | None, present: Tensor) -> dict[str, Any]:
+    """Return the fields of `Rollouts` that only episodes have, all of them; none if the samples are no episodes."""
+    if observed is None:
+        return {}
+    return {
+        "observed": observed,
+        "turn_rewards": _padded(table["turn_rewards"], present, torch.float32),
+        "num_turns": torch.from_numpy(table["num_turns"].to_numpy().copy()),
+        "stop_reasons": table["stop_reason"].to_pylist(),
+        "faults": table["fault"].to_pylist(),
+    }
+
+
+def _read(path: Path) -> Any:
+    """Return the table in a file, with every value checked. Raises Damage."""
+    table = read_own(path, "samples of a run")
+    check(table, file=path)
+    return table
+
+
+def _width(table: Any, path: Path) -> int:
+    """Return `T` of the record in a table."""
+    longest = pc.max(pc.list_value_length(table["response_ids"])).as_py()
+    text = (table.schema.metadata or {}).get(WIDTH, str(longest).encode())
+    width = int(text) if text.isdigit() and len(text) < 10 else -1
+    if not longest <= width <= MAX_WIDTH:
+        raise Damage.in_content(path, f"its width {text[:20]!r} does not fit responses of up to {longest} tokens")
+    return width
+
+
+def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
+    """Return a table with a row for each sample. The columns of a prompt are repeated."""
+    of_prompts = {
+        "index": [prompt.index for prompt in scored.prompts],
+        "prompt_id": [prompt.prompt_id for prompt in scored.prompts],
+        "data_source": [prompt.data_source for prompt in scored.prompts],
+        "prompt": [prompt.text for prompt in scored.prompts],
+        "prompt_ids": [list(prompt.token_ids) for prompt in scored.prompts],
+        "ground_truth": [json.dumps(prompt.ground_truth, ensure_ascii=False, default=str) for prompt in scored.prompts],
+    }
+    present, none = scored.present(), [None] * len(scored)
+
+    def per_token(values: Tensor | None) -> Any:
+        return none if values is None else _flat(values, present)
+
+    of_samples = {
+        "step": [step] * len(scored),
+        "group": scored.groups.numpy(),
+        "response": list(scored.texts),
+        "response_ids": per_token(scored.responses.to(torch.int32)),
+        "rollout_log_probs": per_token(scored.rollout_log_probs),
+        "truncated": scored.truncated.tolist(),
+        "weight_versions": per_token(scored.weight_versions),
+        "observed": per_token(scored.observed),
+        "turn_rewards": per_token(scored.turn_rewards),
+        "num_turns": none if scored.num_turns is None else scored.num_turns.numpy(),
+        "stop_reason": scored.stop_reasons or none,
+        "fault": scored.faults or none,
+        "score": _numbers(scored.scores),
+        "failure": scored.failures or none,
+        "accuracy": _numbers(scored.accuracies),
+        "answer": scored.answers or none,
+        "baseline": none if baselines is None else baselines.numpy(),
+    }
+    prompts = pa.table(of_prompts, schema=arrow_schema(PROMPT_COLUMNS)).take(scored.groups.numpy())
+    samples = pa.table(of_samples, schema=arrow_schema(SAMPLE_COLUMNS))
+    return pa.Table.from_arrays([*prompts.columns, *samples.columns], names=list(COLUMNS))
+
+
+def _numbers(values: Tensor) -> Any:
+    """Return `[B]` float32 with null in place of NaN."""
+    return pa.array(values.numpy(), from_pandas=True)
+
+
+def _flat(values: Tensor, mask: Tensor) -> Any:
+    """Turn `[B, T]` into a list for each row of the numbers under the mask."""
+    ends = mask.sum(-1).cumsum(0)
+    offsets = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+    return pa.ListArray.from_arrays(offsets.numpy(), values[mask].numpy())
+
+
+def _padded(column: Any, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Turn lists back into `[B, T]`, zero outside the mask. None if a row has no list."""
+    if column.null_count:
+        return None
+    values = torch.from_numpy(column.combine_chunks().flatten().to_numpy(zero_copy_only=False).copy()).to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype).masked_scatter(mask, values)
+
+
+def _prompt(row: dict[str, Any]) -> Prompt:
+    return Prompt(
+        index=row["index"],
+        prompt_id=row["prompt_id"],
+        token_ids=row["prompt_ids"],
+        text=row["prompt"],
+        data_source=row["data_source"],
+        ground_truth=json.loads(row["ground_truth"]),
+        extra_info={},
+    )

@@ -1,0 +1,89 @@
+"""The files of complete responses: their content, the steps and configurations that they are for, and damage."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megarl.batch import Generation, Group, Prompt
+from megarl.checkpoint.directory import STATE_FILE
+from megarl.samples.step_cache import KEPT, StepCache
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def prompt(row: int) -> Prompt:
+    return Prompt(index=row, token_ids=[row, row], text="", data_source="", ground_truth=None, extra_info={})
+
+
+def group(row: int) -> Group:
+    sample = Generation(0, [row, 7], [-0.5, -1.5], truncated=False, weight_versions=[3, 3])
+    return Group(prompt=prompt(row), samples=(sample, sample), begun=3)
+
+
+def kept(run_dir: Path, *, config: str = "a config") -> StepCache:
+    def checkpoint_of(step: int) -> Path | None:
+        return run_dir / f"global_step_{step}" if step else None
+
+    return StepCache(run_dir, config=config, checkpoint_of=checkpoint_of, prompt_of=prompt)
+
+
+def save(run_dir: Path, step: int, state: str = "{}") -> None:
+    (run_dir / f"global_step_{step}").mkdir(exist_ok=True)
+    (run_dir / f"global_step_{step}" / STATE_FILE).write_text(state)
+
+
+def test_another_job_finds_what_was_kept(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    first = kept(tmp_path)
+    assert first.begin(3) == {}
+    first.keep([group(5), group(8)])
+    first.keep([])
+    first.keep([group(2)])
+    second = kept(tmp_path)
+    assert second.begin(3) == {row: group(row) for row in (5, 8, 2)}
+    second.keep([group(9)])
+    assert kept(tmp_path).begin(3).keys() == {5, 8, 2, 9}
+
+
+def test_a_start_without_a_checkpoint_keeps_too(tmp_path: Path) -> None:
+    first = kept(tmp_path)
+    first.begin(0)
+    first.keep([group(5)])
+    assert kept(tmp_path).begin(0) == {5: group(5)}
+
+
+def test_a_step_without_a_checkpoint_keeps_nothing(tmp_path: Path) -> None:
+    first = kept(tmp_path)
+    first.begin(4)
+    first.keep([group(5)])
+    assert not (tmp_path / KEPT).exists()
+
+
+@pytest.mark.parametrize("change", ["config", "checkpoint", "step"])
+def test_what_follows_from_something_else_is_removed(tmp_path: Path, change: str) -> None:
+    save(tmp_path, 3)
+    first = kept(tmp_path)
+    first.begin(3)
+    first.keep([group(5)])
+    if change == "checkpoint":
+        save(tmp_path, 3, state="another")
+    other = kept(tmp_path, config="another config" if change == "config" else "a config")
+    assert other.begin(2 if change == "step" else 3) == {}
+    assert not [*(tmp_path / KEPT).iterdir()]
+
+
+def test_a_damaged_file_is_drawn_again(tmp_path: Path) -> None:
+    first = kept(tmp_path)
+    first.begin(0)
+    first.keep([group(5)])
+    first.keep([group(8)])
+    [file, _] = sorted((tmp_path / KEPT).rglob("*.parquet"))
+    file.write_bytes(file.read_bytes()[:-9])
+    assert kept(tmp_path).begin(0) == {8: group(8)}

@@ -1,0 +1,301 @@
+"""Samples go through a file unchanged, to the last bit."""
+
+import json
+import math
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megarl.batch import Scored
+from megarl.platform.small_files import Damage
+from megarl.samples.schema import COLUMNS, arrow_schema
+from megarl.samples.store import SampleStore, read_samples, step_of, steps_in, write_samples
+from tests.support.ranks import world_of_one
+from tests.support.records import answer, prompts
+
+
+def scored(lengths: list[int], *, seed: int = 0) -> Scored:
+    """Two responses to each prompt, with log-probabilities and scores that no decimal number equals."""
+    generator = torch.Generator().manual_seed(seed)
+    asked = prompts([3, 5][: len(lengths) // 2])
+    truths: list[Any] = [{"target": 24, "numbers": [1, 2]}, "été ≤ 7"]
+    ids = [None, "q-17"]
+    named = [
+        replace(prompt, index=70 + number, text=f"prompt {number}", ground_truth=truths[number], prompt_id=ids[number])
+        for number, prompt in enumerate(asked.prompts)
+    ]
+    rollouts = replace(answer(asked, lengths), prompts=named)
+    noise = torch.randn(rollouts.mask.shape, generator=generator) * rollouts.mask
+    scores = torch.rand(len(lengths), generator=generator) / 3
+    return replace(rollouts, rollout_log_probs=noise, truncated=rollouts.mask.sum(-1) > 2).extend(
+        Scored, texts=[f"text {number}" for number in range(len(lengths))], scores=scores, accuracies=scores + 1
+    )
+
+
+def as_episodes(record: Scored) -> Scored:
+    """Return the record with two tokens of an environment in its third sample."""
+    observed = torch.zeros_like(record.mask)
+    observed[2, 1:3] = True
+    said = record.mask & ~observed
+    return replace(
+        record,
+        mask=said,
+        rollout_log_probs=-1.0 * said,
+        observed=observed,
+        turn_rewards=torch.rand(said.shape) * said,
+        num_turns=torch.tensor([1, 1, 2, 1]),
+        stop_reasons=["done", "turns", "done", "timeout"],
+        faults=[None, None, None, "it took too long"],
+    )
+
+
+def assert_same(one: Scored, other: Scored) -> None:
+    for field in fields(one):
+        ours, theirs = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(ours, torch.Tensor):
+            assert ours.dtype == theirs.dtype, field.name
+            assert torch.equal(ours, theirs), field.name
+        else:
+            assert ours == theirs, field.name
+
+
+def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    record = scored([2, 1, 4, 3])
+    write_samples(tmp_path / "step_7.parquet", record, None, step=7)
+    found, baselines = read_samples(tmp_path / "step_7.parquet")
+    assert_same(found, record)
+    assert baselines is None
+
+
+def test_samples_take_the_place_of_earlier_ones_only_where_they_may(tmp_path: Path) -> None:
+    first, second = scored([2, 1, 4, 3]), scored([2, 1, 4, 3], seed=1)
+    with world_of_one():
+        for store, record, found in (
+            (SampleStore(tmp_path, replaces=False), first, first),
+            (SampleStore(tmp_path, replaces=False), second, first),
+            (SampleStore(tmp_path), second, second),
+        ):
+            store.keep_validation(record, step=3)
+            assert_same(read_samples(tmp_path / "val_step_3.parquet")[0], found)
+
+
+def test_its_width_may_be_more_than_its_longest_response(tmp_path: Path) -> None:
+    record = scored([2, 1, 4, 3]).select(torch.tensor([0, 1, 3]))
+    write_samples(tmp_path / "file", record, None, step=1)
+    found, _ = read_samples(tmp_path / "file")
+    assert found.mask.shape == (3, 4)
+    assert_same(found, record)
+
+
+def test_rows_can_be_read_by_anybody_and_left_out(tmp_path: Path) -> None:
+    record = scored([2, 1, 4, 3])
+    write_samples(tmp_path / "file", record, None, step=7)
+    table = pq.read_table(tmp_path / "file")
+    first, *_, last = table.to_pylist()
+    assert (first["step"], first["group"], first["index"], first["prompt"]) == (7, 0, 70, "prompt 0")
+    assert json.loads(last["ground_truth"]) == "été ≤ 7"
+    assert (last["response"], last["response_ids"], last["prompt_ids"]) == (
+        "text 3",
+        [40, 41, 42],
+        list(range(200, 205)),
+    )
+    assert last["truncated"]
+    pq.write_table(table.slice(2).replace_schema_metadata(None), tmp_path / "half")
+    half, _ = read_samples(tmp_path / "half")
+    assert half.groups.tolist() == [0, 0]
+    assert half.mask.shape == (2, 4)
+    assert [prompt.index for prompt in half.prompts] == [71]
+
+
+def test_log_probabilities_answers_and_baselines_may_be_there_or_not(tmp_path: Path) -> None:
+    record, baselines = replace(scored([2, 1, 4, 3]), rollout_log_probs=None), torch.rand(4) / 3
+    record = replace(record, answers=["7", None, "", "8"])
+    write_samples(tmp_path / "file", record, baselines, step=1)
+    found, found_baselines = read_samples(tmp_path / "file")
+    assert_same(found, record)
+    assert found_baselines is not None
+    assert torch.equal(found_baselines, baselines)
+
+
+def test_a_sample_without_a_score_is_kept_with_the_reason(tmp_path: Path) -> None:
+    record = replace(scored([2, 1, 4, 3]), failures=[None, "it took too long", None, None])
+    nan = torch.tensor([0.0, math.nan, 0.0, 0.0])
+    record = replace(record, scores=record.scores + nan, accuracies=record.accuracies + nan)
+    baselines = torch.rand(4) + nan
+    write_samples(tmp_path / "file", record, baselines, step=1)
+    found, found_baselines = read_samples(tmp_path / "file")
+    for one, other in (
+        (found.scores, record.scores),
+        (found.accuracies, record.accuracies),
+        (found_baselines, baselines),
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    judged, rows = record.has_score().nonzero()[:, 0], pq.read_table(tmp_path / "file").to_pylist()
+    assert found.failures == record.failures
+    assert_same(found.select(judged), record.select(judged))
+    assert [(row["score"] is None, row["failure"]) for row in rows[:2]] == [(False, None), (True, "it took too long")]
+
+    without = [row | {"failure": None} for row in rows]
+    pq.write_table(pa.Table.from_pylist(without, arrow_schema(COLUMNS)), tmp_path / "damaged")
+    with pytest.raises(Damage, match="row 1, column score: it has neither a number nor a failure, or both"):
+        read_samples(tmp_path / "damaged")
+
+
+def test_an_episode_is_kept_with_its_turns(tmp_path: Path) -> None:
+    record = as_episodes(scored([2, 1, 4, 3]))
+    write_samples(tmp_path / "file", record, None, step=1)
+    found, _ = read_samples(tmp_path / "file")
+    assert_same(found, record)
+    rows = [row | {"num_turns": None} for row in pq.read_table(tmp_path / "file").to_pylist()]
+    pq.write_table(pa.Table.from_pylist(rows, arrow_schema(COLUMNS)), tmp_path / "damaged")
+    with pytest.raises(Damage, match="column num_turns and column observed: one is null"):
+        read_samples(tmp_path / "damaged")
+
+
+def test_the_iterations_in_a_directory(tmp_path: Path) -> None:
+    for name in ("step_2", "step_10", "val_step_3", "step_new", ".step_4"):
+        write_samples(tmp_path / f"{name}.parquet", scored([1, 1]), None, step=9)
+    assert list(steps_in(tmp_path).items()) == [(step, tmp_path / f"step_{step}.parquet") for step in (2, 10)]
+    assert step_of(tmp_path / "val_step_3.parquet") == 9  # a file may have been renamed
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    record = scored([2, 1, 4, 3])
+    write_samples(tmp_path / "file", record, None, step=1)
+    with pytest.raises(TypeError):
+        write_samples(tmp_path / "file", replace(record, texts=[3, 3, 3, 3]), None, step=1)  # type: ignore[list-item]
+    assert_same(read_samples(tmp_path / "file")[0], record)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_other_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothere.parquet is missing"):
+        read_samples(tmp_path / "nothere.parquet")
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(ValueError, match="text cannot be read as samples"):
+        read_samples(tmp_path / "text")
+    record = scored([2, 1, 4, 3])
+    write_samples(tmp_path / "file", record, None, step=1)
+    pq.write_table(pq.read_table(tmp_path / "file").drop_columns(["score"]), tmp_path / "other")
+    with pytest.raises(ValueError, match="other cannot be read as samples of a run: it has no column 'score'"):
+        read_samples(tmp_path / "other")
+
+
+def column_of(table: pa.Table, name: str, row: int, value: Any) -> pa.Table:
+    """The table with another value in one place."""
+    values = table[name].to_pylist()
+    values[row] = value
+    place = table.schema.get_field_index(name)
+    return table.set_column(place, table.schema.field(place), pa.array(values, table.schema.field(place).type))
+
+
+NEVER_NULL = [name for name, column in COLUMNS.items() if column.null in ("never", "in all rows or none")]
+TOKEN_COLUMNS = [name for name, column in COLUMNS.items() if pa.types.is_list(column.type)]
+
+
+def kept(directory: Path) -> tuple[Path, pa.Table]:
+    """A file with every column and no null value."""
+    record = scored([2, 1, 4, 3])
+    versions = torch.zeros(record.mask.shape, dtype=torch.int32)
+    record = replace(as_episodes(record), answers=["7", "", "5", "8"], weight_versions=versions)
+    write_samples(directory / "step_1.parquet", record, torch.rand(4), step=1)
+    return directory / "step_1.parquet", pq.read_table(directory / "step_1.parquet")
+
+
+def read_spoilt(path: Path, table: pa.Table) -> str:
+    """Return the message about a file with this table."""
+    pq.write_table(table, path)
+    with pytest.raises(Damage) as damage:
+        read_samples(path)
+    assert str(damage.value).startswith(f"{path} ")
+    return str(damage.value)
+
+
+@pytest.mark.parametrize("name", NEVER_NULL)
+def test_a_null_is_named_by_row_and_column(tmp_path: Path, name: str) -> None:
+    path, table = kept(tmp_path)
+    assert f"row 2, column {name}: it is null" in read_spoilt(path, column_of(table, name, 2, None))
+
+
+@pytest.mark.parametrize("name", TOKEN_COLUMNS)
+def test_a_null_among_numbers_is_named_by_row_and_column(tmp_path: Path, name: str) -> None:
+    path, table = kept(tmp_path)
+    spoilt = [*table[name][2].as_py()[:-1], None]
+    assert f"row 2, column {name}: a number is null" in read_spoilt(path, column_of(table, name, 2, spoilt))
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_another_type_is_named_by_its_column(tmp_path: Path, name: str) -> None:
+    path, table = kept(tmp_path)
+    place = table.schema.get_field_index(name)
+    for other in (pa.int16(), pa.float64(), pa.binary(), pa.list_(pa.float64()), pa.null()):
+        spoilt = table.set_column(place, name, pa.nulls(4, other))
+        assert f"column {name} has the type {str(other)[:4]}" in read_spoilt(path, spoilt)
+    assert f"it has no column '{name}'" in read_spoilt(path, table.drop_columns([name]))
+    assert f"it has 2 columns '{name}'" in read_spoilt(path, table.append_column(name, table[name]))
+
+
+@given(lengths=st.lists(st.integers(0, 5), min_size=4, max_size=4))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_log_probs_of_another_length_are_never_moved_into_other_rows(tmp_path: Path, lengths: list[int]) -> None:
+    path, table = kept(tmp_path)
+    place = table.schema.get_field_index("rollout_log_probs")
+    values = pa.array([[-1.0] * length for length in lengths], pa.list_(pa.float32()))
+    pq.write_table(table.set_column(place, table.schema.field(place), values), path)
+    right = [2, 1, 4, 3]
+    if lengths == right:
+        read_samples(path)
+    else:
+        row = next(row for row in range(4) if lengths[row] != right[row])
+        said = f"row {row}, column rollout_log_probs: {lengths[row]} numbers for a response of {right[row]} tokens"
+        with pytest.raises(Damage, match=said):
+            read_samples(path)
+
+
+def test_groups_steps_and_truths_that_cannot_be_are_named(tmp_path: Path) -> None:
+    path, table = kept(tmp_path)
+    for name, row, value, said in (
+        ("group", 3, 0, "row 3, column group: other samples of group 0 are not next to it"),
+        ("group", 0, -1, "row 0, column group: -1 is less than 0"),
+        ("step", 2, 7, "row 2, column step: 7, but row 0 is of step 1"),
+        ("prompt", 1, "another", "row 1, column prompt: it differs from row 0"),
+        ("prompt_ids", 1, [3], "row 1, column prompt_ids: it differs from row 0"),
+        ("response_ids", 1, [-3], "row 1, column response_ids: a number is less than 0"),
+        ("ground_truth", 0, "{", "row 0, column ground_truth: it is not JSON"),
+        ("ground_truth", 0, "[" * 100_000, "row 0, column ground_truth: it is not JSON (RecursionError"),
+    ):
+        assert said in read_spoilt(path, column_of(table, name, row, value))
+    assert "it has no samples" in read_spoilt(path, table.slice(0, 0))
+    for width in (b"3", b"-1", b"x", b"9" * 9, b"9" * 5000):
+        assert "its width" in read_spoilt(path, table.replace_schema_metadata({b"megarl.width": width}))
+
+
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_flipped_bit_of_a_file_is_noticed_or_harmless(tmp_path: Path, place: float, bit: int) -> None:
+    path, _ = kept(tmp_path)
+    expected, content = read_samples(path)[0], bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1 << bit
+    path.write_bytes(content)
+    try:
+        found, _ = read_samples(path)
+    except Damage as damage:
+        assert str(damage).startswith(f"{path} ")
+    else:
+        assert found.mask.shape[0] == 4
+        for one, other in ((found.scores, expected.scores), (found.responses, expected.responses)):
+            assert torch.equal(one[:, : expected.mask.shape[1]] if one.ndim == 2 else one, other)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "step_1.parquet")
+    with pytest.raises(Damage, match="something else is in the place"):
+        read_samples(tmp_path / "step_1.parquet")
