@@ -118,12 +118,11 @@ def _find(tree: Any, key: str) -> Any:
     return tree
 
 
-def _rates_follow_the_length(tree: Any, name: str = "") -> bool:
+def _rates_follow_the_length(tree: Any) -> bool:
     """Return whether a learning rate anywhere in the configuration warms up or decays over a share of the run."""
     if not isinstance(tree, Mapping):
         return False
-    if name == "optim":
+    if "warmup_style" in tree:
         warms_up = tree.get("lr_warmup_steps") is None and tree.get("lr_warmup_steps_ratio", 0.0) > 0.0
-        decays = tree.get("warmup_style", "constant") != "constant"
-        return bool(tree.get("total_training_steps", -1) <= 0 and (warms_up or decays))
-    return any(_rates_follow_the_length(value, key) for key, value in tree.items())
+        return bool(tree.get("total_training_steps", -1) <= 0 and (warms_up or tree["warmup_style"] != "constant"))
+    return any(map(_rates_follow_the_length, tree.values()))

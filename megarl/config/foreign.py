@@ -5,7 +5,7 @@ section has a field that nothing reads. Any other foreign key gets a fault that 
 feature is not supported.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,8 +20,8 @@ class Row:
 
     keys: list[str]  # patterns of paths
     answer: str = ""
-    accepts: list[Any] | None = None  # the values without effect, of keys without a choice
-    refuses: list[Any] | None = None  # the values to answer, of keys that megarl has
+    accepts: Sequence[Any] = ()  # the values without effect, of keys without a choice
+    refuses: Sequence[Any] = ()  # the values to answer, of keys that megarl has
 
     def matches(self, path: str) -> bool:
         """Return whether the row is about the key at `path`."""
@@ -50,7 +50,7 @@ def answer_key(path: str, value: object) -> str | None:
     A value that follows another key (`${...}`) is accepted: the other key is checked itself.
     """
     fixed = _first(FIXED, path)
-    if fixed and fixed.accepts:
+    if fixed:
         if any(value == one and type(value) is type(one) for one in fixed.accepts) or str(value).startswith("${"):
             return ""
         if fixed.answer:
@@ -59,13 +59,13 @@ def answer_key(path: str, value: object) -> str | None:
         return f"write {FLAGS[path]}"
     if row := _first(KEYS, path):
         return row.say(path, value)
-    return f"is not supported: write {str(fixed.accepts[0]).lower()}" if fixed and fixed.accepts else None
+    return f"is not supported: write {str(fixed.accepts[0]).lower()}" if fixed else None
 
 
 def answer_values(path: str, value: object) -> Iterator[str]:
     """Yield what to write instead of each foreign value at `path`; a list is checked item by item."""
     for item in value if isinstance(value, list) else [value]:
-        yield from (row.say(path, item) for row in VALUES if item in (row.refuses or ()) and row.matches(path))
+        yield from (row.say(path, item) for row in VALUES if item in row.refuses and row.matches(path))
 
 
 def owner_of(path: str) -> str:
