@@ -35,16 +35,16 @@ class Slow:
     """Takes up to `most` seconds for a turn, the same for the same turn of an episode."""
 
     def __init__(self, most, turns):
-        self.most, self.turns, self.said = most, turns, []
+        self.most, self.turns, self.responses = most, turns, []
 
     def reset(self, row):
         self.row = row
         return row.prompt
 
     def step(self, response):
-        self.said.append(response)
-        time.sleep(random.Random(f"{self.row.seed} {self.said}").uniform(0.0, self.most))
-        return Step(" 5 6 7", len(response) % 7 / 7, done=len(self.said) == self.turns)
+        self.responses.append(response)
+        time.sleep(random.Random(f"{self.row.seed} {self.responses}").uniform(0.0, self.most))
+        return Step(" 5 6 7", len(response) % 7 / 7, done=len(self.responses) == self.turns)
 '''
 
 

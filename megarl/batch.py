@@ -95,13 +95,13 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Generation, ...]
-    begun: int  # finished steps when its first token was asked for
+    started: int  # finished steps when its first token was asked for
 
     @classmethod
-    def new(cls, prompt: Prompt, numbers: Sequence[int], *, begun: int, place: int = 0) -> "Group":
+    def new(cls, prompt: Prompt, numbers: Sequence[int], *, started: int, place: int = 0) -> "Group":
         """Return a group of samples of these numbers, without tokens; `place` is the prompt's, as in `Generation`."""
         samples = (Generation(place, [], [], truncated=False, sample=number, complete=False) for number in numbers)
-        return cls(prompt=prompt, samples=tuple(samples), begun=begun)
+        return cls(prompt=prompt, samples=tuple(samples), started=started)
 
     @property
     def is_complete(self) -> bool:

@@ -167,10 +167,10 @@ def shuffled(items: Sequence[str], chance: random.Random) -> Iterator[str]:
 
 def report(out: Path, faults: Faults, odd: Sequence[str], *, num_kills: int, num_steps: int) -> int:
     """Print and write the table of the kills and a summary; return the exit code."""
-    begun = {life["number"]: life for life in faults.begun()}
+    started = {life["number"]: life for life in faults.started()}
     rows, again = [], 0
     for met in faults.met():
-        life, before = begun.get(met["number"] + 1), begun.get(met["number"])
+        life, before = started.get(met["number"] + 1), started.get(met["number"])
         place = f"{met['step'] + 1} | {met['phase']}" if before else "- | start"
         resumed = (
             f"{life['step'] or 'none'} | {life['time'] - met['time']:.0f}" if life else "killed before it trained | -"

@@ -61,7 +61,7 @@ class World:
 
     def groups(self, prompts: Prompts, *, step: int) -> list[Group]:
         """Return new groups."""
-        return [Group.new(prompt, range(RESPONSES), begun=step) for prompt in prompts.prompts]
+        return [Group.new(prompt, range(RESPONSES), started=step) for prompt in prompts.prompts]
 
     def open(self, *, step: int, keeps_stopped: bool) -> "World":
         """Begin a step."""
@@ -123,18 +123,18 @@ def length_of(row: int, sample: int) -> int:
 
 def count(stop_when: float, max_staleness: int = 20) -> Count:
     """Run the steps, and count. `stop_when: 1.0` is waiting."""
-    world, position, carried = World(), Position(), tuple[Group, ...]()
+    world, position, in_flight = World(), Position(), tuple[Group, ...]()
     partial = Partial(
         wanted=PROMPTS, section=PartialSection(enable=True, stop_when=stop_when, max_staleness=max_staleness)
     )
     engine_steps, occupancy, lives, ages, learnt = list[int](), list[float](), list[int](), list[float](), list[int]()
     for step in range(STEPS):
-        drawn = draw_enough(partial, world, world, carried, position, step=step)  # type: ignore[arg-type]
-        carried, position = drawn.carried, drawn.position
+        drawn = draw_enough(partial, world, world, in_flight, position, step=step)  # type: ignore[arg-type]
+        in_flight, position = drawn.in_flight, drawn.position
         if step >= SETTLED:
             engine_steps.append(world.num_steps)
             occupancy.append(world.occupancy())
-            lives += [step - group.begun for group in drawn.chosen]
+            lives += [step - group.started for group in drawn.chosen]
             ages.append(staleness(of_groups(drawn.chosen), step=step)["rollout/staleness/mean"])
             learnt.append(len(drawn.chosen))
     return Count(fmean(engine_steps), fmean(occupancy), fmean(lives), fmean(ages), fmean(learnt))

@@ -94,7 +94,7 @@ def play(engine_step: float, longest: float, overlap: int) -> tuple[World, float
         Prompt(index=row, token_ids=[1], text="", data_source="", ground_truth=None, extra_info={})
         for row in range(EPISODES)
     ]
-    session.add({prompt.index: Group.new(prompt, [0], begun=0) for prompt in prompts})
+    session.add({prompt.index: Group.new(prompt, [0], started=0) for prompt in prompts})
     session.advance(None)
     return world, session.occupancy()
 

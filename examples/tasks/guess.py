@@ -50,8 +50,8 @@ def demonstration(rng: random.Random, largest: int, careless: float) -> list[dic
         guess = rng.randint(1, largest) if rng.random() < careless else rng.randint(low, high)
         turns.append({"prompt": list(messages), "response": str(guess)})
         low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
-        said = {"role": "user", "content": "higher" if guess < number else "lower"}
-        messages += [{"role": "assistant", "content": str(guess)}, said]
+        answer = {"role": "user", "content": "higher" if guess < number else "lower"}
+        messages += [{"role": "assistant", "content": str(guess)}, answer]
     return turns
 
 

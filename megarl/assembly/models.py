@@ -24,8 +24,8 @@ from megarl.models.config import ModelSection
 from megarl.models.source import Source
 from megarl.platform.errors import UserError
 from megarl.tracking.config import TrainerSection
+from megarl.training.custom import CustomLoss
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
-from megarl.training.own import OwnLoss
 from megarl.training.ptx import Supervision
 from megarl.training.roles import Model, Reference, Updates
 from megarl.training.skips import Skips
@@ -56,16 +56,16 @@ class Models:
 
 
 def make_models(
-    config: Config, source: Source, tokenizer: Tokenizer, *, own_loss: OwnLoss | None, last_step: int
+    config: Config, source: Source, tokenizer: Tokenizer, *, custom_loss: CustomLoss | None, last_step: int
 ) -> Models:
-    """Build the models that the configuration needs. `tokenizer` is the policy's, `own_loss` the user's, if chosen.
+    """Build the models that the configuration needs. `tokenizer` is the policy's, `custom_loss` the user's, if chosen.
 
     Raises what `make_critic` and `make_reference` do.
     """
     mesh = build_mesh(config.actor_rollout_ref.actor.megatron)
     reference = make_reference(config, source, mesh, tokenizer)
     supervision = Supervision.of(config, tokenizer)
-    actor = make_actor(config, source, mesh, reference, supervision, own_loss, last_step=last_step)
+    actor = make_actor(config, source, mesh, reference, supervision, custom_loss, last_step=last_step)
     critic = make_critic(config, mesh, tokenizer, last_step=last_step)
     return Models(mesh=mesh, actor=actor, reference=reference, critic=critic)
 
@@ -76,14 +76,14 @@ def make_actor(
     mesh: Mesh,
     reference: Reference | None,
     supervision: Supervision | None,
-    own_loss: OwnLoss | None,
+    custom_loss: CustomLoss | None,
     *,
     last_step: int,
 ) -> Model[Any]:
     """Make the policy that learns, with the configured parts of its loss."""
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
     logger.info("starting: the actor")
-    objective = ActorObjective(actor, horizon=config.data.max_response_length, own=own_loss)
+    objective = ActorObjective(actor, horizon=config.data.max_response_length, custom=custom_loss)
     learner = make_learner(
         source.directory,
         source.architecture,

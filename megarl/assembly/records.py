@@ -14,7 +14,7 @@ from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.checkpoint.failures import warn_of_space
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config.load import to_dict, to_yaml
-from megarl.config.report import own_code
+from megarl.config.report import custom_code
 from megarl.config.root import Config, SupervisedConfig
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import on_first_rank, together
@@ -32,13 +32,13 @@ from megarl.tracking.tracker import make_tracker
 logger = logging.getLogger(__name__)
 
 
-def name_own_code(config: Config | SupervisedConfig) -> None:
+def name_custom_code(config: Config | SupervisedConfig) -> None:
     """Report which of the user's own code runs: rewards, and code that comes with models. Collective.
 
     Raises:
         UserError: the code differs between ranks.
     """
-    code = own_code(config)
+    code = custom_code(config)
     agree(code)
     if dist.get_rank() == 0:
         for key, what in code.items():
@@ -81,7 +81,7 @@ def make_checkpoints(
         export: writes the weights in Hugging Face's format into a checkpoint. Collective.
         mirrored: whether to use the mirror that `trainer` may name.
     """
-    trainer, code, inputs = config.trainer, own_code(config), on_first_rank(lambda: inputs_of(config))
+    trainer, code, inputs = config.trainer, custom_code(config), on_first_rank(lambda: inputs_of(config))
     checkpoints = CheckpointStore(
         directory=Path(trainer.default_local_dir),
         learners=learners,
@@ -110,7 +110,7 @@ def run_tracker(
         run_dir=Path(trainer.default_local_dir),
         project=trainer.project_name,
         experiment=trainer.experiment_name,
-        params=to_dict(config) | ({"code": code} if (code := own_code(config)) else {}),
+        params=to_dict(config) | ({"code": code} if (code := custom_code(config)) else {}),
         resume_step=resume_point.state.step if resume_point.is_resumed else None,
         resume_metrics=resume_point.state.metrics,
         same_curve=resume_point.same_curve,

@@ -27,7 +27,7 @@ from megarl.checkpoint.remote import Remote
 from megarl.checkpoint.state import State
 from megarl.checkpoint.template_time import TIME_FILE, recorded_time
 from megarl.config.load import to_yaml
-from megarl.config.report import own_code
+from megarl.config.report import custom_code
 from megarl.config.root import Config, SupervisedConfig
 from megarl.config.schema import Schema
 from megarl.distributed.exchange import on_first_rank, together
@@ -121,9 +121,9 @@ class ResumePoint:
         if was is None:
             return
         if faults := size_differences(was, _sizes(learners)):
-            said = "".join(f"\n  {keys[model]}: {', '.join(found)}" for model, found in faults.items())
+            lines = "".join(f"\n  {keys[model]}: {', '.join(found)}" for model, found in faults.items())
             raise UserError(
-                f"{self.checkpoint} was saved by a run of other models, so this run cannot resume from it:{said}\n"
+                f"{self.checkpoint} was saved by a run of other models, so this run cannot resume from it:{lines}\n"
                 "Name the models that the checkpoint was trained from, or start anew with trainer.resume_mode=disable"
             )
 
@@ -194,7 +194,7 @@ def checkpoint_texts(
 ) -> dict[str, str]:
     """Return the texts, by file, that describe a run in its checkpoints: configuration, versions, models, tracker runs.
 
-    `code` and `inputs` are the results of `own_code` and `inputs_of` when the run began: files may have changed since.
+    `code` and `inputs` are the results of `custom_code` and `inputs_of` when the run began: files may have changed.
     """
     texts = {
         CONFIG_FILE: to_yaml(config),
@@ -227,7 +227,7 @@ def _compare(
     if was.config is not None:
         found = config_differences(was.config, yaml.safe_load(to_yaml(config)), Schema.of(type(config)).changes)
     if was.code is not None:
-        found = code_differences(was.code, own_code(config), found) + found
+        found = code_differences(was.code, custom_code(config), found) + found
     if was.inputs is not None:
         found = input_differences(was.inputs, on_first_rank(lambda: inputs_of(config)), found) + found
     old, now = was.versions, installed_versions()

@@ -14,7 +14,7 @@ from megarl.assembly.records import (
     check_directories,
     finish_records,
     make_checkpoints,
-    name_own_code,
+    name_custom_code,
     run_tracker,
 )
 from megarl.assembly.resume import ResumePoint
@@ -50,15 +50,15 @@ from megarl.models.source import Source
 from megarl.platform.peaks import published_flops
 from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
-from megarl.samples.in_flight import CARRIED_FILE
-from megarl.samples.in_flight import read as read_carried
+from megarl.samples.in_flight import IN_FLIGHT_FILE
+from megarl.samples.in_flight import read as read_in_flight
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.profile import make_traces
 from megarl.tracking.protocol import Tracker
 from megarl.training.collect import SampleSource
+from megarl.training.custom import CustomEstimator, CustomLoss, load_estimator, load_loss
 from megarl.training.gate import Gate
 from megarl.training.loop import KL, Job, Progress
-from megarl.training.own import OwnEstimator, OwnLoss, load_estimator, load_loss
 from megarl.training.replay import Replay, replaying
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
@@ -88,8 +88,8 @@ class Inputs:
     val_prompts: PromptStream | None
     rules: RuleScorer | None  # None: a model or an environment scores alone
     environments: Environments | None
-    estimator: OwnEstimator | None  # the user's
-    loss: OwnLoss | None  # the user's
+    estimator: CustomEstimator | None  # the user's
+    loss: CustomLoss | None  # the user's
     last_step: int
 
     @classmethod
@@ -132,7 +132,7 @@ def build_training(config: Config, launch: Launch, resources: ExitStack) -> Trai
     `resources` holds the lock of the run's directory.
     """
     run_dir = Path(config.trainer.default_local_dir)
-    name_own_code(config)
+    name_custom_code(config)
     check_directories(config.trainer)
     inputs = Inputs.read(config)
     resources.enter_context(occupy(run_dir))
@@ -161,7 +161,7 @@ def build_training(config: Config, launch: Launch, resources: ExitStack) -> Trai
         models,
         samples=make_samples(config, inputs.prompts, sampler, scorer),
         gate=_make_gate(config, launch),
-        own_estimator=inputs.estimator,
+        custom_estimator=inputs.estimator,
         schedule=make_schedule(
             config.trainer,
             launch,
@@ -183,7 +183,7 @@ def build_replay(config: Config, launch: Launch, resources: ExitStack, recorded:
     the run unchanged. `resources` holds the lock of its directory.
     """
     replay_config = replaying(config)
-    name_own_code(config)
+    name_custom_code(config)
     check_directories(replay_config.trainer)
     inputs = Inputs.read(config)
     resources.enter_context(occupy(Path(replay_config.trainer.default_local_dir)))
@@ -199,7 +199,7 @@ def build_replay(config: Config, launch: Launch, resources: ExitStack, recorded:
         models,
         samples=samples,
         gate=None,
-        own_estimator=inputs.estimator,
+        custom_estimator=inputs.estimator,
         schedule=make_schedule(
             replay_config.trainer,
             launch,
@@ -218,7 +218,7 @@ def _make_models(
     config: Config, launch: Launch, inputs: Inputs, resume_point: ResumePoint, *, mirrored: bool
 ) -> tuple[Models, CheckpointStore]:
     """Make the models of a run and their checkpoints, in the state of the resume point."""
-    models = make_models(config, inputs.source, inputs.tokenizer, own_loss=inputs.loss, last_step=inputs.last_step)
+    models = make_models(config, inputs.source, inputs.tokenizer, custom_loss=inputs.loss, last_step=inputs.last_step)
     checkpoints = _make_checkpoints(config, launch, inputs.source, inputs.tokenizer, models, mirrored=mirrored)
     resume_point.require_sizes(checkpoints.learners, MODEL_KEYS)
     if resume_point.checkpoint:
@@ -233,7 +233,7 @@ def make_job(
     *,
     samples: SampleSource,
     gate: Gate | None,
-    own_estimator: OwnEstimator | None,
+    custom_estimator: CustomEstimator | None,
     schedule: Schedule,
     validation: Validation | None,
     checkpoints: CheckpointStore,
@@ -247,7 +247,7 @@ def make_job(
         critic=models.critic,
         gate=gate,
         algorithm=replace(config.algorithm, use_kl_in_reward=config.kl_of_reward is not None),
-        own_estimator=own_estimator,
+        custom_estimator=custom_estimator,
         critic_warmup=config.trainer.critic_warmup,
         schedule=schedule,
         validation=validation,
@@ -305,16 +305,16 @@ def make_schedule(
 
 
 def make_progress(config: Config, inputs: Inputs, resume_point: ResumePoint) -> Progress:
-    """Return the progress that the first step starts from. Raises what `carried.read` does."""
+    """Return the progress that the first step starts from. Raises what `samples.in_flight.read` does."""
     rollout, state, checkpoint = config.actor_rollout_ref.rollout, resume_point.state, resume_point.checkpoint
-    carried = checkpoint / CARRIED_FILE if checkpoint and rollout.partial.enable else None
+    file = checkpoint / IN_FLIGHT_FILE if checkpoint and rollout.partial.enable else None
     opened = partial(inputs.environments.open, max_tokens=rollout.prompt_length) if inputs.environments else None
     return Progress(
         kl=make_kl_controller(config.algorithm.kl_ctrl, state),
         position=state.position or inputs.prompts.position_of(state.step),
         best=state.best,
         mismatches=state.mismatches,
-        carried=read_carried(carried, inputs.prompts.prompt_of, opened) if carried and carried.exists() else (),
+        in_flight=read_in_flight(file, inputs.prompts.prompt_of, opened) if file and file.exists() else (),
     )
 
 

@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from megarl.assembly.records import check_directories, finish_records, make_checkpoints, name_own_code, run_tracker
+from megarl.assembly.records import check_directories, finish_records, make_checkpoints, name_custom_code, run_tracker
 from megarl.assembly.resume import ResumePoint
 from megarl.checkpoint.directory import HUGGINGFACE, MANIFEST_FILE
 from megarl.checkpoint.huggingface import export_model
@@ -37,7 +37,7 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
         UserError: the run's directory cannot be written, or another job works there.
         Stopped: the job received a signal to end. The last finished step is saved.
     """
-    name_own_code(config)
+    name_custom_code(config)
     check_directories(config.trainer)
     run_dir = Path(config.trainer.default_local_dir)
     with occupy(run_dir):

@@ -3,7 +3,7 @@
 import logging
 
 from megarl.assembly.models import make_tokenizer
-from megarl.assembly.records import console_tracker, name_own_code
+from megarl.assembly.records import console_tracker, name_custom_code
 from megarl.assembly.resume import resumed_checkpoint
 from megarl.assembly.reward import make_environments, make_rules
 from megarl.assembly.sampling import make_engine, make_sampler, make_scorer, make_validation, validation_prompts
@@ -29,7 +29,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
         UserError: there are no validation files.
     """
     trainer, policy = config.trainer, config.actor_rollout_ref
-    name_own_code(config)
+    name_custom_code(config)
     source = Source.read(policy.model)
     tokenizer = make_tokenizer(config.data, policy.model, source, trainer)
     prompts = validation_prompts(config, tokenizer)

@@ -55,7 +55,7 @@ def config_differences(
 def code_differences(
     was: Mapping[str, str], now: Mapping[str, str], found: Iterable[ConfigDifference]
 ) -> list[ConfigDifference]:
-    """Return the differences in the user's own code (see `megarl.config.report.own_code`), except the keys `found`.
+    """Return the differences in the user's own code (see `megarl.config.report.custom_code`), except the keys `found`.
 
     A file is compared by its digest alone; its path is part of the configuration.
     """

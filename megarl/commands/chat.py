@@ -34,8 +34,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             warnings.simplefilter("ignore", FutureWarning)  # of vLLM, about torch: nothing for a person who chats
             from megarl.rollout.talk import ChatEngine  # imports torch
 
-            talker = ChatEngine(directory, trust_remote_code=typed["trust_remote_code"])
-            converse(talker, typed, typed["prompt"] or typed_lines())
+            engine = ChatEngine(directory, trust_remote_code=typed["trust_remote_code"])
+            converse(engine, typed, typed["prompt"] or typed_lines())
     except UserError as error:
         print_error(error)
         return 1

@@ -34,8 +34,8 @@ MLFLOW_SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mss
 def engine_argument_faults(rollout: RolloutSection, where: str) -> Iterator[Fault]:
     """Check that vLLM has the arguments, and that they do not follow from other keys."""
     if rollout.engine_kwargs:
-        for said in engine_faults(rollout.engine_kwargs):
-            yield Fault(path=f"{where}.engine_kwargs", message=said)
+        for message in engine_faults(rollout.engine_kwargs):
+            yield Fault(path=f"{where}.engine_kwargs", message=message)
 
 
 def world_size(trainer: TrainerSection) -> int:

@@ -16,11 +16,11 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megarl.config.algorithm_rules import ALGORITHM_RULES
+from megarl.config.custom_rules import CUSTOM_RULES
 from megarl.config.environment_rules import ENVIRONMENT_RULES
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.layers import read_layers, recognise
 from megarl.config.links import LINK, follow
-from megarl.config.own_rules import OWN_RULES
 from megarl.config.ppo_rules import PPO_RULES
 from megarl.config.reward_rules import REWARD_RULES
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, SupervisedConfig, VerifyConfig
@@ -37,7 +37,7 @@ SECRETS_NOTE = f"""\
 """
 
 C = TypeVar("C")
-RL_RULES = (*PPO_RULES, *ALGORITHM_RULES, *OWN_RULES, *REWARD_RULES, *ENVIRONMENT_RULES)
+RL_RULES = (*PPO_RULES, *ALGORITHM_RULES, *CUSTOM_RULES, *REWARD_RULES, *ENVIRONMENT_RULES)
 
 
 def load_config(
@@ -184,8 +184,8 @@ def _resolve(written: Mapping[str, Any], schema: Schema) -> tuple[dict[str, Any]
             values[path] = _expand_home(follow(path, written))
         except UserError as error:
             is_missing = written[path] == MANDATORY
-            said = f"has no value: add {path}=..." if is_missing else f"cannot be resolved: {error}"
-            faults.append(Fault(path=path, message=said))
+            message = f"has no value: add {path}=..." if is_missing else f"cannot be resolved: {error}"
+            faults.append(Fault(path=path, message=message))
             values[path] = _stand_in(default)
     return values, faults
 

@@ -73,8 +73,8 @@ def override_faults(megatron: MegatronSection, where: str) -> Iterator[Fault]:
             )
     unproven = {key: value for key, value in override.items() if key not in (*SIZES, *OTHER_LAYOUTS, FIRST, LAST)}
     if unproven:
-        for said in transformer_faults(unproven):
-            yield Fault(path=path, message=said)
+        for message in transformer_faults(unproven):
+            yield Fault(path=path, message=message)
     for key in (FIRST, LAST):
         value = override.get(key)
         if value is not None and (type(value) is not int or value < 1):

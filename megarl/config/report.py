@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from megarl.config.checks import world_size
+from megarl.config.custom_functions import ESTIMATOR, LOSS
 from megarl.config.load import written_keys
 from megarl.config.mesh_checks import data_parallel_size
-from megarl.config.own_functions import ESTIMATOR, LOSS
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, SupervisedConfig
 from megarl.config.unread import unread_keys
 from megarl.platform.screen import Screen, labelled
@@ -94,13 +94,13 @@ def _further_samples(config: Config) -> Iterator[BatchRow]:
             f"of these samples, until those of {prompts} prompts differ in {section.metric}",
         )
     if (partial := config.actor_rollout_ref.rollout.partial).enable:
-        left = "those that are not complete" if partial.num_engine_steps else f"{config.num_carried} of them"
+        left = "those that are not complete" if partial.num_engine_steps else f"{config.num_in_flight} of them"
         yield BatchRow("prompts drawn at once", f"{config.num_drawn}", f"{left} continue in the next step")
     if config.algorithm.estimator.greedy:
         yield BatchRow("greedy responses", f"{prompts}", "one to each prompt, the baseline of its samples")
 
 
-def own_code(config: Config | SupervisedConfig) -> dict[str, str]:
+def custom_code(config: Config | SupervisedConfig) -> dict[str, str]:
     """Return the code to run that is not part of megarl or its packages, by the keys that name it; without secrets."""
     leaves = dict(flatten(asdict(config)))
     policy = leaves.get("actor_rollout_ref.model.path")

@@ -147,7 +147,7 @@ class Config:
         return partial.num_drawn(num_prompts) if partial.enable else num_prompts
 
     @property
-    def num_carried(self) -> int:
+    def num_in_flight(self) -> int:
         """Return the most prompts that continue in the next step."""
         partial, num_prompts = self.actor_rollout_ref.rollout.partial, self.data.train_batch_size
         if partial.enable and partial.num_engine_steps:

@@ -114,14 +114,14 @@ def try_reward(config: Config) -> Iterator[str]:
     finally:
         pool.close()
     failed = [(row, result) for row, result in zip(rows, results, strict=True) if result and result.fault]
-    said = [
+    messages = [
         f"{row.place}: the reward fails if the response is {_shown(row.response)}: {result.detail}"
         for row, result in failed
     ]
     if _stops(section, [result for _, result in failed], len(rows)):
         remedy = "mend the reward or the row (reward_model.trial_rows=0 starts without this trial)"
-        raise ConfigError([Fault(path=key, message=f"{message}: {remedy}") for message in said[:NUM_SHOWN]])
-    yield from said[:NUM_SHOWN]
+        raise ConfigError([Fault(path=key, message=f"{message}: {remedy}") for message in messages[:NUM_SHOWN]])
+    yield from messages[:NUM_SHOWN]
 
 
 @contextmanager

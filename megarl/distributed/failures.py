@@ -54,8 +54,8 @@ def report(error: Exception, directory: Path | None, launch: Launch, store: Stor
     if is_first and path:
         _notify(launch.rank, path)
     if isinstance(error, UserError):
-        said = store is not None and reported_by_rank0(store, str(error), launch)
-        return 1 if said else visible(redact(f"megarl: rank {launch.rank}: {error}"))
+        is_reported = store is not None and reported_by_rank0(store, str(error), launch)
+        return 1 if is_reported else visible(redact(f"megarl: rank {launch.rank}: {error}"))
     if is_first:
         print(format_error(error), file=sys.stderr)
     if is_first and path and COMMAND not in os.environ:

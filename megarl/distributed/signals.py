@@ -58,7 +58,7 @@ def listen() -> None:
     _end_listener()
     _is_requested = False
     for number in SIGNALS:
-        signal.signal(number, _obey)
+        signal.signal(number, _handle)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     thread = threading.Thread(target=_listen, args=[read_end], name="megarl-signals", daemon=True)
@@ -107,7 +107,7 @@ def _forward(number: int, frame: FrameType | None) -> None:
             os.kill(pid, number)
 
 
-def _obey(number: int, frame: FrameType | None) -> None:
+def _handle(number: int, frame: FrameType | None) -> None:
     global _is_requested
     if not _is_graceful:
         _end(number)
@@ -136,16 +136,16 @@ def _listen(read_end: int) -> None:
     This is a thread because the main thread may be in a collective, and leave it late or never.
     """
     first: float | None = None
-    has_said = False
+    has_reported = False
     while number := os.read(read_end, 1):
         if number[0] not in SIGNALS:
             continue
         if not (_is_graceful or _is_requested):
             _end(number[0])
-        if not has_said and local_rank() == "0":
+        if not has_reported and local_rank() == "0":
             hint = "; a second one ends the job at once" if number[0] in _IMMEDIATE else ""
             say(f"{signal.Signals(number[0]).name}: the job ends when this step is saved{hint}")
-            has_said = True
+            has_reported = True
         if number[0] in _IMMEDIATE:
             now = time.monotonic()
             if first is not None and now - first > ECHO_S:

@@ -203,8 +203,8 @@ class Watchdog:
 def _in_collective(lines: Sequence[traceback.FrameSummary]) -> bool:
     """Return whether the innermost lines of a stack are in a collective, or wait for one that was begun."""
     inside = [line.filename for line in lines[-2:]]  # vLLM calls its own through an operator of torch
-    begun = [line.line or "" for line in lines[-1:]]
-    return any(part in name for name in inside for part in COLLECTIVES) or any(TRANSFER in code for code in begun)
+    started = [line.line or "" for line in lines[-1:]]
+    return any(part in name for name in inside for part in COLLECTIVES) or any(TRANSFER in code for code in started)
 
 
 def read_reports(directory: Path) -> dict[int, Report]:

@@ -19,7 +19,7 @@ from megarl.platform.errors import UserError
 Message = dict[str, Any]
 USER: Message = {"role": "user", "content": "u"}
 OPENINGS: Sequence[list[Message]] = ([USER], [{"role": "system", "content": "s"}, USER])
-SAID = ("a", "<think>\nb\n</think>\n\na")
+RESPONSES = ("a", "<think>\nb\n</think>\n\na")
 """Responses of the probes; templates treat reasoning in another way than the rest."""
 NUM_TURNS = 3
 
@@ -56,7 +56,7 @@ class Observer:
 
     def _added(self, messages: Sequence[Message]) -> str:
         """Return the text between a response and the next one, if `messages` are between them. UserError if none."""
-        before, after = self._tokenizer.render([USER]) + SAID[0], [USER, _response(SAID[0]), *messages]
+        before, after = self._tokenizer.render([USER]) + RESPONSES[0], [USER, _response(RESPONSES[0]), *messages]
         if not (text := self._tokenizer.render(after)).startswith(before):
             raise UserError(
                 f"the chat template does not append {shown(messages)} to a conversation: it makes {self._shown(text)}"
@@ -67,7 +67,7 @@ class Observer:
     def _fault(self) -> str | None:
         """Say how the template changes earlier turns of probes; None if it does not."""
         added = self._added([USER])
-        for opening, said in product(OPENINGS, SAID):
+        for opening, response in product(OPENINGS, RESPONSES):
             try:
                 text = self._tokenizer.render(opening)
             except UserError:
@@ -76,8 +76,8 @@ class Observer:
                 continue  # without system messages there is no more to try
             conversation = list(opening)
             for _ in range(NUM_TURNS):
-                conversation += [_response(said), USER]
-                text += said + added
+                conversation += [_response(response), USER]
+                text += response + added
                 if (found := self._tokenizer.render(conversation)) != text:
                     made, read = map(self._shown, (found, text))
                     return f"it makes {made} of a conversation that the policy has read as {read}"

@@ -44,52 +44,52 @@ class Answer:
     detail: str | None = None  # of the fault, for people
 
 
-def proceed(said: Generation, answer: Answer, section: EnvironmentSection, *, max_tokens: int) -> Generation:
+def proceed(generation: Generation, answer: Answer, section: EnvironmentSection, *, max_tokens: int) -> Generation:
     """Return an episode after the answer to its last turn: with the observation, or complete.
 
     Args:
-        said: the episode up to the last turn, `truncated` if the turn reached the limit of the response.
+        generation: the episode up to the last turn, `truncated` if the turn reached the limit of the response.
         answer: of the environment. Only its fault matters for a turn that is `truncated`.
         section: the limits.
         max_tokens: of an episode.
     """
-    start, end, num_observed = start_of_turn(said), len(said.token_ids), len(answer.observation)
-    if not (answer.fault or said.truncated or _is_sum_finite(said, answer.reward)):
+    start, end, num_observed = start_of_turn(generation), len(generation.token_ids), len(answer.observation)
+    if not (answer.fault or generation.truncated or _is_sum_finite(generation, answer.reward)):
         answer = _failed(StopReason.FAILED, "the rewards of its turns add up to more than float32 can hold")
     reward, reason = answer.reward, answer.fault
     if reason:
         reward = section.default_score if section.on_failure == "score" else 0.0
-    elif said.truncated:
+    elif generation.truncated:
         reward, reason = section.default_score, StopReason.TOKENS
     elif answer.done:
         reason = StopReason.DONE
-    elif len(said.turns) + 1 == section.max_turns:
+    elif len(generation.turns) + 1 == section.max_turns:
         reason = StopReason.TURNS
     elif end + num_observed >= max_tokens:
         reason = StopReason.TOKENS
     if reason:
-        turns = (*said.turns, Turn(start, end, reward))
+        turns = (*generation.turns, Turn(start, end, reward))
         is_cut, fault = reason is StopReason.TOKENS, answer.detail if answer.fault else None
-        return replace(said, turns=turns, stop_reason=reason, truncated=is_cut, fault=fault, complete=True)
-    turns = (*said.turns, Turn(start, end, reward, num_observed=num_observed, observation=answer.text))
+        return replace(generation, turns=turns, stop_reason=reason, truncated=is_cut, fault=fault, complete=True)
+    turns = (*generation.turns, Turn(start, end, reward, num_observed=num_observed, observation=answer.text))
     return replace(
-        said,
-        token_ids=said.token_ids + answer.observation,
-        log_probs=None if said.log_probs is None else said.log_probs + [0.0] * num_observed,
-        weight_versions=said.weight_versions + [0] * num_observed,
+        generation,
+        token_ids=generation.token_ids + answer.observation,
+        log_probs=None if generation.log_probs is None else generation.log_probs + [0.0] * num_observed,
+        weight_versions=generation.weight_versions + [0] * num_observed,
         turns=turns,
         complete=False,
     )
 
 
-def start_of_turn(said: Generation) -> int:
+def start_of_turn(generation: Generation) -> int:
     """Return the place of the first token of an episode's last turn, which has no answer yet."""
-    return said.turns[-1].end + said.turns[-1].num_observed if said.turns else 0
+    return generation.turns[-1].end + generation.turns[-1].num_observed if generation.turns else 0
 
 
-def _is_sum_finite(said: Generation, reward: float) -> bool:
+def _is_sum_finite(generation: Generation, reward: float) -> bool:
     """Return whether the rewards of an episode can be added in float32 in any order."""
-    return is_number(sum(abs(turn.reward) for turn in said.turns) + abs(reward))
+    return is_number(sum(abs(turn.reward) for turn in generation.turns) + abs(reward))
 
 
 class Environments:
@@ -214,43 +214,43 @@ class Episodes:
         """The number of windows in which a turn waits for its answer while the engine draws others."""
         return self._environments.section.overlap
 
-    def ask(self, prompt: Prompt, said: Generation) -> None:
+    def ask(self, prompt: Prompt, generation: Generation) -> None:
         """Ask about the last turn of an episode, on one rank. Never raises."""
-        key = (said.prompt, said.sample)
+        key = (generation.prompt, generation.sample)
         if prompt.fault:
             unbegun = self._asked[key] = Future[ScoringResult]()
             unbegun.set_result(ScoringResult(seconds=0.0, fault="error", detail=prompt.fault))
-        if prompt.fault or said.truncated:
+        if prompt.fault or generation.truncated:
             return
-        observations = [turn.observation or "" for turn in said.turns]
+        observations = [turn.observation or "" for turn in generation.turns]
         if key not in self._playing:
-            self._playing[key] = self._begin(prompt, said, observations)
+            self._playing[key] = self._begin(prompt, generation, observations)
         episode = self._playing[key]
-        turn = said.token_ids[start_of_turn(said) :]
+        turn = generation.token_ids[start_of_turn(generation) :]
         episode.responses.append(self._environments.written(turn))
         episode.last = turn[-1]
         self._asked[key] = self._environments.submit(prompt, episode.number, episode.responses, observations)
 
-    def answer(self, said: Sequence[Generation]) -> list[Generation]:
+    def answer(self, generation: Sequence[Generation]) -> list[Generation]:
         """Wait for the answers to the last turns of these episodes. Return them as `proceed` does. Collective."""
-        keys = [(each.prompt, each.sample) for each in said]
+        keys = [(each.prompt, each.sample) for each in generation]
         mine = {key: self._asked.pop(key) for key in keys if key in self._asked}
         num = sum(together(lambda: len(mine)))
-        assert num >= sum(not each.truncated for each in said), "a turn that no rank has asked about"
+        assert num >= sum(not each.truncated for each in generation), "a turn that no rank has asked about"
         answers, section = gather(mine, num, self._read), self._environments.section
         return [
             proceed(each, answers.get((each.prompt, each.sample), Answer()), section, max_tokens=self._max_tokens)
-            for each in said
+            for each in generation
         ]
 
-    def _begin(self, prompt: Prompt, said: Generation, observations: Sequence[str]) -> _Episode:
+    def _begin(self, prompt: Prompt, generation: Generation, observations: Sequence[str]) -> _Episode:
         """Return an episode after its answered turns. An environment plays turns of earlier steps again.
 
         Each of these turns is a request of its own, with a time limit of its own. Nothing waits for the results: if an
         answer differs from the `observations`, or has none, the request for the next turn fails.
         """
         written = self._environments.written
-        responses = [written(said.token_ids[turn.start : turn.end]) for turn in said.turns]
+        responses = [written(generation.token_ids[turn.start : turn.end]) for turn in generation.turns]
         episode = _Episode(next(self._numbers), prompt, responses)
         for num_turns in range(1, len(responses) + 1):
             self._environments.submit(prompt, episode.number, responses[:num_turns], observations[: num_turns - 1])

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 
 from megarl.data.messages import prompt_faults, shown
 from megarl.environments.protocol import Environment, Observation, Row, Step
+from megarl.platform.custom_code import place_of
 from megarl.platform.errors import UserError
 from megarl.platform.functions import load_module
-from megarl.platform.own import place_of
 from megarl.rewards.calls import OneByOne
 from megarl.sandbox.protocol import GroupReward
 from megarl.sandbox.results import RuleResult, is_number

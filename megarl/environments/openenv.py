@@ -70,8 +70,8 @@ class OpenEnv:
             try:
                 if not self._episode:
                     await self._begin()
-                    for said, before in self._turns:
-                        if await self._take(said) != before:
+                    for generation, before in self._turns:
+                        if await self._take(generation) != before:
                             raise RuntimeError("the server is not deterministic: it answers a turn otherwise later")
                 return await self._take(response)
             except PassingError:

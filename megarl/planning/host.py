@@ -27,7 +27,7 @@ EPISODE_FIELDS: Mapping[str, int] = MappingProxyType({"observed": 1, "turn_rewar
 """The same for the fields that only episodes have."""
 PROMPT_TOKEN_BYTES = 8 + 32
 """Bytes of a token of a prompt: a Python integer in a list."""
-CARRIED_TOKEN_BYTES = (8 + 32) + (8 + 24) + 8
+IN_FLIGHT_TOKEN_BYTES = (8 + 32) + (8 + 24) + 8
 """Bytes of a response token that continues: in lists, an integer, its log-probability, and a version that is shared."""
 
 
@@ -71,8 +71,8 @@ def record_bytes(config: Config) -> int:
     """
     rollout, num_prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
     token_bytes = sum(TOKEN_FIELDS.values()) + (sum(EPISODE_FIELDS.values()) if config.environment.name else 0)
-    responses = num_prompts * token_bytes + config.num_carried * CARRIED_TOKEN_BYTES
-    prompts = (num_prompts + config.num_carried) * PROMPT_TOKEN_BYTES
+    responses = num_prompts * token_bytes + config.num_in_flight * IN_FLIGHT_TOKEN_BYTES
+    prompts = (num_prompts + config.num_in_flight) * PROMPT_TOKEN_BYTES
     return responses * rollout.n * rollout.response_length + prompts * rollout.prompt_length
 
 

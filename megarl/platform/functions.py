@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megarl.platform.custom_code import module_name, place_of
 from megarl.platform.errors import UserError
-from megarl.platform.own import module_name, place_of
 
 _KEYWORDS = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _MAKES_NAMES = {"exec", "globals", "locals", "setattr", "vars", "__getattr__"}
@@ -65,8 +65,8 @@ def load_module(path: Path, *, key: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything; the message names the file
-        said = f"{type(error).__name__}: {error}{place_of(error)}"
-        raise UserError(f"{key}: {path} fails to load: {said}") from error
+        description = f"{type(error).__name__}: {error}{place_of(error)}"
+        raise UserError(f"{key}: {path} fails to load: {description}") from error
     return module
 
 

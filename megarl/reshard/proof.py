@@ -20,7 +20,7 @@ def check_plan(plan: RankPlan) -> None:
             or a box is forwarded before it has arrived.
     """
     _check_tiled(plan)
-    _check_onward(plan)
+    _check_forwarded(plan)
     _check_disjoint(plan.needed, plan.rank)
 
 
@@ -48,7 +48,7 @@ def _check_tiled(plan: RankPlan) -> None:
         proven.add((piece.box, tiles))
 
 
-def _check_onward(plan: RankPlan) -> None:
+def _check_forwarded(plan: RankPlan) -> None:
     """Raise ValueError unless every forwarded box has arrived in time, in a box that contains it."""
     wave = np.searchsorted(plan.ends, np.arange(len(plan.steps)), side="right").tolist()
     arrived: dict[int, list[tuple[int, Box]]] = defaultdict(list)

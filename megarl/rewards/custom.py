@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megarl.platform.custom_code import place_of
 from megarl.platform.errors import UserError
 from megarl.platform.functions import defined_in, load_module, missing
-from megarl.platform.own import place_of
 from megarl.rewards.calls import AsBatch, Concurrently, OneByOne
 from megarl.rewards.signature import ARGUMENTS, IDS, Form, fault_of, form_of, method_of
 from megarl.sandbox.protocol import GroupReward
@@ -62,5 +62,5 @@ def _construct(cls: type, path: Path, kwargs: Mapping[str, Any]) -> Any:
         return cls(**kwargs)
     except Exception as error:  # the user's code may raise anything; the message names the class
         given = ", ".join(f"{key}=..." for key in kwargs)
-        said = f"{type(error).__name__}: {error}{place_of(error)}"
-        raise UserError(f"{_KWARGS}: {path}: {cls.__name__}({given}) fails: {said}") from error
+        description = f"{type(error).__name__}: {error}{place_of(error)}"
+        raise UserError(f"{_KWARGS}: {path}: {cls.__name__}({given}) fails: {description}") from error

@@ -49,8 +49,8 @@ def right_answer(ground_truth: Any) -> str:
 
 def extract_strict(text: str) -> Decimal | None:
     """Return the number on the line after the last `####`; None if the grammar does not derive the line."""
-    said = next((part for part in reversed(text.split(_MARK)[1:]) if part.strip()), "").strip()
-    line = said.partition("\n")[0].strip()
+    after_mark = next((part for part in reversed(text.split(_MARK)[1:]) if part.strip()), "").strip()
+    line = after_mark.partition("\n")[0].strip()
     if len(line) > _MAX_LINE:
         return None
     plain = " ".join(without_markup(join_thousands(as_ascii(line)), parentheses=True).split(" "))

@@ -72,11 +72,11 @@ class Server:
         except httpx.TransportError as error:
             raise PassingError(f"{type(error).__name__}: {error}") from None
         text = content.decode(errors="replace")
-        said = f"status {reply.status_code}: {show(text)}"
+        description = f"status {reply.status_code}: {show(text)}"
         if reply.status_code in _PASSING or reply.status_code >= 500:
-            raise PassingError(said, _asked_wait_s(reply))
+            raise PassingError(description, _asked_wait_s(reply))
         if not reply.is_success:
-            raise ServerError(f"{self.name} at {self.key}.url refuses the request: {said}")
+            raise ServerError(f"{self.name} at {self.key}.url refuses the request: {description}")
         try:
             return json.loads(content)
         except ValueError:

@@ -26,8 +26,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BARE = re.compile(r"(?=[-+.(\[|\d\\]|[a-zA-Z](?![a-zA-Z]))([^$\n]*)")
 _CLOSES_MATHEMATICS = re.compile(r"\\[)\]]")
 _NEIGHBOURS = re.compile(r"[\s$]*(?:[,;&]|\band\b)(?:[\s$]|\band\b|\\(?:quad|text\{ *and *\}))*")
-_SAID = re.compile(r"answer[*_]*+(?: is[*_]*+)?\s*+[:：][\s*_:]*+", re.IGNORECASE)  # a repeat never gives back
-_SAID_IN_WORDS = re.compile(r"answer[*_]*+ is\b[\s*_]*+", re.IGNORECASE)
+_STATED = re.compile(r"answer[*_]*+(?: is[*_]*+)?\s*+[:：][\s*_:]*+", re.IGNORECASE)  # a repeat never gives back
+_IN_WORDS = re.compile(r"answer[*_]*+ is\b[\s*_]*+", re.IGNORECASE)
 _DISPLAY = re.compile(r"\\\[(?:(?!\\\]).)*+\\\][^\n]*|\$\$[^$]*+\$\$[^\n]*", re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _NO_TRUTHS = ("", "nan", "none", "null")
@@ -62,7 +62,7 @@ def compute_score_dapo(
     If that text has a box, the box alone counts; in a response without `Answer:`, the last box counts. Raises as
     `compute_score` does.
     """
-    return _score(said(solution_str), ground_truth)
+    return _score(stated_answer(solution_str), ground_truth)
 
 
 def right_answer(ground_truth: Any) -> str:
@@ -104,7 +104,7 @@ def answer_in(text: str) -> str:
 
 def answer_in_dapo(text: str) -> str:
     """Return the answer after `Answer:` like `answer_in`."""
-    return _plain(said(text) or "")
+    return _plain(stated_answer(text) or "")
 
 
 def last_boxed(text: str) -> str | None:
@@ -136,9 +136,9 @@ def _boxed(text: str, box: re.Match[str], closings: Mapping[int, int], limit: in
     return _CLOSES_MATHEMATICS.split(bare[1], maxsplit=1)[0].rstrip(" ."), bare.end()
 
 
-def said(text: str) -> str | None:
+def stated_answer(text: str) -> str | None:
     """Return the text after the last `Answer:` on its line, else after the last `answer is`; else the last box."""
-    marks = list(_SAID.finditer(text)) or list(_SAID_IN_WORDS.finditer(text))
+    marks = list(_STATED.finditer(text)) or list(_IN_WORDS.finditer(text))
     if not marks:
         return last_boxed(text)
     display = _DISPLAY.match(text, marks[-1].end())  # a formula of its own may have several lines

@@ -62,8 +62,8 @@ class Rules:
         parts = {name: known[name] for name in self.weights}
 
         def judge(samples: Sequence[Mapping[str, Any]], deadline: float) -> list[Outcome]:
-            judged = {name: part(samples, deadline) for name, part in parts.items()}
-            return [self._sum({name: judged[name][place] for name in parts}) for place in range(len(samples))]
+            scored_by_rule = {name: part(samples, deadline) for name, part in parts.items()}
+            return [self._sum({name: scored_by_rule[name][place] for name in parts}) for place in range(len(samples))]
 
         return judge
 

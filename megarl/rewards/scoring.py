@@ -79,15 +79,15 @@ class RuleScorer:
         if self.rules.reads_data_source():
             for prompt in rollouts.prompts:
                 known_data_source(prompt.data_source)
-        begun = {sample: found for sample in range(len(rollouts)) if (found := self._find(rollouts, sample))}
-        judged = self._gather(begun)
-        if rest := [sample for sample in range(len(rollouts)) if sample not in judged]:
+        started = {sample: found for sample in range(len(rollouts)) if (found := self._find(rollouts, sample))}
+        by_sample = self._gather(started)
+        if rest := [sample for sample in range(len(rollouts)) if sample not in by_sample]:
             share = rest[dist.get_rank() :: dist.get_world_size()]
-            judged |= self._gather(
+            by_sample |= self._gather(
                 {sample: self._submit(rollouts.prompt_of(sample), rollouts.response_ids(sample)) for sample in share}
             )
-        self._require_unchanged([result for _, result in judged.values()])
-        texts, results = zip(*(judged[sample] for sample in range(len(rollouts))), strict=True)
+        self._require_unchanged([result for _, result in by_sample.values()])
+        texts, results = zip(*(by_sample[sample] for sample in range(len(rollouts))), strict=True)
         is_masked = self._section.on_failure == "mask"
         scores = [
             result.numbers.get("score", math.nan if is_masked else self._section.default_score) for result in results
@@ -134,14 +134,14 @@ class RuleScorer:
             del self._begun[key]
         return found
 
-    def _gather(self, begun: Mapping[int, PendingResponse]) -> dict[int, tuple[str, ScoringResult]]:
+    def _gather(self, started: Mapping[int, PendingResponse]) -> dict[int, tuple[str, ScoringResult]]:
         """Return text and result, by sample, of the responses that any rank has begun."""
-        if num := sum(together(lambda: len(begun))):
+        if num := sum(together(lambda: len(started))):
             progress.announce(num, "rewards")
         return gather(
-            {sample: response.result for sample, response in begun.items()},
+            {sample: response.result for sample, response in started.items()},
             num,
-            lambda sample, result: (begun[sample].text, result),
+            lambda sample, result: (started[sample].text, result),
             wait_for=lambda left: self.pool.count_pending(left, within_s=ROUND_S),
             arrived=progress.advance,
         )

@@ -245,7 +245,7 @@ class RolloutEngine:
         """
         queue = self.open_queue(sampling, max_tokens=max_tokens, step=step, log_probs=log_probs)
         numbers = range(first_sample, first_sample + sampling.n)
-        queue.add([Group.new(prompt, numbers, begun=step, place=place) for place, prompt in enumerate(prompts)])
+        queue.add([Group.new(prompt, numbers, started=step, place=place) for place, prompt in enumerate(prompts)])
         return sorted(queue.run(), key=lambda generation: (generation.prompt, generation.sample))
 
     def close(self) -> None:
@@ -289,12 +289,12 @@ def _start(arguments: dict[str, Any]) -> Any:
 
 def _refused(error: ValidationError, arguments: Mapping[str, Any]) -> str:
     """Describe the values that vLLM refuses, each with its key if it is an argument."""
-    said = []
+    messages = []
     for details in error.errors(include_url=False, include_input=False):
         names = [str(part) for part in details["loc"]]
         key = f"{ENGINE_KWARGS}.{names[0]}: " if names and names[0] in arguments else "".join(f"{n}: " for n in names)
-        said.append(f"{key}{details['msg']}")
-    return f"vLLM refuses its arguments: {'; '.join(said)} ({KEYS})"
+        messages.append(f"{key}{details['msg']}")
+    return f"vLLM refuses its arguments: {'; '.join(messages)} ({KEYS})"
 
 
 def _divisor(tp_size: int) -> int:

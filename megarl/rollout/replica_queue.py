@@ -80,7 +80,7 @@ class ReplicaQueue:
         from vllm.inputs import tokens_input
 
         requests = [
-            Request(group.prompt, group.begun, sample)
+            Request(group.prompt, group.started, sample)
             for group in groups
             for sample in group.samples
             if not sample.complete
@@ -88,7 +88,7 @@ class ReplicaQueue:
         params = [self._params.of(request) for request in requests]
         with self._using([group.prompt for group in groups]):
             for request, of_request in zip(requests, params, strict=True):
-                key = (request.begun.prompt, request.begun.sample)
+                key = (request.started.prompt, request.started.sample)
                 name, number = str(next(self._names)), self._numbers.setdefault(key, len(self._numbers))
                 self._engine.add_request(name, tokens_input(request.token_ids()), of_request)
                 self._open[name] = _Open(number, request)
@@ -132,13 +132,13 @@ class ReplicaQueue:
         requests = self._engine.engine_core.engine_core.scheduler.requests.values()
         waiting = {request.request_id for request in requests if request.status == RequestStatus.WAITING}
         names = {name.partition("-")[0] for name in waiting}  # vLLM appends a part of its own to a name
-        running = {each.request.begun.prompt for name, each in self._open.items() if name not in names}
-        groups = dict.fromkeys(each.request.begun.prompt for each in self._open.values())
+        running = {each.request.started.prompt for name, each in self._open.items() if name not in names}
+        groups = dict.fromkeys(each.request.started.prompt for each in self._open.values())
         return [group for group in groups if group not in running]
 
     def withdraw(self, groups: Collection[int]) -> None:
         """Give back groups that wait, if others stay. They have no memory that a step must free."""
-        withdrawn = {name: each for name, each in self._open.items() if each.request.begun.prompt in groups}
+        withdrawn = {name: each for name, each in self._open.items() if each.request.started.prompt in groups}
         with self._using(self._prompts(withdrawn.values())):
             self._engine.abort_request(list(withdrawn))
         for name in withdrawn:
@@ -180,13 +180,13 @@ class ReplicaQueue:
             raise RuntimeError(failure(error, self._replica.name, rows, step=self._step)) from error
 
     def _read(self, each: _Open) -> Generation:
-        drawn = read_output(
+        sampled = read_output(
             each.output,
             given=each.request.token_ids(),
             where=f"for prompt {each.request.prompt.index}",
             weight_version=self._version,
         )
-        return each.request.begun.then(drawn)
+        return each.request.started.then(sampled)
 
     @staticmethod
     def _prompts(samples: Collection[_Open]) -> list[Prompt]:

@@ -19,11 +19,11 @@ class Request:
 
     prompt: Prompt
     step: int  # finished steps when it began
-    begun: Generation  # its number, and its tokens from earlier steps
+    started: Generation  # its number, and its tokens from earlier steps
 
     def token_ids(self) -> list[int]:
         """Return the prompt of the request: tokens from earlier steps are part of it, so their keys are new."""
-        return [*self.prompt.token_ids, *self.begun.token_ids]
+        return [*self.prompt.token_ids, *self.started.token_ids]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class RequestParams:
                 f"{self.max_tokens}, but the engine was started for {self.max_model_len} together; raise "
                 "data.max_prompt_length"
             )
-        num_begun, sample = len(request.begun.token_ids), request.begun.sample
+        num_begun, sample = len(request.started.token_ids), request.started.sample
         return request_params(
             self.sampling,
             seed=request_seed(

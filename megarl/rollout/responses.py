@@ -58,14 +58,14 @@ def of_groups(groups: Sequence[Group]) -> Rollouts:
 
 def _episodes(generations: Sequence[Generation], present: Tensor) -> dict[str, Any]:
     """Return the fields of `Rollouts` that only episodes have, all of them. `present` is `[B, T]` bool."""
-    said = torch.zeros_like(present)
+    in_turn = torch.zeros_like(present)
     rewards = torch.zeros(present.shape)
     for row, generation in enumerate(generations):
         for turn in generation.turns:
-            said[row, turn.start : turn.end] = True
+            in_turn[row, turn.start : turn.end] = True
             rewards[row, turn.end - 1] = turn.reward
     return {
-        "observed": present & ~said,
+        "observed": present & ~in_turn,
         "turn_rewards": rewards,
         "num_turns": torch.tensor([len(generation.turns) for generation in generations]),
         "stop_reasons": [str(generation.stop_reason) for generation in generations],

@@ -40,16 +40,16 @@ def request_params(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    drawn: dict[str, Any] = {"temperature": 0.0}
+    params: dict[str, Any] = {"temperature": 0.0}
     if sampling.do_sample and sampling.temperature > 0.0:
-        drawn = {
+        params = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": max(sampling.top_k, 0),  # both -1 and 0 mean all tokens; every vLLM knows 0
             "seed": seed,
         }
     return SamplingParams(
-        **drawn,
+        **params,
         max_tokens=max_tokens,
         stop_token_ids=list(stop),
         ignore_eos=True,  # the engine has no tokenizer: every token that ends a response is in `stop`

@@ -45,7 +45,7 @@ class Waiting:
 
     replica: int
     window: int  # in which the turn ended
-    said: Generation
+    generation: Generation
 
 
 class Session:
@@ -107,7 +107,7 @@ class Session:
         self._num_running += sum(window.num_running for window in windows)
         for replica, window in enumerate(windows):
             if self._episodes:
-                self._waiting += [Waiting(replica, self._num_windows, said) for said in window.finished]
+                self._waiting += [Waiting(replica, self._num_windows, generation) for generation in window.finished]
             else:
                 self._loads[replica] -= len(window.finished)
                 self._note(window.finished)
@@ -127,7 +127,7 @@ class Session:
         for generations in self._engine.on_all_ranks(self._queue.stop):
             self._note(generations)
         if self._episodes and self._waiting:
-            self._note(self._episodes.answer([each.said for each in self._waiting]))
+            self._note(self._episodes.answer([each.generation for each in self._waiting]))
         stopped, self._open = self._open, {}
         return stopped
 
@@ -188,7 +188,7 @@ class Session:
         if not due:
             return
         self._waiting = rest
-        for each, generation in zip(due, episodes.answer([each.said for each in due]), strict=True):
+        for each, generation in zip(due, episodes.answer([each.generation for each in due]), strict=True):
             self._note([generation])
             if generation.complete:
                 self._loads[each.replica] -= 1

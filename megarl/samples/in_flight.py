@@ -17,7 +17,7 @@ from megarl.data.parquet import read_own
 from megarl.platform.errors import UserError
 from megarl.platform.small_files import Damage
 
-CARRIED_FILE = "carried.parquet"
+IN_FLIGHT_FILE = "carried.parquet"
 CONTENT = "unfinished samples of a run"
 TURN = pa.struct(
     [
@@ -54,7 +54,7 @@ def to_bytes(groups: Sequence[Group]) -> bytes:
             "group": number,
             "row": group.prompt.index,
             "num_prompt_tokens": len(group.prompt.token_ids),
-            "begun": group.begun,
+            "begun": group.started,
             **{name: getattr(sample, name) for name in SCHEMA.names[4:]},
             "turns": [asdict(turn) for turn in sample.turns],
         }
@@ -100,7 +100,7 @@ def _group(path: Path, rows: list[dict[str, Any]], prompt: Prompt) -> Group:
     first = rows[0]
     if len(prompt.token_ids) != first["num_prompt_tokens"]:
         raise _other_data(path, first["row"])
-    return Group(prompt=prompt, samples=tuple(map(_sample, rows)), begun=first["begun"])
+    return Group(prompt=prompt, samples=tuple(map(_sample, rows)), started=first["begun"])
 
 
 def _sample(row: dict[str, Any]) -> Generation:

@@ -1,6 +1,6 @@
 """The complete responses of a running step, in files of the run's directory: a run that is killed draws only the rest.
 
-RUN_DIR/kept/step_40-0f3a.../00007.parquet   groups that became complete between two exchanges, as in `carried`
+RUN_DIR/kept/step_40-0f3a.../00007.parquet   groups that became complete between two exchanges, as in `in_flight`
 
 The name of the directory has a digest of everything that the responses follow from: the configuration, and the
 checkpoint that the step starts from. So a run reads only what itself would draw. A step that starts from no checkpoint

@@ -205,7 +205,7 @@ class Supervisor:
         late_detail = f"it took longer than {self._rules.section}.timeout_s={self._limits.timeout_s:g}"
         if worker.fork_server and worker.fork_server.num_threads > 1:
             late_detail += _THREADS
-        if reply.get("id") == number and isinstance(pid := reply.get("begun"), int):
+        if reply.get("id") == number and isinstance(pid := reply.get("started"), int):
             worker.pid = pid
             self._started_at = time.monotonic()
             limit_s = self._limits.timeout_s + (CANCEL_S if self._limits.num_together > 1 else 0.0)

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megarl.platform.custom_code import place_of
 from megarl.platform.errors import UserError
-from megarl.platform.own import place_of
 from megarl.platform.processes import bound_memory, die_with_parent
 from megarl.platform.secrets import beginning
 from megarl.sandbox import signals
@@ -68,7 +68,7 @@ def answer(
     process, samples = os.getpid(), unpack(request["samples"])
     for arguments in samples:
         rules.warm_up(arguments["data_source"])
-    connection.sendall(encode({"id": request["id"], "begun": process}))  # its time limit starts now
+    connection.sendall(encode({"id": request["id"], "started": process}))  # its time limit starts now
     deadline, is_sound, reply = time.monotonic() + timeout_s, True, dict[str, Any]()
     try:
         reply["results"] = [_as_reply(outcome) for outcome in reward(samples, deadline)]
@@ -97,8 +97,8 @@ def _describe(error: BaseException) -> str:
         words = beginning(str(error), _SHOWN_CHARACTERS)
     if words and isinstance(error, UserError):
         return words
-    said = f"{type(error).__name__}: {words}" if words else type(error).__name__
-    return said + place_of(error)
+    description = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return description + place_of(error)
 
 
 def _num_threads() -> int:

@@ -36,7 +36,7 @@ class Collected:
     baselines: Tensor | None  # [B] float32: the reward of the greedy response to a sample's prompt; None: not drawn
     position: Position  # of the next step in the data
     metrics: Metrics
-    carried: tuple[Group, ...] = ()  # groups that continue in the next step
+    in_flight: tuple[Group, ...] = ()  # groups that continue in the next step
 
     def scored_only(self) -> "Collected":
         """Return only the samples that have a score: the step learns from nothing else.
@@ -56,10 +56,10 @@ class Collected:
 class SampleSource(Protocol):
     """A source of the samples of each step: an engine, or files."""
 
-    def collect(self, position: Position, timers: Timers, *, step: int, carried: Sequence[Group] = ()) -> Collected:
+    def collect(self, position: Position, timers: Timers, *, step: int, in_flight: Sequence[Group] = ()) -> Collected:
         """Return the samples of step `step` for the prompts from `position` on, the same on every rank.
 
-        `carried` are the groups that the step before left to this step.
+        `in_flight` are the groups that the step before left to this step.
         """
 
 
@@ -79,8 +79,8 @@ class Collector:
         self._prompts, self._sampler, self._scorer, self._algorithm = prompts, sampler, scorer, algorithm
         self._partial = partial
 
-    def collect(self, position: Position, timers: Timers, *, step: int, carried: Sequence[Group] = ()) -> Collected:
-        """Return the samples of step `step` for the prompts from `position` on, and of `carried` groups.
+    def collect(self, position: Position, timers: Timers, *, step: int, in_flight: Sequence[Group] = ()) -> Collected:
+        """Return the samples of step `step` for the prompts from `position` on, and of `in_flight` groups.
 
         Raises:
             UserError: on all ranks alike, if dynamic sampling needs more batches than it may take.
@@ -92,9 +92,9 @@ class Collector:
             if self._algorithm.filter_groups.enable:
                 rollouts, position, metrics = self._dynamic_samples(scores, position, timers, step=step)
             elif self._partial:
-                drawn = draw_enough(self._partial, self._prompts, self._sampler, carried, position, step=step)
-                rollouts, position, left = of_groups(drawn.chosen), drawn.position, drawn.carried
-                metrics = drawn.metrics | staleness(rollouts, step=step)
+                sampled = draw_enough(self._partial, self._prompts, self._sampler, in_flight, position, step=step)
+                rollouts, position, left = of_groups(sampled.chosen), sampled.position, sampled.in_flight
+                metrics = sampled.metrics | staleness(rollouts, step=step)
             else:
                 prompts, position = self._prompts.take(position)
                 rollouts, metrics = self._sampler.generate(prompts, step=step)
@@ -109,7 +109,7 @@ class Collector:
                 baseline = scores.score(greedy)
                 baselines, scored = self._rewards(baseline)[scored.groups], _without_baseline(scored, baseline)
         metrics |= scores.metrics() | sync_metrics
-        return Collected(scored=scored, baselines=baselines, position=position, metrics=metrics, carried=left)
+        return Collected(scored=scored, baselines=baselines, position=position, metrics=metrics, in_flight=left)
 
     def _dynamic_samples(
         self, scores: ScoreAccumulator, position: Position, timers: Timers, *, step: int
@@ -123,9 +123,9 @@ class Collector:
                 return scores.score(rollouts, least=queue.batch_size * len(groups[0].samples))
 
         session = self._sampler.open(step=step)
-        drawn = draw_differing(session, queue, score, self._measure, self._algorithm.filter_groups)
+        sampled = draw_differing(session, queue, score, self._measure, self._algorithm.filter_groups)
         self._scorer.forget()
-        return drawn
+        return sampled
 
     def _measure(self, scored: Scored) -> Tensor:
         """Return the `[B]` metric in which the responses to a prompt must differ."""

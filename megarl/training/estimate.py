@@ -15,8 +15,8 @@ from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.masked import masked, masked_mean, masked_moments
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.batch import Experience, Scored
+from megarl.training.custom import CustomEstimator
 from megarl.training.interfaces import Metrics
-from megarl.training.own import OwnEstimator
 
 
 def estimate(
@@ -29,7 +29,7 @@ def estimate(
     algorithm: AlgorithmSection,
     kl_coef: float | None,
     exact_kl: Tensor | None = None,
-    own: OwnEstimator | None = None,
+    custom: CustomEstimator | None = None,
 ) -> tuple[Experience, Metrics]:
     """Compute advantages and returns of a full batch, with metrics.
 
@@ -54,7 +54,7 @@ def estimate(
         rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef or 0.0)
     else:
         rewards = masked(scored.turn_rewards - (kl_coef or 0.0) * kl, mask)
-    advantages, returns = _advantages(rewards, values, baselines, scored.groups, mask, algorithm, own)
+    advantages, returns = _advantages(rewards, values, baselines, scored.groups, mask, algorithm, custom)
     weights, weight_metrics = _correction(old_log_probs, scored.rollout_log_probs, mask, algorithm.rollout_correction)
     experience = scored.extend(
         Experience,
@@ -116,14 +116,14 @@ def _advantages(
     groups: Tensor,
     mask: Tensor,
     algorithm: AlgorithmSection,
-    own: OwnEstimator | None,
+    custom: CustomEstimator | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the `[B, T]` advantages of the configured estimator, and returns, which are zero without a critic."""
     given = {"token_rewards": rewards, "scores": rewards.sum(-1), "groups": groups, "mask": mask}
     given |= {} if values is None else {"values": values}
     given |= {} if baselines is None else {"baselines": baselines}
-    if own:
-        advantages, *more = own(given)
+    if custom:
+        advantages, *more = custom(given)
     else:
         function = getattr(estimators, algorithm.adv_estimator)
         keys = {key: getattr(algorithm, key) for key in algorithm.estimator.reads}

@@ -82,10 +82,10 @@ class Gate:
         """
         assert rollouts.rollout_log_probs is not None, "samples without the engine's log-probabilities"
         limit = self.limit(healthy)
-        drawn = _drawn_after(rollouts, step)
-        mismatch, comparable = token_mismatch(log_probs, rollouts.rollout_log_probs, drawn)
+        sampled = _drawn_after(rollouts, step)
+        mismatch, comparable = token_mismatch(log_probs, rollouts.rollout_log_probs, sampled)
         if not comparable.any():
-            _report_blindness(rollouts, log_probs, drawn, step=step)
+            _report_blindness(rollouts, log_probs, sampled, step=step)
         kept = _means(mismatch, comparable) <= FAR_OUT * limit
         left_out = 1.0 - float(kept.double().mean())
         level = _mean(mismatch[kept], comparable[kept])
@@ -136,13 +136,13 @@ def _drawn_after(rollouts: Rollouts, step: int) -> Tensor:
     return rollouts.mask if versions is None else rollouts.mask & (versions == step)
 
 
-def _report_blindness(rollouts: Rollouts, log_probs: Tensor, drawn: Tensor, *, step: int) -> None:
-    """Raise MismatchError if none of the `drawn` tokens is finite on both sides; warn if there are no such tokens."""
+def _report_blindness(rollouts: Rollouts, log_probs: Tensor, sampled: Tensor, *, step: int) -> None:
+    """Raise MismatchError if none of the `sampled` tokens is finite on both sides; warn if there are no such tokens."""
     assert rollouts.rollout_log_probs is not None
-    num_tokens = int(drawn.sum())
+    num_tokens = int(sampled.sum())
     if num_tokens:
         num_engine, num_trainer = (
-            int((~numbers.isfinite() & drawn).sum()) for numbers in (rollouts.rollout_log_probs, log_probs)
+            int((~numbers.isfinite() & sampled).sum()) for numbers in (rollouts.rollout_log_probs, log_probs)
         )
         raise MismatchError(
             f"no token of step {step + 1} can be compared between engine and trainer: of {num_tokens} tokens "

@@ -17,15 +17,15 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Group, Scored
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
-from megarl.samples.in_flight import CARRIED_FILE, to_bytes
+from megarl.samples.in_flight import IN_FLIGHT_FILE, to_bytes
 from megarl.tracking.names import STEP_SECONDS, validation_of
 from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
 from megarl.training.collect import Collected, SampleSource
+from megarl.training.custom import CustomEstimator
 from megarl.training.estimate import estimate, mismatch_metrics
 from megarl.training.gate import Gate, require_version
 from megarl.training.interfaces import Checkpoints, Critic, Metrics, Policy, Reference
-from megarl.training.own import OwnEstimator
 from megarl.training.steps import Schedule, run_steps
 from megarl.training.validation import Validation
 from megarl.training.work import Work
@@ -41,7 +41,7 @@ class Progress:
     position: Position  # of the next prompt in the data
     best: Best | None = None  # None: no validation yet
     mismatches: tuple[float, ...] = ()  # between engine and trainer in the run's first steps
-    carried: tuple[Group, ...] = ()  # groups that continue in the next step
+    in_flight: tuple[Group, ...] = ()  # groups that continue in the next step
 
     def state(self, step: int, metrics: Metrics) -> State:
         """Return the state that a checkpoint after `step` finished steps keeps."""
@@ -52,7 +52,7 @@ class Progress:
             best=self.best,
             metrics=metrics,
             mismatches=self.mismatches,
-            files={CARRIED_FILE: to_bytes(self.carried)} if self.carried else {},
+            files={IN_FLIGHT_FILE: to_bytes(self.in_flight)} if self.in_flight else {},
         )
 
 
@@ -66,7 +66,7 @@ class Job:
     critic: Critic | None  # None: the advantages come from groups
     gate: Gate | None  # None: the samples may come from other weights, as in a replay
     algorithm: AlgorithmSection
-    own_estimator: OwnEstimator | None = None  # the user's; None: the advantages come from a built-in estimator
+    custom_estimator: CustomEstimator | None = None  # the user's; None: the advantages come from a built-in estimator
     critic_warmup: int  # steps in which only the critic learns
     schedule: Schedule
     validation: Validation | None
@@ -165,7 +165,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
     If `fused_old_log_probs`, the actor's log-probabilities on the samples come from the forward pass of its update, and
     the advantages are computed first. If samples are then refused, the update begins again without them.
     """
-    collected = job.samples.collect(progress.position, timers, step=step, carried=progress.carried)
+    collected = job.samples.collect(progress.position, timers, step=step, in_flight=progress.in_flight)
     samples = collected.scored_only()
     require_version(samples.scored, step=step, max_staleness=job.max_staleness)
     learns, gradient, metrics = step >= job.critic_warmup, None, Metrics()
@@ -202,7 +202,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
         kl=batch.kl,
         position=collected.position,
         mismatches=checked.mismatches,
-        carried=collected.carried,
+        in_flight=collected.in_flight,
     )
     return batch.metrics | metrics | checked.metrics | collected.metrics, progress
 
@@ -243,7 +243,7 @@ def compute_advantages(
             algorithm=job.algorithm,
             kl_coef=kl.coef if job.algorithm.use_kl_in_reward else None,
             exact_kl=old.kl if old else None,
-            own=job.own_estimator,
+            custom=job.custom_estimator,
         )
         if "actor/reward_kl_penalty" in metrics:
             kl = kl.update(metrics["actor/reward_kl_penalty"], num_steps=len(samples.scored))

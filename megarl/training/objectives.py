@@ -31,9 +31,9 @@ from megarl.algorithms.losses import (
 )
 from megarl.algorithms.masked import masked
 from megarl.batch import Experience, Marked, Preferences, Rollouts
-from megarl.config.own_functions import LOSS_ARGUMENTS
+from megarl.config.custom_functions import LOSS_ARGUMENTS
 from megarl.config.policy import ActorSection, CriticSection
-from megarl.training.own import OwnLoss
+from megarl.training.custom import CustomLoss
 
 Contribution = tuple[Tensor, dict[str, Tensor]]
 
@@ -44,7 +44,7 @@ class ActorObjective:
 
     section: ActorSection
     horizon: int  # the most tokens a response may have: the constant of `seq-mean-token-sum-norm`
-    own: OwnLoss | None = None  # the user's policy loss; `loss_mode=custom` needs it
+    custom: CustomLoss | None = None  # the user's policy loss; `loss_mode=custom` needs it
 
     @property
     def needs_entropy(self) -> bool:
@@ -55,7 +55,7 @@ class ActorObjective:
         """Return loss and metrics of the policy on `micro`."""
         section = self.section
         mean = partial(_mean, micro=micro, totals=totals, mode=section.loss_agg_mode, horizon=self.horizon)
-        pg = policy_loss(outputs, micro, section, self.own)
+        pg = policy_loss(outputs, micro, section, self.custom)
         loss = pg_loss = mean(pg.sums)
         metrics = {
             "actor/pg_loss": pg_loss,
@@ -86,14 +86,14 @@ def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection)
 
 
 def policy_loss(
-    outputs: PolicyOutputs, micro: Experience, section: ActorSection, own: OwnLoss | None = None
+    outputs: PolicyOutputs, micro: Experience, section: ActorSection, custom: CustomLoss | None = None
 ) -> PolicyLoss:
     """Return the loss of type `policy_loss.loss_mode` for a mini-batch that `mark` has prepared."""
     old_log_probs = outputs.log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
     tensors = (outputs.log_probs, old_log_probs, micro.advantages * micro.weights, micro.mask)
     given = dict(zip(LOSS_ARGUMENTS, tensors, strict=True))
-    if own:
-        return own(given)
+    if custom:
+        return custom(given)
     low = section.clip_ratio if section.clip_ratio_low is None else section.clip_ratio_low
     high = section.clip_ratio if section.clip_ratio_high is None else section.clip_ratio_high
     settings: dict[str, Any] = {"clip_low": low, "clip_high": high, "clip_c": section.clip_ratio_c}

@@ -48,7 +48,7 @@ class Drawn:
     """The groups of a step: those to learn from, and those that continue."""
 
     chosen: list[Group]
-    carried: tuple[Group, ...]
+    in_flight: tuple[Group, ...]
     position: Position  # of the next step in the data
     metrics: Metrics
 
@@ -57,13 +57,13 @@ def draw_enough(
     partial: Partial,
     prompts: PromptSource,
     sampler: Sampler,
-    carried: Sequence[Group],
+    in_flight: Sequence[Group],
     position: Position,
     *,
     step: int,
 ) -> Drawn:
-    """Continue the `carried` groups and begin others, until the step may end."""
-    groups, num_wasted = _renewed(carried, step=step, max_staleness=partial.section.max_staleness)
+    """Continue the `in_flight` groups and begin others, until the step may end."""
+    groups, num_wasted = _renewed(in_flight, step=step, max_staleness=partial.section.max_staleness)
     if (missing := partial.num_drawn - len(groups)) > 0:
         fresh, position = prompts.take(position, missing)
         groups += sampler.groups(fresh, step=step)
@@ -77,7 +77,7 @@ def draw_enough(
         "rollout/recomputed_tokens": float(recomputed),
         "rollout/wasted_tokens": float(num_wasted),
     }
-    return Drawn(chosen=chosen, carried=tuple(rest), position=position, metrics=metrics)
+    return Drawn(chosen=chosen, in_flight=tuple(rest), position=position, metrics=metrics)
 
 
 def staleness(rollouts: Rollouts, *, step: int) -> Metrics:
@@ -87,23 +87,23 @@ def staleness(rollouts: Rollouts, *, step: int) -> Metrics:
     return {"rollout/staleness/mean": float(ages.mean()), "rollout/staleness/max": float(ages.max())}
 
 
-def _renewed(carried: Sequence[Group], *, step: int, max_staleness: int) -> tuple[list[Group], int]:
+def _renewed(in_flight: Sequence[Group], *, step: int, max_staleness: int) -> tuple[list[Group], int]:
     """Begin groups that are too old anew. Return all groups, and the number of tokens that are lost.
 
     No group becomes too old in a run; a run that is resumed with smaller limits may have such groups.
     """
-    too_old = [step - group.begun > max_staleness for group in carried]
-    num_lost = sum(group.num_tokens for group, is_old in zip(carried, too_old, strict=True) if is_old)
+    too_old = [step - group.started > max_staleness for group in in_flight]
+    num_lost = sum(group.num_tokens for group, is_old in zip(in_flight, too_old, strict=True) if is_old)
     return [
-        Group.new(group.prompt, [sample.sample for sample in group.samples], begun=step) if is_old else group
-        for group, is_old in zip(carried, too_old, strict=True)
+        Group.new(group.prompt, [sample.sample for sample in group.samples], started=step) if is_old else group
+        for group, is_old in zip(in_flight, too_old, strict=True)
     ], num_lost
 
 
 def _draw(session: Session, groups: Sequence[Group], partial: Partial, *, step: int) -> tuple[list[Group], list[Group]]:
     """Draw until the step may end. Return the groups to learn from and the others, each in their order."""
     complete = {number: group for number, group in enumerate(groups) if group.is_complete}
-    late = {number for number, group in enumerate(groups) if step - group.begun >= partial.section.max_staleness}
+    late = {number for number, group in enumerate(groups) if step - group.started >= partial.section.max_staleness}
     session.add({number: group for number, group in enumerate(groups) if number not in complete})
     num_exchanges = 0
     while session.num_open and not (

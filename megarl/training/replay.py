@@ -45,9 +45,9 @@ class Recorder:
     def __init__(self, *, samples: SampleSource, store: SampleStore) -> None:
         self._samples, self._store = samples, store
 
-    def collect(self, position: Position, timers: Timers, *, step: int, carried: Sequence[Group] = ()) -> Collected:
+    def collect(self, position: Position, timers: Timers, *, step: int, in_flight: Sequence[Group] = ()) -> Collected:
         """Collect and write the samples of a step. `archive/failures` is 1 if the disk refused them. Collective."""
-        collected = self._samples.collect(position, timers, step=step, carried=carried)
+        collected = self._samples.collect(position, timers, step=step, in_flight=in_flight)
         with timers("dump_rollout_generations"):
             kept = self._store.keep_step(collected.scored, collected.baselines, step=step + 1)
         return replace(collected, metrics=collected.metrics | {"archive/failures": float(not kept)})
@@ -100,7 +100,7 @@ class Replay:
         """Finished steps after the last replayed step."""
         return max(self.files)
 
-    def collect(self, position: Position, timers: Timers, *, step: int, carried: Sequence[Group] = ()) -> Collected:
+    def collect(self, position: Position, timers: Timers, *, step: int, in_flight: Sequence[Group] = ()) -> Collected:
         """Return the samples of step `step`, counted from 0."""
         with timers("gen"):
             scored, baselines = read_samples(self.files[step + 1])

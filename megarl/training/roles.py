@@ -190,7 +190,7 @@ class EngineSampler:
     def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
         """Return new groups of training samples. A later `batch` has other samples of the same prompt."""
         first, n = batch * self._section.n, self._section.n
-        return [Group.new(prompt, range(first, first + n), begun=step) for prompt in self._opened(prompts).prompts]
+        return [Group.new(prompt, range(first, first + n), started=step) for prompt in self._opened(prompts).prompts]
 
     def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, Metrics]:
         """Draw the training samples of a step."""
@@ -212,7 +212,7 @@ class EngineSampler:
 
     def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int) -> Rollouts:
         opened = self._opened(prompts)
-        groups = [Group.new(prompt, range(sampling.n), begun=step) for prompt in opened.prompts]
+        groups = [Group.new(prompt, range(sampling.n), started=step) for prompt in opened.prompts]
         return _finish(self._session(sampling, step=step), groups)
 
     def _session(self, sampling: Sampling, *, step: int, final_only: bool = True) -> Session:
@@ -250,7 +250,7 @@ def _finish_and_keep(session: Session, groups: Sequence[Group], step_cache: Step
     complete = {number: known[row] for number, group in enumerate(groups) if (row := group.prompt.index) in known}
     session.add({number: group for number, group in enumerate(groups) if number not in complete})
     while session.num_open:
-        drawn = session.advance()
-        step_cache.keep([*drawn.values()])
-        complete |= drawn
+        sampled = session.advance()
+        step_cache.keep([*sampled.values()])
+        complete |= sampled
     return of_groups([complete[number] for number in range(len(groups))])

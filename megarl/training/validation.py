@@ -50,8 +50,8 @@ class Validation:
         scores = ScoreAccumulator(self._scorer)
         with progress.within("testing"):
             with self._sampler.awake(Timers(), step=step) as metrics:
-                drawn = [self._sampler.validate(prompts, step=step) for prompts in self._prompts.batches()]
-            scored = join([scores.score(rollouts) for rollouts in drawn])
+                sampled = [self._sampler.validate(prompts, step=step) for prompts in self._prompts.batches()]
+            scored = join([scores.score(rollouts) for rollouts in sampled])
         self.tracker.log_table("val/generations", _shown(scored, self._num_shown), step=step)
         reported = {f"val/{name}": value for name, value in scores.metrics().items() if name != SLOWEST}
         reported["val/reward/masked_rate"] = 1.0 - float(scored.has_score().double().mean())

@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 
 from megarl.checkpoint.state import State
 from megarl.commands import train
-from megarl.samples.in_flight import CARRIED_FILE
+from megarl.samples.in_flight import IN_FLIGHT_FILE
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.tracker import Trackers
 from tests.support.forked import Job
@@ -203,10 +203,10 @@ def test_every_weight_and_every_moment_is_the_same(runs: Runs) -> None:
 
 @pytest.mark.parametrize("runs", marked(PARTIAL, PARTIAL_STEPS, PARTIAL_EPISODES), indirect=True)
 def test_responses_that_go_on_are_part_of_a_checkpoint(runs: Runs) -> None:
-    whole, killed = (run_dir / f"global_step_{SAVED}" / CARRIED_FILE for run_dir in (runs.whole, runs.killed))
+    whole, killed = (run_dir / f"global_step_{SAVED}" / IN_FLIGHT_FILE for run_dir in (runs.whole, runs.killed))
     assert whole.read_bytes() == killed.read_bytes()
-    begun = pq.read_table(whole, filters=[("complete", "=", False)])
-    assert any(begun["token_ids"].to_pylist()), "unfinished responses keep their tokens"
+    started = pq.read_table(whole, filters=[("complete", "=", False)])
+    assert any(started["token_ids"].to_pylist()), "unfinished responses keep their tokens"
     ages = [metrics["rollout/staleness/max"] for metrics in metrics_of(runs.whole).values() if "actor/lr" in metrics]
     assert 0.0 < max(ages) <= 3.0
     versions = pq.read_table(runs.killed / "samples" / f"step_{SAVED + 1}.parquet")["weight_versions"].to_pylist()
@@ -215,8 +215,8 @@ def test_responses_that_go_on_are_part_of_a_checkpoint(runs: Runs) -> None:
 
 @pytest.mark.parametrize("runs", [PARTIAL_EPISODES], indirect=True, ids="-".join)
 def test_episodes_that_go_on_keep_their_turns(runs: Runs) -> None:
-    carried = pq.read_table(runs.killed / f"global_step_{SAVED}" / CARRIED_FILE).to_pylist()
-    in_a_turn = [row for row in carried if row["turns"] and not row["complete"]]
+    in_flight = pq.read_table(runs.killed / f"global_step_{SAVED}" / IN_FLIGHT_FILE).to_pylist()
+    in_a_turn = [row for row in in_flight if row["turns"] and not row["complete"]]
     assert any(row["turns"][-1]["observation"] for row in in_a_turn)
     rows = pq.read_table(runs.killed / "samples" / f"step_{SAVED + 1}.parquet").to_pylist()
     said = [

@@ -46,13 +46,13 @@ def test_a_secret_that_differs_is_named_and_not_shown(pool: RankPool) -> None:
 
 
 def name_code_of(disks: Path) -> str:
-    from megarl.assembly.records import name_own_code
+    from megarl.assembly.records import name_custom_code
     from megarl.config.load import load_config
 
     arguments = [*RUN, "custom_reward_function.path=/proc/self/cwd/reward.py"]  # another file on every disk
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(ValueError, match="started differently") as refused:
         monkeypatch.chdir(disks / str(dist.get_rank() % 2))
-        name_own_code(load_config(arguments, world_size=None, check_paths=False))
+        name_custom_code(load_config(arguments, world_size=None, check_paths=False))
     return str(refused.value)
 
 

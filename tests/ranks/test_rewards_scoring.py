@@ -32,7 +32,7 @@ def words(ids: Sequence[int]) -> str:
 
 def judged(
     path: str,
-    begun: Sequence[tuple[int, int]] = (),
+    started: Sequence[tuple[int, int]] = (),
     rollouts: Rollouts = BATCH,
     timeout_s: float = 100.0,
     on_failure: Any = "score",
@@ -40,7 +40,7 @@ def judged(
 ) -> Any:
     """Return texts, scores, accuracies, metrics, warnings, and the processes that called rewards; or the error.
 
-    `begun` are pairs (rank, sample): that rank starts to score the sample before `score` is called.
+    `started` are pairs (rank, sample): that rank starts to score the sample before `score` is called.
     """
     import logging
 
@@ -65,7 +65,7 @@ def judged(
         canary_every=1,
     )
     scorer = RuleScorer.make(section, CustomRewardSection(path=path), words)
-    for rank, sample in begun:
+    for rank, sample in started:
         if rank == dist.get_rank():
             scorer.begin(rollouts.prompt_of(sample), rollouts.response_ids(sample))
     try:
@@ -98,11 +98,11 @@ def judged_with(pool: RankPool, path: Path, on_sample_3: str, *args: Any) -> lis
     return pool.run(2, judged, str(path / "mine.py"), *args)
 
 
-@pytest.mark.parametrize("begun", [[], [(0, 5), (0, 0), (1, 1), (0, 2), (1, 3), (1, 4)], [(1, 0), (1, 1), (1, 5)]])
+@pytest.mark.parametrize("started", [[], [(0, 5), (0, 0), (1, 1), (0, 2), (1, 3), (1, 4)], [(1, 0), (1, 1), (1, 5)]])
 def test_every_rank_has_every_score_in_the_order_of_the_samples(
-    pool: RankPool, tmp_path: Path, begun: list[tuple[int, int]]
+    pool: RankPool, tmp_path: Path, started: list[tuple[int, int]]
 ) -> None:
-    ranks = judged_with(pool, tmp_path, "pass", begun)
+    ranks = judged_with(pool, tmp_path, "pass", started)
     assert ranks[0] == ranks[1]
     texts, scores, accuracies, metrics, warned = ranks[0]
     assert (texts, scores, accuracies, warned) == (TEXTS, [2.0, 1.0, 3.0, 1.0, 2.0, 2.0], [1.0] * 6, [])
@@ -129,8 +129,8 @@ def compute_score(solution_str, **_):
     return paid
 """
     (tmp_path / "mine.py").write_text(source)
-    begun = [(0, 2), (0, 0), (0, 1), (0, 3), (0, 4), (0, 5)]
-    first, second = pool.run(2, judged, str(tmp_path / "mine.py"), begun, BATCH, 100.0, on_failure, "process")
+    started = [(0, 2), (0, 0), (0, 1), (0, 3), (0, 4), (0, 5)]
+    first, second = pool.run(2, judged, str(tmp_path / "mine.py"), started, BATCH, 100.0, on_failure, "process")
     assert first == second
     assert first.startswith(
         "reward_model.isolation=process: a response has changed the reward: a wrong response earns 1"

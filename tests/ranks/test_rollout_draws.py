@@ -71,9 +71,11 @@ def drawn_with_room_for_two(paths: list[Path]) -> list[tuple[dict[int, Group], f
 
 def to_go(num_tokens: int, *, index: int) -> Group:
     """Return a group whose samples lack so many of their 40 tokens."""
-    group = Group.new(replace(PROMPTS[0], index=index), range(TWO.n), begun=1)
-    begun = 40 - num_tokens
-    drawn = Generation(0, [7] * begun, [-1.0] * begun, truncated=False, weight_versions=[1] * begun, complete=False)
+    group = Group.new(replace(PROMPTS[0], index=index), range(TWO.n), started=1)
+    started = 40 - num_tokens
+    drawn = Generation(
+        0, [7] * started, [-1.0] * started, truncated=False, weight_versions=[1] * started, complete=False
+    )
     return replace(group, samples=tuple(replace(drawn, sample=sample.sample) for sample in group.samples))
 
 

@@ -137,7 +137,7 @@ def drawn_under_two_weights(paths: list[Path]) -> list[Group]:
     """Return groups that one session begins with the first weights and another completes with the second."""
     first, second, bare = paths
     engine = start(bare, tensors_of(first), tp_size=2)
-    session = [Group.new(prompt, range(SAMPLED.n), begun=0) for prompt in PROMPTS]
+    session = [Group.new(prompt, range(SAMPLED.n), started=0) for prompt in PROMPTS]
     for version, checkpoint in enumerate((first, second, second)):
         with generating(engine, tensors_of(checkpoint), version=version):
             queue = engine.open_queue(SAMPLED, max_tokens=RESPONSE, step=version, final_only=False)

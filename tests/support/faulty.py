@@ -84,7 +84,7 @@ class Faults:
         """Return the records of all faults that were met, in order."""
         return self._read("*.json")
 
-    def begun(self) -> list[dict[str, Any]]:
+    def started(self) -> list[dict[str, Any]]:
         """Return for each life the number of its fault, its first step and the time."""
         return self._read("*.begun")
 

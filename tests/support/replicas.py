@@ -66,8 +66,8 @@ class Queue:
         return found
 
     def waiting(self) -> list[int]:
-        begun = {sample.prompt for sample in self.open if sample.token_ids}
-        return [number for number in dict.fromkeys(sample.prompt for sample in self.open) if number not in begun]
+        started = {sample.prompt for sample in self.open if sample.token_ids}
+        return [number for number in dict.fromkeys(sample.prompt for sample in self.open) if number not in started]
 
     def withdraw(self, groups: set[int]) -> None:
         assert groups <= set(self.waiting())
@@ -85,7 +85,7 @@ class Queue:
 
 def group(row: int, *, samples: int = 1) -> Group:
     asked = Prompt(index=row, token_ids=[1], text="", data_source="", ground_truth=None, extra_info={})
-    return Group.new(asked, range(samples), begun=0)
+    return Group.new(asked, range(samples), started=0)
 
 
 @dataclass

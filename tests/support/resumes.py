@@ -9,7 +9,7 @@ from megarl.assembly.resume import checkpoint_texts
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config.load import load_config
-from megarl.config.report import own_code
+from megarl.config.report import custom_code
 from megarl.config.root import Config
 
 RESUME = "megarl.assembly.resume"
@@ -23,7 +23,7 @@ def configured(run_dir: Path, *arguments: str) -> Config:
 
 
 def save(config: Config, *, step: int, best: Best | None = None) -> Path:
-    run_dir, code, inputs = Path(config.trainer.default_local_dir), own_code(config), inputs_of(config)
+    run_dir, code, inputs = Path(config.trainer.default_local_dir), custom_code(config), inputs_of(config)
     run = CheckpointStore(
         directory=run_dir,
         learners={},

@@ -12,7 +12,7 @@ from megarl.checkpoint.directory import LATEST_FILE
 from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import Best, State
 from megarl.commands.entry import how_to_resume
-from megarl.config.report import own_code
+from megarl.config.report import custom_code
 from megarl.platform.terminal import COMMAND
 from megarl.tracking.run_id import RUN_ID_FILE
 from tests.support.resumes import configured, save, told
@@ -56,7 +56,7 @@ def test_another_content_of_the_reward_file_is_another_curve(tmp_path: Path, cap
     assert ResumePoint.find(config) == ResumePoint(checkpoint=checkpoint, state=State(step=3), same_curve=False)
     said = told(caplog)
     assert "  custom_reward_function.path: compute_score of " in said
-    was, now = (own_code(configured(run_dir, f"custom_reward_function.path={path}")) for path in (moved, reward))
+    was, now = (custom_code(configured(run_dir, f"custom_reward_function.path={path}")) for path in (moved, reward))
     for digest in (text[-len("0123456789ab)") :] for code in (was, now) for text in code.values()):
         assert digest in said
     assert "(another curve: another file content)\n" in said
@@ -72,7 +72,7 @@ def test_what_a_run_began_with_is_kept_also_when_its_reward_file_has_changed_sin
     reward.write_text("def compute_score(**_): return 1\n")
     config = configured(tmp_path, f"custom_reward_function.path={reward}")
     run = make_checkpoints(config, {}, write_huggingface=lambda _: None, export=lambda _: None)
-    began_with = own_code(config)
+    began_with = custom_code(config)
     reward.write_text("def compute_score(**_): return 2\n")
     run.save(State(step=3))
     assert json.loads((tmp_path / "global_step_3" / "code.json").read_text()) == began_with

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load_config, load_reward_train_config, load_sft_config, to_yaml
-from megarl.config.report import batch_table, own_code, remarks, unsaved
+from megarl.config.report import batch_table, custom_code, remarks, unsaved
 from megarl.config.root import Config
 
 LOADERS = {"sft": load_sft_config, "reward_": load_reward_train_config}  # by a part of the name; else load_config
@@ -25,7 +25,7 @@ def sizes(config: Config) -> dict[str, str]:
 
 
 def test_code_that_is_not_ours_is_named(tmp_path: Path) -> None:
-    assert own_code(load("custom_reward_function.name=judge")) == {}
+    assert custom_code(load("custom_reward_function.name=judge")) == {}
     reward = tmp_path / "mine.py"
     reward.write_text("def judge(**_): return 1\n")
     digest = subprocess.check_output(["sha256sum", reward], text=True)[:12]
@@ -35,7 +35,7 @@ def test_code_that_is_not_ours_is_named(tmp_path: Path) -> None:
         "actor_rollout_ref.model.external_lib=[ours.models, ours.tokens]",
         "critic.model.trust_remote_code=true",
     )
-    assert own_code(config) == {
+    assert custom_code(config) == {
         "custom_reward_function.path": f"judge of {reward} (SHA-256: {digest})",
         "actor_rollout_ref.model.external_lib": "modules ours.models, ours.tokens",
         "critic.model.trust_remote_code": "what comes with org/critic",
@@ -54,7 +54,7 @@ def test_code_that_is_not_ours_is_named(tmp_path: Path) -> None:
 def test_every_file_of_the_user_is_named(section: str, chosen: list[str], tmp_path: Path) -> None:
     own = tmp_path / "mine.py"
     own.write_text("")
-    [(key, description)] = own_code(load(f"{section}.path={own}", f"{section}.name=mine", *chosen)).items()
+    [(key, description)] = custom_code(load(f"{section}.path={own}", f"{section}.name=mine", *chosen)).items()
     assert key == f"{section}.path"
     assert description.startswith(f"mine of {own} (SHA-256: ")
 
@@ -69,28 +69,28 @@ def test_code_that_comes_with_tokenizers_is_named() -> None:
         "reward_model.model={path: org/judge, trust_remote_code: true, input_tokenizer: org/input}",
         f"{kwargs}.max_lora_cls_labels=1",
     )
-    assert own_code(config) == {
+    assert custom_code(config) == {
         "actor_rollout_ref.model.trust_remote_code": "what comes with org/policy and org/tokens",
         "critic.model.trust_remote_code": "what comes with org/critic and org/others",
         "reward_model.model.trust_remote_code": "what comes with org/judge and org/input",
     }
     follows = load(*trusted, "critic.model.tokenizer_path=org/policy")
-    assert set(own_code(follows).values()) == {"what comes with org/policy", "what comes with org/critic"}
+    assert set(custom_code(follows).values()) == {"what comes with org/policy", "what comes with org/critic"}
     model = ("data.train_files=t.parquet", "model.path=org/m", "model.trust_remote_code=true")
     supervised = load_sft_config([*model, "data.tokenizer=org/tokens"], world_size=None, check_paths=False)
-    assert own_code(supervised) == {"model.trust_remote_code": "what comes with org/m and org/tokens"}
+    assert custom_code(supervised) == {"model.trust_remote_code": "what comes with org/m and org/tokens"}
 
 
 def test_code_that_comes_with_teachers_is_named_with_or_without_another_reference() -> None:
     ref = "actor_rollout_ref.ref"
     trusted = [f"{ref}.model.trust_remote_code=true", f"{ref}.model.external_lib=ours"]
     teachers = f"{ref}.teachers={{openai/gsm8k: org/maths, code: org/code, more: org/maths}}"
-    assert own_code(load(*trusted)) == {}
-    assert own_code(load(*trusted, teachers)) == {
+    assert custom_code(load(*trusted)) == {}
+    assert custom_code(load(*trusted, teachers)) == {
         f"{ref}.model.trust_remote_code": "what comes with org/maths and org/code",
         f"{ref}.model.external_lib": "module ours",
     }
-    found = own_code(load(*trusted, teachers, f"{ref}.model.path=org/general"))
+    found = custom_code(load(*trusted, teachers, f"{ref}.model.path=org/general"))
     assert found[f"{ref}.model.trust_remote_code"] == "what comes with org/general and org/maths and org/code"
 
 

@@ -182,8 +182,8 @@ LETTERS: Any = Letters()
 
 def say(text: str, before: Generation | None = None, *, sample: int = 0) -> Generation:
     ids = [*map(ord, text), 3]
-    begun = before or Generation(0, [], [], truncated=False, sample=sample, complete=False)
-    return begun.then(Generation(0, ids, [-1.0] * len(ids), truncated=False, weight_versions=[0] * len(ids)))
+    started = before or Generation(0, [], [], truncated=False, sample=sample, complete=False)
+    return started.then(Generation(0, ids, [-1.0] * len(ids), truncated=False, weight_versions=[0] * len(ids)))
 
 
 def environments(name: str, **changes: Any) -> Environments:
@@ -199,10 +199,10 @@ def test_episodes_outlive_the_processes_that_played_them(tmp_path: Path) -> None
     """The second turn of one kills the process that also holds the other. Both are played again."""
     with world_of_one():
         episodes = environments("Dies", num_workers=1).begin(max_tokens=10_000)
-        begun = [say("a", sample=0), say("b", sample=1)]
-        for each in begun:
+        started = [say("a", sample=0), say("b", sample=1)]
+        for each in started:
             episodes.ask(PROMPT, each)
-        once = episodes.answer(begun)
+        once = episodes.answer(started)
         assert [LETTERS.decode(each.token_ids) for each in once] == ["a1:a", "b1:b"]
         said = [say(f"die {tmp_path / 'mark'}", once[0]), say("c", once[1])]
         for each in said:
@@ -217,14 +217,14 @@ def test_an_episode_continues_in_a_later_session() -> None:
     """Another environment plays its earlier turns again, each in a request of its own, and answers the next one."""
     with world_of_one():
         first = environments("Slow", timeout_s=1.0).begin(max_tokens=200)
-        begun = say("a")
+        started = say("a")
         for turn in ("b", "c"):
-            first.ask(PROMPT, begun)
-            [begun] = first.answer([begun])
-            begun = say(turn, begun)
+            first.ask(PROMPT, started)
+            [started] = first.answer([started])
+            started = say(turn, started)
         later = environments("Slow", timeout_s=1.0).begin(max_tokens=200)  # three turns take longer than one may
-        later.ask(PROMPT, begun)
-        [found] = later.answer([begun])
+        later.ask(PROMPT, started)
+        [found] = later.answer([started])
     assert (found.stop_reason, found.fault) == ("done", None)
     assert [turn.reward for turn in found.turns] == [1.0, 2.0, 3.0]
     assert [turn.observation for turn in found.turns] == ['"1:a"', '"2:b"', None]
@@ -233,8 +233,8 @@ def test_an_episode_continues_in_a_later_session() -> None:
 def test_an_environment_that_continues_otherwise_ends_its_episode() -> None:
     with world_of_one():
         first = environments("Fickle").begin(max_tokens=200)
-        first.ask(PROMPT, begun := say("a"))
-        [once] = first.answer([begun])
+        first.ask(PROMPT, started := say("a"))
+        [once] = first.answer([started])
         later = environments("Fickle").begin(max_tokens=200)
         later.ask(PROMPT, said := say("b", once))
         [found] = later.answer([said])

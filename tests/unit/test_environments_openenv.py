@@ -21,7 +21,7 @@ def server() -> Iterator[OpenEnvServer]:
         yield running
 
 
-def begun(server: OpenEnvServer, **options: Any) -> OpenEnv:
+def started(server: OpenEnvServer, **options: Any) -> OpenEnv:
     environment = OpenEnv(**{"url": f"{server.url}/", "attempt_s": 1.0, "num_attempts": 2, **options})
     assert environment.reset(ROW) == "begin"
     return environment
@@ -30,7 +30,7 @@ def begun(server: OpenEnvServer, **options: Any) -> OpenEnv:
 def test_requests_are_of_the_protocol(server: OpenEnvServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENENV_KEY", KEY)
     fields = {"task": "level", "answer": "ground_truth"}
-    environment = begun(server, reset=fields, api_key_variable="OPENENV_KEY")
+    environment = started(server, reset=fields, api_key_variable="OPENENV_KEY")
     (path, body, key), episode = server.asked[-1], server.asked[-1][1]["episode_id"]
     assert (path, key) == ("/reset", f"Bearer {KEY}")
     assert body == {"seed": 11, "task": 3, "answer": "7", "episode_id": episode}
@@ -48,7 +48,7 @@ def test_requests_are_of_the_protocol(server: OpenEnvServer, monkeypatch: pytest
 )
 def test_a_turn_whose_answer_is_lost_is_taken_once(server: OpenEnvServer, turn: str) -> None:
     """The server took the turn. Under another id the episode has it once, after its earlier turns."""
-    environment = begun(server)
+    environment = started(server)
     environment.step("a")
     first = server.asked[-1][1]["episode_id"]
     assert environment.step(turn) == Step(f"2: a {turn}", 0.5, done=False)
@@ -66,11 +66,11 @@ def test_a_turn_whose_answer_is_lost_is_taken_once(server: OpenEnvServer, turn: 
 )
 def test_a_server_without_an_answer_fails(server: OpenEnvServer, turn: str, message: str) -> None:
     with pytest.raises(ServerError, match=message):
-        begun(server).step(turn)
+        started(server).step(turn)
 
 
 def test_a_server_that_answers_otherwise_later_fails(server: OpenEnvServer) -> None:
-    environment = begun(server)
+    environment = started(server)
     environment.step("is fickle")
     server.count["fails once"] = 0
     with pytest.raises(RuntimeError, match="the server is not deterministic"):

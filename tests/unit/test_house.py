@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import sys
 import tokenize
 import tomllib
@@ -83,6 +84,44 @@ def test_files_and_functions_are_short(trees: dict[Path, ast.Module]) -> None:
             if tokens > MAX_FUNCTION_TOKENS:
                 long.append(f"{path}: {function.name} has {tokens} tokens, more than {MAX_FUNCTION_TOKENS}")
     assert long == []
+
+
+RETIRED = {  # identifier -> the field's word for it
+    "blot": "redact",
+    "cargo": "buffers",
+    "carried": "in_flight",
+    "circle": "group",
+    "drawing": "sampling",
+    "keeper": "supervisor",
+    "lesson": "batch",
+    "ledger": "log",
+    "obey": "handle",
+    "onward": "forwarded",
+    "opinions": "outputs",
+    "said": "message",
+    "signposts": "next_steps",
+    "talker": "engine",
+}
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    """Yield every name that a module binds or uses: variables, arguments, attributes, functions, classes."""
+    for node in ast.walk(tree):
+        for field in ("name", "id", "arg", "attr"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield name
+
+
+def test_identifiers_are_the_words_of_the_field(trees: dict[Path, ast.Module]) -> None:
+    found = {
+        f"{path}: {name}: write {RETIRED[word]}"
+        for path, tree in trees.items()
+        if path.parts[0] in ("megarl", "benchmarks", "examples", "tools")
+        for name in names_in(tree)
+        for word in re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_")
+        if word in RETIRED
+    }
+    assert found == set()
 
 
 def test_no_test_module_imports_another(trees: dict[Path, ast.Module]) -> None:

@@ -67,9 +67,9 @@ def test_responses_that_continue_are_records_too() -> None:
     partial = "actor_rollout_ref.rollout.partial={enable: true, stop_when: %s}"
     correction = "algorithm.rollout_correction.rollout_is=token"
     without = plan(DEEPSEEK).host.parts["records"]
-    for stop_when, num_carried in (("0.5", 2048), ("64", 2047)):
+    for stop_when, num_in_flight in (("0.5", 2048), ("64", 2047)):
         found = plan(DEEPSEEK, partial % stop_when, correction).host.parts["records"]
-        assert found - without == 8 * num_carried * (8 * 7168 * 80 + 1024 * 40)
+        assert found - without == 8 * num_in_flight * (8 * 7168 * 80 + 1024 * 40)
 
 
 def test_every_field_of_tokens_is_counted() -> None:

@@ -16,7 +16,7 @@ from sympy.core.cache import clear_cache
 from sympy.parsing.sympy_parser import parse_expr
 
 from megarl.rewards import RULES, rule_of
-from megarl.rewards.math import answer_in, last_boxed, said
+from megarl.rewards.math import answer_in, last_boxed, stated_answer
 from megarl.rewards.math_equal import MAX_CHARACTERS, equal
 from megarl.rewards.math_terms import bounded, load, term, verified
 
@@ -202,7 +202,7 @@ def test_the_last_box(text: str, boxed: str | None) -> None:
     ],
 )
 def test_the_answer_that_is_said(text: str, answer: str | None) -> None:
-    assert said(text) == answer
+    assert stated_answer(text) == answer
     assert RULES["math_dapo"].score("math_dapo", text, answer or "5", None) == float(answer is not None)
 
 

@@ -92,7 +92,7 @@ def groups(*lengths: int, samples: int = 1, first: int = 0) -> list[Group]:
         Prompt(index=length, token_ids=[1], text="", data_source="", ground_truth=None, extra_info={})
         for length in lengths
     ]
-    return [Group.new(prompt, range(samples), begun=0, place=place) for place, prompt in enumerate(prompts, first)]
+    return [Group.new(prompt, range(samples), started=0, place=place) for place, prompt in enumerate(prompts, first)]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -64,12 +64,12 @@ def test_occupancy_by_hand() -> None:
 
 
 def test_stopped_groups_keep_their_tokens_and_complete_samples() -> None:
-    begun = group(20, samples=2)
-    done = replace(begun.samples[1], token_ids=[9] * 20, log_probs=[-1.0] * 20, complete=True)
-    begun = replace(begun, samples=(begun.samples[0], done))
+    started = group(20, samples=2)
+    done = replace(started.samples[1], token_ids=[9] * 20, log_probs=[-1.0] * 20, complete=True)
+    started = replace(started, samples=(started.samples[0], done))
 
     def use(session: Session) -> dict[int, Group]:
-        session.add({7: begun, 8: group(3)})
+        session.add({7: started, 8: group(3)})
         assert list(session.advance()) == [8]
         return session.stop()
 

@@ -24,7 +24,7 @@ def prompt(row: int) -> Prompt:
 
 def group(row: int) -> Group:
     sample = Generation(0, [row, 7], [-0.5, -1.5], truncated=False, weight_versions=[3, 3])
-    return Group(prompt=prompt(row), samples=(sample, sample), begun=3)
+    return Group(prompt=prompt(row), samples=(sample, sample), started=3)
 
 
 def kept(run_dir: Path, *, config: str = "a config") -> StepCache:

@@ -36,10 +36,10 @@ def test_the_runs_of_a_project_share_a_store_and_say_what_they_are(
         run_dir = tmp_path / name
         run_dir.mkdir()
         (run_dir / "report.html").write_text(name)
-        begun = tracker_of("mlflow", run_dir, project="project", experiment=name, params=params)
-        begun.log({"val/test_score/a": 0.25, "val/test_score/b": 0.75, "critic/score/mean": 0.1}, step=1)
-        begun.log({"actor/ppo_kl": 0.5, "timing_s/step": 2.0}, step=1)
-        begun.close()
+        started = tracker_of("mlflow", run_dir, project="project", experiment=name, params=params)
+        started.log({"val/test_score/a": 0.25, "val/test_score/b": 0.75, "critic/score/mean": 0.1}, step=1)
+        started.log({"actor/ppo_kl": 0.5, "timing_s/step": 2.0}, step=1)
+        started.close()
     store = client(tmp_path)
     (experiment,) = [found for found in store.search_experiments() if found.name == "project"]
     runs = store.search_runs([experiment.experiment_id])

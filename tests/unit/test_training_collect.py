@@ -69,7 +69,7 @@ class World:
 
     def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
         numbers = range(batch * NUM_SAMPLES, (batch + 1) * NUM_SAMPLES)
-        return [Group.new(prompt, numbers, begun=step) for prompt in prompts.prompts]
+        return [Group.new(prompt, numbers, started=step) for prompt in prompts.prompts]
 
     def open(self, *, step: int, keeps_stopped: bool = False) -> HandSession:
         self.session = HandSession(self.answer, self.wait)

@@ -40,7 +40,7 @@ class World:
         return Prompts(prompts=[prompt(row) for row in rows]), Position(0, rows.stop)
 
     def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
-        return [Group.new(each, range(NUM_SAMPLES), begun=step) for each in prompts.prompts]
+        return [Group.new(each, range(NUM_SAMPLES), started=step) for each in prompts.prompts]
 
     def open(self, *, step: int, keeps_stopped: bool = False) -> "World":
         assert keeps_stopped
@@ -85,10 +85,10 @@ class World:
 def run(world: World, steps: int, *, wanted: int, **section: float) -> list[tuple[Drawn, int]]:
     """Return what each step draws, and how many exchanges it took."""
     partial = Partial(wanted=wanted, section=PartialSection(enable=True, **section))  # type: ignore[arg-type]
-    found, carried, position = list[tuple[Drawn, int]](), tuple[Group, ...](), Position()
+    found, in_flight, position = list[tuple[Drawn, int]](), tuple[Group, ...](), Position()
     for step in range(steps):
-        drawn = draw_enough(partial, world, world, carried, position, step=step)  # type: ignore[arg-type]
-        carried, position = drawn.carried, drawn.position
+        drawn = draw_enough(partial, world, world, in_flight, position, step=step)  # type: ignore[arg-type]
+        in_flight, position = drawn.in_flight, drawn.position
         found.append((drawn, world.num_exchanges))
     return found
 
@@ -102,7 +102,7 @@ def test_three_steps_by_hand() -> None:
     world = World(lambda row: {1: 5, 2: 2, 3: 9}.get(row, 1))
     found = run(world, 4, wanted=2, stop_when=0.5, max_staleness=2)
     assert [rows(drawn.chosen) for drawn, _ in found] == [[0, 2], [4, 5], [1, 3], [6, 7]]
-    assert [rows(drawn.carried) for drawn, _ in found] == [[1, 3], [1, 3], [6, 7], [8, 9]]
+    assert [rows(drawn.in_flight) for drawn, _ in found] == [[1, 3], [1, 3], [6, 7], [8, 9]]
     assert [num_exchanges for _, num_exchanges in found] == [2, 1, 6, 0]  # step 2 waits; 6 and 7 are then complete
     assert [drawn.position.offset for drawn, _ in found] == [4, 6, 8, 10]
     assert [drawn.metrics["rollout/carried_share"] for drawn, _ in found] == [0.5] * 4
@@ -141,7 +141,7 @@ def test_the_law_of_counted_engine_steps() -> None:
     mean_steps = sum(ceil(length / 4) for length in (1, 2, 3, 5, 9, 14)) / 6
     learnt = [drawn.metrics["rollout/complete_prompts"] for drawn in found[20:]]
     assert sum(learnt) / len(learnt) == pytest.approx(20 / mean_steps, rel=0.03)
-    lives = [step - group.begun for step, drawn in enumerate(found) for group in drawn.chosen if step >= 20]
+    lives = [step - group.started for step, drawn in enumerate(found) for group in drawn.chosen if step >= 20]
     assert sum(lives) / len(lives) == pytest.approx(mean_steps - 1, rel=0.05)
 
 
@@ -154,7 +154,7 @@ def test_every_prompt_is_learnt_once_and_never_too_late(stop_when: float) -> Non
     assert all(len(drawn.chosen) == 5 or stop_when > 1 and drawn.chosen for drawn, _ in found)
     assert len(learnt) == len({*learnt})
     last, _ = found[-1]
-    assert {*learnt} | {*rows(last.carried)} == {*range(last.position.offset)}, "no prompt is lost"
+    assert {*learnt} | {*rows(last.in_flight)} == {*range(last.position.offset)}, "no prompt is lost"
     ages = [
         staleness(of_groups(drawn.chosen), step=step)["rollout/staleness/max"] for step, (drawn, _) in enumerate(found)
     ]
@@ -181,17 +181,17 @@ def test_a_long_tail_takes_fewer_engine_steps() -> None:
 def test_a_step_that_ends_with_all_its_prompts_leaves_nothing() -> None:
     found = run(World(lambda row: 1 + row % 7), 3, wanted=4, stop_when=1.0, max_staleness=1)
     assert [rows(drawn.chosen) for drawn, _ in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert all(drawn.carried == () for drawn, _ in found)
+    assert all(drawn.in_flight == () for drawn, _ in found)
 
 
 def test_groups_that_are_too_old_for_a_smaller_limit_begin_anew() -> None:
     world = World(lambda row: 6)
     partial = Partial(wanted=1, section=PartialSection(enable=True, stop_when=0.5, max_staleness=1))
     tokens = Generation(0, [7, 8], [-1.0, -2.0], truncated=False, weight_versions=[1, 1], sample=0, complete=False)
-    old = Group(prompt=prompt(50), samples=(tokens, replace(tokens, sample=1)), begun=1)
+    old = Group(prompt=prompt(50), samples=(tokens, replace(tokens, sample=1)), started=1)
     drawn = draw_enough(partial, world, world, [old], Position(), step=4)  # type: ignore[arg-type]
     [group] = drawn.chosen
-    assert (group.prompt.index, group.begun) == (50, 4)
+    assert (group.prompt.index, group.started) == (50, 4)
     assert group.samples[1].weight_versions == [4] * 6
     assert group.samples[1].sample == 1
     assert drawn.metrics["rollout/wasted_tokens"] == 4.0
@@ -199,7 +199,7 @@ def test_groups_that_are_too_old_for_a_smaller_limit_begin_anew() -> None:
 
 def carried_groups() -> tuple[Group, ...]:
     found = run(World(lambda row: {1: 5, 3: 9}.get(row, 2)), 2, wanted=2, stop_when=0.5, max_staleness=2)
-    groups = found[-1][0].carried
+    groups = found[-1][0].in_flight
     unknown = replace(groups[0].samples[0], log_probs=None)
     return (*groups, replace(groups[0], samples=(unknown,)))
 
@@ -213,12 +213,12 @@ def test_a_file_keeps_every_group(tmp_path: Path) -> None:
 
 def test_a_file_keeps_episodes_and_their_prompts_are_opened_again(tmp_path: Path) -> None:
     first = Turn(0, 1, 0.1, num_observed=2, observation='"low\u00e9"')
-    begun = Generation(
+    started = Generation(
         0, [4, 5, 6, 7], [-1.0, 0.0, 0.0, -2.0], truncated=False, weight_versions=[3, 0, 0, 4], complete=False
     )
-    begun = replace(begun, turns=(first,))
-    ended = replace(begun, complete=True, sample=1, turns=(first, Turn(3, 4, 2.0)), stop_reason=StopReason.FAILED)
-    group = Group(prompt=prompt(9), samples=(begun, replace(ended, fault="it died")), begun=3)
+    started = replace(started, turns=(first,))
+    ended = replace(started, complete=True, sample=1, turns=(first, Turn(3, 4, 2.0)), stop_reason=StopReason.FAILED)
+    group = Group(prompt=prompt(9), samples=(started, replace(ended, fault="it died")), started=3)
     (tmp_path / "carried.parquet").write_bytes(to_bytes([group]))
 
     def opened(prompts: Prompts) -> Prompts:
@@ -233,7 +233,7 @@ def test_staleness_is_of_the_policys_tokens_alone() -> None:
     """An observation has no weights, and counts nowhere."""
     turns = (Turn(0, 2, 0.0, num_observed=3), Turn(5, 6, 1.0))
     tokens = Generation(0, [1] * 6, [0.0] * 6, truncated=False, weight_versions=[5, 6, 0, 0, 0, 8], turns=turns)
-    ages = staleness(of_groups([Group(prompt=prompt(1), samples=(tokens,), begun=5)]), step=8)
+    ages = staleness(of_groups([Group(prompt=prompt(1), samples=(tokens,), started=5)]), step=8)
     assert ages == {"rollout/staleness/mean": pytest.approx((3 + 2 + 0) / 3), "rollout/staleness/max": 3.0}
 
 

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.error(f"name a task ({', '.join(TASKS)}), or a file to --check")
     if arguments.check is not None:
         report = check.examine(arguments.check, _columns(arguments), arguments.kind)
-        _check(arguments.check, [*_own_faults(arguments), *report.faults], report)
+        _check(arguments.check, [*_custom_faults(arguments), *report.faults], report)
         return
     try:
         if arguments.tokenizer:
@@ -181,7 +181,7 @@ def _columns(arguments: argparse.Namespace) -> PromptColumns:
     return PromptColumns(section=section, needs=Needs.of(None if arguments.reward_model else RulesSection(), custom))
 
 
-def _own_faults(arguments: argparse.Namespace) -> Iterator[str]:
+def _custom_faults(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the fault of the user's reward, as far as its file shows it without being run."""
     file, name = arguments.custom_reward_function, arguments.custom_reward_name
     if file and not Path(file).is_file():

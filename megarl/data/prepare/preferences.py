@@ -127,8 +127,8 @@ def _prompt(problem: dict[str, Any]) -> str | Messages | None:
         if _are_messages(value):
             return value
         if isinstance(value, str) and value:
-            said = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
-            return [*said, {"role": "user", "content": value}] if said else value
+            messages = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+            return [*messages, {"role": "user", "content": value}] if messages else value
     return None
 
 

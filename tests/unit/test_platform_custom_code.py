@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.platform.custom_code import module_name, path_of, place_of
 from megarl.platform.errors import UserError
 from megarl.platform.functions import load_module
-from megarl.platform.own import module_name, path_of, place_of
 from tests.support.programs import ROOT
 
 
@@ -49,7 +49,7 @@ def test_equal_names_of_two_files_are_two_modules(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_gone_is_no_module(tmp_path: Path) -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"megarl\.platform\.own\."):
+    with pytest.raises(ModuleNotFoundError, match=r"megarl\.platform\.custom_code\."):
         __import__(module_name(tmp_path / "gone.py"))
 
 

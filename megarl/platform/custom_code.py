@@ -1,4 +1,4 @@
-"""The files of a user as modules that every process can import by name: `megarl.platform.own.NAME`.
+"""The files of a user as modules that every process can import by name: `megarl.platform.custom_code.NAME`.
 
 The name holds the path of the file. So a function or a class of such a file can be pickled into a process that the file
 starts itself: to unpickle it, that process imports the module, which needs nothing but megarl.
@@ -31,11 +31,11 @@ def path_of(name: str) -> Path:
 
 def place_of(error: BaseException) -> str:
     """Return ` (FILE:LINE)` of the innermost line of a user's file that an error left, or '' if it left none."""
-    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _is_own(frame.f_globals)]
+    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _is_custom(frame.f_globals)]
     return f" ({frames[-1][0].f_code.co_filename}:{frames[-1][1]})" if frames else ""
 
 
-def _is_own(module: Mapping[str, object]) -> bool:
+def _is_custom(module: Mapping[str, object]) -> bool:
     return str(module.get("__name__")).startswith(_PREFIX)
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.checks import path_faults
+from megarl.config.custom_functions import ESTIMATOR, LOSS, Call
 from megarl.config.faults import Fault
-from megarl.config.own_functions import ESTIMATOR, LOSS, Call
 from megarl.config.root import Config
 from megarl.config.rule import Facts, Rule, rule
 from megarl.platform.errors import UserError
@@ -15,14 +15,14 @@ ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", f"{LOSS}.loss_mode"
 
 
 @rule(ESTIMATOR_KEY, ESTIMATOR)
-def _own_estimator(config: Config, facts: Facts) -> Iterator[Fault]:
+def _custom_estimator(config: Config, facts: Facts) -> Iterator[Fault]:
     algorithm = config.algorithm
     is_chosen = algorithm.adv_estimator == "custom"
     yield from _faults(ESTIMATOR_KEY, is_chosen, Call.of_estimator(algorithm.custom_estimator), facts)
 
 
 @rule(LOSS)
-def _own_loss(config: Config, facts: Facts) -> Iterator[Fault]:
+def _custom_loss(config: Config, facts: Facts) -> Iterator[Fault]:
     section = config.actor_rollout_ref.actor.policy_loss
     yield from _faults(LOSS_KEY, section.loss_mode == "custom", Call.of_loss(section), facts)
 
@@ -49,4 +49,4 @@ def _faults(chooser: str, is_chosen: bool, call: Call, facts: Facts) -> Iterator
         yield from (Fault(path=key, message=message) for key, message in call.faults(signature))
 
 
-OWN_RULES: tuple[Rule[Config], ...] = (_own_estimator, _own_loss)
+CUSTOM_RULES: tuple[Rule[Config], ...] = (_custom_estimator, _custom_loss)

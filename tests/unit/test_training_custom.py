@@ -15,10 +15,10 @@ from megarl.batch import Scored
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.config.policy import ActorSection
-from megarl.config.report import own_code
+from megarl.config.report import custom_code
+from megarl.training.custom import load_estimator, load_loss
 from megarl.training.estimate import estimate
 from megarl.training.objectives import ActorObjective
-from megarl.training.own import load_estimator, load_loss
 from tests.support.programs import ROOT
 from tests.support.records import experience
 
@@ -61,7 +61,7 @@ def test_the_example_of_the_page_is_the_algorithm_that_it_says(example: Path) ->
     scored = Scored(**{field.name: getattr(learned, field.name) for field in fields(Scored)})
     section = AlgorithmSection(adv_estimator="custom")
     section = replace(section, custom_estimator=replace(section.custom_estimator, path=str(example), needs=["groups"]))
-    estimated, _ = estimate(scored, None, None, None, algorithm=section, kl_coef=None, own=load_estimator(section))
+    estimated, _ = estimate(scored, None, None, None, algorithm=section, kl_coef=None, custom=load_estimator(section))
     expected = grpo(scored.scores, scored.groups, scored.mask, norm_adv_by_std_in_grpo=False)
     torch.testing.assert_close(estimated.advantages, expected)
     assert not estimated.returns.any()
@@ -71,7 +71,7 @@ def test_the_example_of_the_page_is_the_algorithm_that_it_says(example: Path) ->
     assert learned.old_log_probs is not None
     outputs = PolicyOutputs(log_probs=learned.old_log_probs + 0.3, entropy=torch.zeros(learned.mask.shape))
     totals = Totals.of(learned.mask)
-    _, metrics = ActorObjective(actor, horizon=8, own=load_loss(own))(outputs, learned, totals)
+    _, metrics = ActorObjective(actor, horizon=8, custom=load_loss(own))(outputs, learned, totals)
     tensors = outputs.log_probs, learned.old_log_probs, learned.advantages * learned.weights, learned.mask
     clipped = ppo_clip(*tensors, clip_low=0.1, clip_high=0.1, clip_c=1e30)
     torch.testing.assert_close(metrics["actor/pg_loss"], clipped.sums.sum() / totals.num_tokens)
@@ -151,6 +151,6 @@ def test_built_in_algorithms_load_nothing() -> None:
 def test_the_code_is_recorded(example: Path) -> None:
     argv = ["data.train_files=a", "actor_rollout_ref.model.path=org/m", *CHOSEN, f"{ESTIMATOR}.path={example}"]
     config = load_config([*argv, f"{LOSS}.path={example}"], world_size=None, check_paths=False)
-    found = own_code(config)
+    found = custom_code(config)
     assert found.keys() == {f"{ESTIMATOR}.path", f"{LOSS}.path"}
     assert found[f"{LOSS}.path"].startswith(f"compute_policy_loss of {example} (SHA-256: ")

@@ -11,17 +11,17 @@ from torch import Tensor
 from megarl.algorithms.config import AlgorithmSection, PolicyLossSection
 from megarl.algorithms.invariance import check_estimator, check_policy_loss, estimates_of, loss_of
 from megarl.algorithms.losses import PolicyLoss
-from megarl.config.own_functions import Call
+from megarl.config.custom_functions import Call
 from megarl.platform.errors import UserError
 from megarl.platform.functions import load_function
 
-OwnEstimator = Callable[[Mapping[str, Tensor]], list[Tensor]]
+CustomEstimator = Callable[[Mapping[str, Tensor]], list[Tensor]]
 """Takes tensors by name, as `check_estimator` describes them; returns advantages and perhaps returns, `[B, T]`."""
-OwnLoss = Callable[[Mapping[str, Tensor]], PolicyLoss]
+CustomLoss = Callable[[Mapping[str, Tensor]], PolicyLoss]
 """Takes tensors by name, as `check_policy_loss` describes them."""
 
 
-def load_estimator(algorithm: AlgorithmSection) -> OwnEstimator | None:
+def load_estimator(algorithm: AlgorithmSection) -> CustomEstimator | None:
     """Load the user's estimator; None if the configuration chooses a built-in estimator.
 
     Raises:
@@ -33,7 +33,7 @@ def load_estimator(algorithm: AlgorithmSection) -> OwnEstimator | None:
     return partial(estimates_of, _load(call, check_estimator), kwargs=call.kwargs)
 
 
-def load_loss(section: PolicyLossSection) -> OwnLoss | None:
+def load_loss(section: PolicyLossSection) -> CustomLoss | None:
     """Load the user's policy loss; None if the configuration chooses a built-in loss.
 
     Raises:
