@@ -4,11 +4,13 @@ Pydantic drops unknown keys of a plain dataclass silently. `section` makes an un
 bounds, so a typing error is a fault too, and no number overflows later.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field
+
+from megarl.mark import Change
 
 T = TypeVar("T")
 
@@ -37,10 +39,18 @@ Bound = Annotated[float, Field(gt=0.0, le=1e30)]
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-def section(cls: type[T]) -> type[T]:
-    """Turn `cls` into a frozen, keyword-only dataclass that refuses unknown keys, infinity and NaN."""
-    cls.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[attr-defined]
-    return dataclass(frozen=True, kw_only=True)(cls)
+def section(change: Change | None = None) -> Callable[[type[T]], type[T]]:
+    """Return a decorator that makes a frozen, keyword-only dataclass, which refuses unknown keys, infinity and NaN.
+
+    `change` is that of the keys without one of their own.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        cls.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[attr-defined]
+        cls.__change__ = change  # type: ignore[attr-defined]
+        return dataclass(frozen=True, kw_only=True)(cls)
+
+    return decorate
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

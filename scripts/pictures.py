@@ -111,7 +111,7 @@ def draw_house(path: Path) -> None:
         line.set_gid(f"{arrow.importer}->{arrow.imported}")
         line.set_zorder(2 if arrow in dark else 1)
     for room, (x, y) in spots.items():
-        _box(axes, x, y, 1.9, 0.5, room, BLUE if room not in ("batch", "errors", "section") else GREY)
+        _box(axes, x, y, 1.9, 0.5, room, BLUE if room not in ("batch", "errors", "mark", "section") else GREY)
     axes.text(0.1, 0.35, f"{len(arrows)} arrows; a pale arrow\nrepeats a chain of dark arrows", va="top", color=GREY)
     _save(path)
 

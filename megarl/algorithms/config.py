@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
+from megarl.mark import Change, Condition, Effect, key, when
 from megarl.section import Bound, CountFromZero, Fraction, Length, Weight, section
 
 Need = Literal["values", "groups", "baselines"]
@@ -41,7 +42,7 @@ ESTIMATORS: Mapping[str, Estimator] = {
     "gpg": Estimator(compares=True),
     "grpo_passk": Estimator(compares=True, reads=("norm_adv_by_std_in_grpo",)),
     "none": Estimator(),
-    "custom": Estimator(reads=tuple(f"custom_estimator.{name}" for name in ("path", "name", "kwargs", "needs"))),
+    "custom": Estimator(),
 }
 """The needs of a custom estimator are in the configuration: see `AlgorithmSection.estimator`."""
 
@@ -52,19 +53,16 @@ class Loss:
 
     function: str = ""  # its name
     chooses: bool = False  # tokens that it treats differently (`algorithms/covariance.py`)
-    reads: tuple[str, ...] = ()  # keys of `actor_rollout_ref.actor` that not all policy losses read
 
 
-_CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-_CLIP_COV = tuple(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))
 LOSSES: Mapping[str, Loss] = {
-    "vanilla": Loss(function="ppo_clip", reads=(*_CLIP, "clip_ratio_c")),
-    "gspo": Loss(function="gspo", reads=_CLIP),
-    "cispo": Loss(function="cispo", reads=_CLIP),
+    "vanilla": Loss(function="ppo_clip"),
+    "gspo": Loss(function="gspo"),
+    "cispo": Loss(function="cispo"),
     "gpg": Loss(function="gpg"),
-    "clip_cov": Loss(function="clip_cov", chooses=True, reads=(*_CLIP, *_CLIP_COV)),
-    "kl_cov": Loss(function="kl_cov", chooses=True, reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")),
-    "custom": Loss(reads=tuple(f"policy_loss.{name}" for name in ("path", "name", "kwargs"))),
+    "clip_cov": Loss(function="clip_cov", chooses=True),
+    "kl_cov": Loss(function="kl_cov", chooses=True),
+    "custom": Loss(),
 }
 if TYPE_CHECKING:
     AdvantageEstimator: TypeAlias = str
@@ -73,9 +71,27 @@ else:
     AdvantageEstimator, LossMode = Literal[*ESTIMATORS], Literal[*LOSSES]
 K3: tuple[KLEstimator, ...] = ("low_var_kl", "k3")
 """The estimators that `kl_penalty_k3_bound` and `kl_loss_k3_bound` bound."""
+ALGORITHM = Change(Effect.CURVE, "the algorithm")
+ACTOR_LOSS = Change(Effect.CURVE, "the actor's loss")
+BOUNDED = when(
+    ".needs_is_threshold",
+    words="`rollout_is` is set, or `rollout_rs` is set and `rollout_rs_threshold` is null",
+    because=(".rollout_is",),
+)
+IN_REWARD = when(
+    ".use_kl_in_reward",
+    True,
+    words="the divergence is part of the reward",
+    because=(".use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss"),
+)
+PENALISED = (IN_REWARD, when(".kl_ctrl.kl_coef", words="`algorithm.kl_ctrl.kl_coef` is more than 0"))
 
 
-@section
+def _read_by_estimators(name: str) -> Condition:
+    return when(".adv_estimator", *(estimator for estimator, needs in ESTIMATORS.items() if name in needs.reads))
+
+
+@section(ALGORITHM)
 class KLControlSection:
     """`algorithm.kl_ctrl.*`: the coefficient of the KL penalty in the reward."""
 
@@ -83,13 +99,13 @@ class KLControlSection:
     """fixed = a constant; adaptive = a controller that steers the divergence towards target_kl."""
     kl_coef: Weight = 0.005
     """The coefficient; with type=adaptive its first value."""
-    horizon: Length = 10000
+    horizon: Length = key(10000, read_if=when(".type", "adaptive"))
     """Number of samples over which the adaptive controller corrects a deviation."""
-    target_kl: Bound = 0.1
+    target_kl: Bound = key(0.1, read_if=when(".type", "adaptive"))
     """Divergence that the adaptive controller aims at, in nats per token."""
 
 
-@section
+@section(ALGORITHM)
 class FilterGroupsSection:
     """`algorithm.filter_groups.*`: sample until a full batch of prompts has responses that differ (DAPO)."""
 
@@ -102,7 +118,7 @@ class FilterGroupsSection:
     """Most batches that one step samples. A step that needs more stops the run; 0 = no limit."""
 
 
-@section
+@section(ALGORITHM)
 class OverlongBufferSection:
     """`algorithm.overlong_buffer.*`: a penalty in the reward for responses near the length limit (DAPO)."""
 
@@ -116,24 +132,29 @@ class OverlongBufferSection:
     """The limit, in tokens."""
 
 
-@section
+@section(ALGORITHM)
 class RolloutCorrectionSection:
     """`algorithm.rollout_correction.*`: correct for engine probabilities that differ from the trainer's."""
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Weight the policy gradient by the probability ratio of each token or of each sequence; null = no weights."""
-    rollout_is_threshold: Bound = 2.0
+    rollout_is_threshold: Bound = key(2.0, read_if=BOUNDED)
     """Largest weight."""
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None
     """Drop tokens (token), or sequences by their ratio (sequence) or its geometric mean per token (geometric), from the
     policy gradient; null = drop none."""
-    rollout_rs_threshold: Bound | None = None
+    rollout_rs_threshold: Bound | None = key(None, read_if=when(".rollout_rs"))
     """Largest ratio that is kept; null = rollout_is_threshold."""
-    rollout_rs_threshold_lower: Fraction | None = None
+    rollout_rs_threshold_lower: Fraction | None = key(None, read_if=when(".rollout_rs"))
     """Smallest ratio that is kept; null = 1 / rollout_rs_threshold."""
 
+    @property
+    def needs_is_threshold(self) -> bool:
+        """Tell whether weights, or the ratios that are kept, are bounded by `rollout_is_threshold`."""
+        return bool(self.rollout_is or (self.rollout_rs and self.rollout_rs_threshold is None))
 
-@section
+
+@section(ALGORITHM)
 class CustomEstimatorSection:
     """`algorithm.custom_estimator.*`: an advantage estimator of the user, for `adv_estimator=custom`."""
 
@@ -149,7 +170,7 @@ class CustomEstimatorSection:
     the scores of greedy responses."""
 
 
-@section
+@section(ALGORITHM)
 class AlgorithmSection:
     """`algorithm.*`: from scores to advantages."""
 
@@ -157,28 +178,28 @@ class AlgorithmSection:
     """Advantage estimator. It uses a critic (gae), rewards to go (reinforce_plus_plus), a greedy response (remax), a
     function of the user (custom), or a comparison of the responses to one prompt (all others). none = all advantages
     are 0, so that only other terms of the loss teach anything: the divergence from a teacher."""
-    custom_estimator: CustomEstimatorSection = field(default_factory=CustomEstimatorSection)
+    custom_estimator: CustomEstimatorSection = key(CustomEstimatorSection, read_if=when(".adv_estimator", "custom"))
     """An advantage estimator of the user."""
-    gamma: Fraction = 1.0
+    gamma: Fraction = key(1.0, read_if=_read_by_estimators("gamma"))
     """Discount per token."""
-    lam: Fraction = 1.0
+    lam: Fraction = key(1.0, read_if=_read_by_estimators("lam"))
     """Lambda of GAE."""
-    norm_adv_by_std_in_grpo: bool = True
+    norm_adv_by_std_in_grpo: bool = key(True, read_if=_read_by_estimators("norm_adv_by_std_in_grpo"))
     """Divide the advantages by the standard deviation of the group; false = Dr. GRPO."""
     use_kl_in_reward: bool | None = None
     """Subtract the divergence from the reference from the reward; null = only if actor.use_kl_loss is false."""
-    kl_penalty: KLEstimator = "kl"
+    kl_penalty: KLEstimator = key("kl", read_if=PENALISED)
     """Estimator of that divergence; k1 = kl, k2 = mse, k3 = low_var_kl. Exact, over the vocabulary: full = from the
     actor's side, full_forward = from the reference's side, full_js = Jensen-Shannon."""
-    kl_penalty_k3_bound: Bound | None = 10.0
+    kl_penalty_k3_bound: Bound | None = key(10.0, read_if=(*PENALISED, when(".kl_penalty", *K3)))
     """Largest k3 (low_var_kl) estimate of a token, in nats; null = no bound."""
-    kl_penalty_js_beta: Mixture = 0.5
+    kl_penalty_js_beta: Mixture = key(0.5, read_if=(*PENALISED, when(".kl_penalty", "full_js")))
     """full_js: the share of the reference in the mixture."""
-    kl_ctrl: KLControlSection = field(default_factory=KLControlSection)
+    kl_ctrl: KLControlSection = key(KLControlSection, read_if=IN_REWARD)
     """Coefficient of the divergence in the reward."""
-    filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)
+    filter_groups: FilterGroupsSection = key(FilterGroupsSection, read_if=when(".filter_groups.enable", True))
     """Replacement of prompts whose responses teach nothing."""
-    overlong_buffer: OverlongBufferSection = field(default_factory=OverlongBufferSection)
+    overlong_buffer: OverlongBufferSection = key(OverlongBufferSection, read_if=when(".overlong_buffer.enable", True))
     """Penalty for long responses."""
     mask_truncated_completions: bool = False
     """Leave responses that reached the length limit out of the updates. They still count in their group."""
@@ -194,27 +215,27 @@ class AlgorithmSection:
         return ESTIMATORS[self.adv_estimator]
 
 
-@section
+@section(ACTOR_LOSS)
 class PolicyLossSection:
     """`actor_rollout_ref.actor.policy_loss.*`: the policy loss."""
 
     loss_mode: LossMode = "vanilla"
     """vanilla = the clipped surrogate of PPO with dual clip; custom = a function of the user; docs/algorithms.md
     describes all losses."""
-    path: str | None = None
+    path: str | None = key(None, read_if=when(".loss_mode", "custom"))
     """custom: Python file that defines the loss."""
-    name: str = "compute_policy_loss"
+    name: str = key("compute_policy_loss", read_if=when(".loss_mode", "custom"))
     """custom: name of the function. Of the tensors log_probs, old_log_probs, advantages and mask it takes what it
     names, and returns a PolicyLoss."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = key(dict, read_if=when(".loss_mode", "custom"))
     """custom: further arguments of the function, by name."""
-    clip_cov_ratio: Fraction = 0.0002
+    clip_cov_ratio: Fraction = key(0.0002, read_if=when(".loss_mode", "clip_cov"))
     """clip_cov: share of the tokens that get no gradient."""
-    clip_cov_lb: Covariance = 1.0
+    clip_cov_lb: Covariance = key(1.0, read_if=when(".loss_mode", "clip_cov"))
     """clip_cov: draw these tokens if their covariance of log-probability and advantage is larger than this."""
-    clip_cov_ub: Covariance = 5.0
+    clip_cov_ub: Covariance = key(5.0, read_if=when(".loss_mode", "clip_cov"))
     """clip_cov: and smaller than this."""
-    kl_cov_ratio: Fraction = 0.0002
+    kl_cov_ratio: Fraction = key(0.0002, read_if=when(".loss_mode", "kl_cov"))
     """kl_cov: share of the tokens that are penalised: the tokens of the largest covariance."""
-    ppo_kl_coef: Weight = 1.0
+    ppo_kl_coef: Weight = key(1.0, read_if=when(".loss_mode", "kl_cov"))
     """kl_cov: weight of the penalty on the divergence of these tokens from the old policy."""

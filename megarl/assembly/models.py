@@ -11,7 +11,7 @@ from megarl.assembly.clock import template_time
 from megarl.config.learning_checks import actor_updates
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.config.root import Config
-from megarl.data.config import DataSection, SupervisedDataSection
+from megarl.data.config import TextSection
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
 from megarl.learner.batching import Budget
@@ -33,9 +33,7 @@ from megarl.training.skips import Skips
 logger = logging.getLogger(__name__)
 
 
-def make_tokenizer(
-    data: DataSection | SupervisedDataSection, model: ModelSection, source: Source, trainer: TrainerSection
-) -> Tokenizer:
+def make_tokenizer(data: TextSection, model: ModelSection, source: Source, trainer: TrainerSection) -> Tokenizer:
     """Load the tokenizer that `data` names, by default that of the model in `source`, for the run of `trainer`."""
     return source.tokenizer(
         data.tokenizer,

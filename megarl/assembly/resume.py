@@ -15,7 +15,6 @@ from megarl.assembly.inputs import Inputs, inputs_of
 from megarl.checkpoint.contents import CODE_FILE, INPUTS_FILE, MODELS_FILE, VERSIONS_FILE, Contents
 from megarl.checkpoint.differences import (
     ConfigDifference,
-    Effect,
     code_differences,
     config_differences,
     input_differences,
@@ -34,6 +33,7 @@ from megarl.config.schema import Schema
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import restarted
 from megarl.learner.learner import Learner
+from megarl.mark import Effect
 from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.uri import WAITS_S, persist
@@ -83,7 +83,7 @@ class ResumePoint:
             ):  # as after a lost disk
                 run_dir.mkdir(parents=True, exist_ok=True)
                 write_whole(run_dir / name, saved_ids[name].encode())
-        same_curve = not is_foreign and all(difference.effect is not Effect.CURVE for difference in found)
+        same_curve = not is_foreign and all(difference.change.effect is not Effect.CURVE for difference in found)
         state = contents.state
         if any(difference.makes_scores_incomparable for difference in found):
             state = replace(state, best=None)
@@ -225,7 +225,7 @@ def _compare(
     """
     found: list[ConfigDifference] = []
     if was.config is not None:
-        found = config_differences(was.config, yaml.safe_load(to_yaml(config)), Schema.of(type(config)).leaves)
+        found = config_differences(was.config, yaml.safe_load(to_yaml(config)), Schema.of(type(config)).changes)
     if was.code is not None:
         found = code_differences(was.code, custom_code(config), found) + found
     if was.inputs is not None:
@@ -242,17 +242,17 @@ def _compare(
 
 def _show(checkpoint: Path, found: list[ConfigDifference], other_versions: Mapping[str, tuple[str, str]]) -> None:
     """Report the differences: those with an effect with both values, the others by name."""
-    effective = [difference for difference in found if difference.effect is not Effect.NONE]
+    effective = [difference for difference in found if difference.change.effect is not Effect.NONE]
     if effective or other_versions:
         logger.info("changes since %s:", checkpoint)
     for each in effective:
-        was, now, effect = _cut(each.was), _cut(each.now), each.effect.value
-        logger.info("  %s: %s -> %s (%s: %s)", each.key, was, now, effect, each.reason)
+        was, now, effect = _cut(each.was), _cut(each.now), each.change.effect.value
+        logger.info("  %s: %s -> %s (%s: %s)", each.key, was, now, effect, each.change.reason)
     for name, (was, now) in other_versions.items():
         logger.info("  %s: %s -> %s (another version: rounding or more)", name, was, now)
-    if any(difference.effect is Effect.CURVE for difference in found):
+    if any(difference.change.effect is Effect.CURVE for difference in found):
         logger.info("note: the curve will differ from that of an uninterrupted run")
-    if harmless := [difference.key for difference in found if difference.effect is Effect.NONE]:
+    if harmless := [difference.key for difference in found if difference.change.effect is Effect.NONE]:
         logger.info("changed without effect on the curve: %s", ", ".join(harmless))
     if incomparable := [difference.key for difference in found if difference.makes_scores_incomparable]:
         keys = ", ".join(incomparable)

@@ -9,11 +9,11 @@ from pathlib import Path
 from megarl.assembly.models import make_budget
 from megarl.assembly.resume import ResumePoint
 from megarl.assembly.reward import Reward, make_reward
-from megarl.checkpoint.differences import Effect, effect_of
 from megarl.checkpoint.directory import STEP_PREFIX
 from megarl.config.load import to_dict
 from megarl.config.ppo_rules import needs_of
 from megarl.config.root import Config
+from megarl.config.schema import Schema
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.launch import Launch
@@ -21,6 +21,7 @@ from megarl.environments.episodes import Environments
 from megarl.environments.scoring import EpisodeScorer
 from megarl.learner.learner import Learner
 from megarl.learner.parallel import Mesh
+from megarl.mark import Effect
 from megarl.models.hub import stop_token_ids
 from megarl.models.source import Source
 from megarl.reshard.executor import Reshard
@@ -118,7 +119,12 @@ def make_step_cache(config: Config, prompts: PromptStream, resume_point: ResumeP
     if not config.actor_rollout_ref.rollout.keep_complete:
         return None
     run_dir, first_step = Path(config.trainer.default_local_dir), resume_point.state.step
-    what_matters = {key: value for key, value in flatten(to_dict(config)) if effect_of(key)[0] is not Effect.NONE}
+    schema = Schema.of(Config)
+    what_matters = {
+        path: value
+        for path, value in flatten(to_dict(config))
+        if schema.changes[schema.leaf(path)].effect is not Effect.NONE
+    }
     return StepCache(
         run_dir,
         config=json.dumps(what_matters),

@@ -32,7 +32,6 @@ NEEDED = (
     "megatron-core",
     "transformers",
     "mlflow",
-    "omegaconf",
     "pyarrow",
     "pydantic",
     "safetensors",

@@ -13,10 +13,11 @@ from megarl.commands.cli.table import TRAIN
 from megarl.commands.entry import run
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
-from megarl.config.report import show_plan, start_remarks, unread_keys, unwritten_keys
+from megarl.config.report import show_plan, start_remarks, unwritten_keys
 from megarl.config.root import Config
 from megarl.config.rows_trial import check_rows
 from megarl.config.trial import find_models, find_sources, try_reward
+from megarl.config.unread import unread_keys
 from megarl.distributed.place import Launch
 from megarl.tracking.config import REPLAY, TrainerSection
 

@@ -12,7 +12,7 @@ from megarl.config.faults import Fault
 from megarl.config.mesh_checks import divisors, override_faults, size_faults, stage_faults
 from megarl.config.model_files import read_sizes, tokenizer_faults
 from megarl.config.rule import Facts
-from megarl.data.config import DataSection, SupervisedDataSection
+from megarl.data.config import TextSection
 from megarl.data.remote_tokenizer import is_without_tokenizer
 from megarl.data.template import check_template
 from megarl.learner.config import MegatronSection
@@ -193,7 +193,7 @@ def length_faults(sizes: Architecture | None, model: str, key: str, length: int)
         )
 
 
-def data_faults(data: DataSection | SupervisedDataSection, model: CheckpointSection) -> Iterator[Fault]:
+def data_faults(data: TextSection, model: CheckpointSection) -> Iterator[Fault]:
     """Check that local files exist, that URIs are of a kind that is opened, the tokenizer and the chat template."""
     for key, value in (("train_files", data.train_files), ("val_files", data.val_files)):
         files = [] if value is None else [value] if isinstance(value, str) else value

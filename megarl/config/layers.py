@@ -10,14 +10,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from megarl.config.faults import Fault
-from megarl.config.fixed import is_fixed, refuse
 from megarl.config.foreign import FLAGS, alias, answer_key, answer_values
-from megarl.config.schema import Schema
+from megarl.config.links import LINK, parse
+from megarl.config.schema import Schema, nest
 from megarl.platform.errors import UserError
 from megarl.platform.files import similar
 from megarl.platform.secrets import REDACTED
@@ -25,8 +23,8 @@ from megarl.platform.secrets import REDACTED
 COMMAND_LINE = "command line"
 YAML = (".yaml", ".yml")
 CHECKS = ("--check", "--dry-run")  # what people try in order to check a configuration
-UNREADABLE = (YAMLError, OmegaConfBaseException, ValueError)  # PyYAML raises ValueError for numbers, dates and bytes
-_QUOTING = re.compile(r"(tag|alias|anchor|handle|input|at:) '.*'", re.DOTALL)
+UNREADABLE = (YAMLError, ValueError)  # PyYAML raises ValueError for numbers, dates and bytes
+_QUOTING = re.compile(r"(tag|alias|anchor|handle) '.*'", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +32,7 @@ class Layer:
     """One file, or one argument."""
 
     origin: str  # the file's name, or COMMAND_LINE
-    tree: dict[str, Any]  # nested, interpolations unresolved
+    tree: dict[Any, Any]  # nested, links unresolved
 
 
 def read_layers(argv: Sequence[str]) -> tuple[list[Layer], list[Fault]]:
@@ -69,13 +67,12 @@ def _key_faults(path: str, value: Any, schema: Schema) -> Iterator[Fault]:
         for answer in answer_values(path, value):
             yield Fault(path=path, message=answer)
     elif path in schema.sections:
-        if not (value is None or value == {} or (isinstance(value, str) and value.startswith("${"))):
+        link = LINK.fullmatch(value) if isinstance(value, str) else None
+        if not (value is None or value == {} or (link and link["key"] in schema.sections)):
             yield Fault(path=path, message=f"is a section with keys of its own, not a value: {value!r}")
-    elif is_fixed(path):
-        if why := refuse(path, value):
-            yield Fault(path=path, message=why)
-    elif (foreign := answer_key(path)) is not None:
-        yield Fault(path=path, message=foreign)
+    elif (foreign := answer_key(path, value)) is not None:
+        if foreign:
+            yield Fault(path=path, message=foreign)
     else:
         meant = schema.nearest(path)
         hint = f"did you mean {meant}?" if meant else "nothing of this name can be set, remove it"
@@ -93,24 +90,23 @@ def _read_file(name: str) -> Layer:
     if not path.is_file():
         raise UserError(f"no such file{similar(path)}")
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        tree = parse(path.read_text(encoding="utf-8")) or {}
     except UNREADABLE as error:
         raise UserError(f"is not valid YAML: {_say(error)}") from error
     if not isinstance(tree, dict):
         raise UserError("must hold keys and values at its top level")
-    return Layer(origin=name, tree={str(key): value for key, value in tree.items()})
+    return Layer(origin=name, tree=tree)
 
 
 @lru_cache(maxsize=256)  # a planner tries many variants of one command line
 def _read_override(argument: str) -> Layer:
     if argument.startswith("~"):
         raise UserError("keys cannot be removed: set it to another value")
+    key, _, value = argument.lstrip("+").partition("=")
     try:
-        tree = OmegaConf.to_container(OmegaConf.from_dotlist([argument.lstrip("+")]), resolve=False)
+        return Layer(origin=COMMAND_LINE, tree=nest({key: parse(value)}))
     except UNREADABLE as error:
         raise UserError(f"its value is not valid YAML: {_say(error)}") from error
-    assert isinstance(tree, dict)
-    return Layer(origin=COMMAND_LINE, tree={str(key): value for key, value in tree.items()})
 
 
 def _flatten(node: dict[Any, Any], schema: Schema, prefix: str) -> Iterator[tuple[str, Any]]:

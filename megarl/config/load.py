@@ -5,15 +5,13 @@ It starts no process, imports no torch, leaves no file, and reports all faults i
 
 import math
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -22,6 +20,7 @@ from megarl.config.custom_rules import CUSTOM_RULES
 from megarl.config.environment_rules import ENVIRONMENT_RULES
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.layers import read_layers, recognise
+from megarl.config.links import LINK, follow
 from megarl.config.ppo_rules import PPO_RULES
 from megarl.config.reward_rules import REWARD_RULES
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, SupervisedConfig, VerifyConfig
@@ -29,11 +28,9 @@ from megarl.config.rule import Facts, Rule
 from megarl.config.schema import MANDATORY, Schema, nest
 from megarl.config.sft_rules import SFT_RULES
 from megarl.config.verify_rules import VERIFY_RULES
+from megarl.platform.errors import UserError
 from megarl.platform.secrets import REDACTED, redacted
 from megarl.section import flatten
-
-_LINK = re.compile(r"\$\{([a-z]\w*(?:\.\w+)*)\}")
-_TEXT = re.compile(rf"(?:[\w./-]|{_LINK.pattern})*")
 
 SECRETS_NOTE = f"""\
 # {REDACTED} replaces a secret. To start from this file, put the secret into the environment or write it here again.
@@ -143,15 +140,13 @@ def read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str, 
     """
     schema = _schema(root)
     layers, faults = read_layers(argv)
-    written: list[dict[str, Any]] = [{**schema.leaves, **LINKS[root]}]
+    written: dict[str, Any] = {**schema.leaves, **LINKS[root]}
     origins: dict[str, str] = {}
     for layer in layers:
         leaves, found = recognise(layer, schema)
         faults.extend(found)
         origins.update(dict.fromkeys(leaves, layer.origin))
-        if schema.sections & (leaves.keys() | written[-1].keys()):
-            written.append({})  # a section that follows a section: only OmegaConf can override a part of it
-        _write(leaves, over=written[-1])
+        written |= {key: _merged(written[key], value) for key, value in _spread(leaves, schema)}
     values, unresolved = _resolve(written, schema)
     config, mistyped = _validate(root, values, schema)
     # A key that merely follows another shares its fault.
@@ -162,67 +157,37 @@ def read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str, 
     return config, faults, origins
 
 
-def _write(values: Mapping[str, Any], *, over: dict[str, Any]) -> None:
-    """Write `values` over the values of lower layers; dictionaries are merged."""
-    for key, value in values.items():
-        if isinstance(value, dict) and isinstance(over.get(key), dict):
-            _write(value, over=(joined := dict(over[key])))
-            over[key] = joined
-        else:
-            over[key] = value
+def _merged(old: Any, new: Any) -> Any:
+    """Return `new`, which overrides `old`; of two dictionaries the union."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+    return new
 
 
-def _resolve(written: Sequence[dict[str, Any]], schema: Schema) -> tuple[dict[str, Any], list[Fault]]:
-    """Return plain values by dotted key; for a key without a value, a substitute of its type and a fault.
+def _spread(values: Mapping[str, Any], schema: Schema) -> Iterator[tuple[str, Any]]:
+    """Yield the values; a section that follows a section becomes keys that follow the keys of the same names."""
+    for path, value in values.items():
+        if path in schema.leaves:
+            yield path, value
+        elif link := LINK.fullmatch(value):
+            for key in schema.leaves:
+                if key.startswith(f"{path}.") and (leader := link["key"] + key.removeprefix(path)) in schema.leaves:
+                    yield key, f"${{{leader}}}"
 
-    OmegaConf takes a tenth of a second for a tree. It sees only values that `_follow` leaves unresolved.
-    """
-    plain = _follow(written[0]) if len(written) == 1 else {}
-    tree = None if schema.leaves.keys() == plain.keys() else OmegaConf.unsafe_merge(*map(nest, written))
+
+def _resolve(written: Mapping[str, Any], schema: Schema) -> tuple[dict[str, Any], list[Fault]]:
+    """Return plain values by dotted key; for a key without a value, a substitute of its type and a fault."""
     values: dict[str, Any] = {}
     faults: list[Fault] = []
     for path, default in schema.leaves.items():
         try:
-            values[path] = _expand_home(plain[path] if path in plain else _select(tree, path))
-        except MissingMandatoryValue:
-            faults.append(Fault(path=path, message=f"has no value: add {path}=..."))
-            values[path] = _stand_in(default)
-        except OmegaConfBaseException as error:
-            faults.append(Fault(path=path, message=f"cannot be resolved: {str(error).splitlines()[0]}"))
+            values[path] = _expand_home(follow(path, written))
+        except UserError as error:
+            is_missing = written[path] == MANDATORY
+            message = f"has no value: add {path}=..." if is_missing else f"cannot be resolved: {error}"
+            faults.append(Fault(path=path, message=message))
             values[path] = _stand_in(default)
     return values, faults
-
-
-def _follow(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values without interpolations, and the values of keys that follow them by `${a.b.c}`."""
-    plain = {path: value for path, value in values.items() if value != MANDATORY and not _interpolates(value)}
-    followers = {path: value for path, value in values.items() if isinstance(value, str) and path not in plain}
-    while found := {path: _fill(text, plain) for path, text in followers.items() if _leads_to(text, plain)}:
-        plain |= found
-        followers = {path: text for path, text in followers.items() if path not in found}
-    return plain
-
-
-def _interpolates(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_interpolates, value.values()))
-    return any(map(_interpolates, value)) if isinstance(value, list) else isinstance(value, str) and "${" in value
-
-
-def _leads_to(text: str, plain: Mapping[str, Any]) -> bool:
-    """Tell whether `text` is a link to a key of `plain`, or words with links to strings of `plain`."""
-    leaders = _LINK.findall(text)
-    if not all(leader in plain for leader in leaders):
-        return False
-    return bool(_LINK.fullmatch(text)) or (
-        bool(_TEXT.fullmatch(text)) and all(isinstance(plain[leader], str) for leader in leaders)
-    )
-
-
-def _fill(text: str, plain: Mapping[str, Any]) -> Any:
-    if link := _LINK.fullmatch(text):
-        return plain[link[1]]
-    return _LINK.sub(lambda link: plain[link[1]], text)
 
 
 def _validate(root: type[C], values: Mapping[str, Any], schema: Schema) -> tuple[C, list[Fault]]:
@@ -233,11 +198,11 @@ def _validate(root: type[C], values: Mapping[str, Any], schema: Schema) -> tuple
         config = adapter.validate_python(nest(values))
     except ValidationError as error:
         for details in error.errors():
-            messages.setdefault(_leaf(details["loc"], schema), []).append(_say(details))
+            messages.setdefault(schema.leaf(".".join(map(str, details["loc"]))), []).append(_say(details))
         config = adapter.validate_python(nest(_sound(values, messages, schema)))
     written = dict(flatten(values))
     for path, found in flatten(asdict(config)):
-        if _counts(written.get(path), found) and (key := _leaf(path.split("."), schema)) not in messages:
+        if _counts(written.get(path), found) and (key := schema.leaf(path)) not in messages:
             messages[key] = ["should be a number"]
     faults = [
         Fault(path=path, message=f"{', or '.join(found)}, not {values[path]!r}") for path, found in messages.items()
@@ -257,11 +222,6 @@ def _counts(written: Any, found: Any) -> bool:
     return isinstance(written, bool) and isinstance(found, int | float) and not isinstance(found, bool)
 
 
-def _select(tree: Any, path: str) -> Any:
-    value = OmegaConf.select(tree, path, throw_on_missing=True)
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
 def _expand_home(value: Any) -> Any:
     """Expand `~`, which no shell sees in a file or after `key=`."""
     if isinstance(value, list):
@@ -271,14 +231,6 @@ def _expand_home(value: Any) -> Any:
 
 def _stand_in(default: Any) -> Any:
     return "" if default == MANDATORY else default
-
-
-def _leaf(location: Sequence[int | str], schema: Schema) -> str:
-    """Return the key in pydantic's location, without what follows it: the arm of a union, the index of a list."""
-    for length in range(len(location), 0, -1):
-        if (path := ".".join(map(str, location[:length]))) in schema.leaves:
-            return path
-    raise AssertionError(f"no key at {location}")
 
 
 def _say(details: ErrorDetails) -> str:

@@ -4,13 +4,12 @@ import ast
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from fnmatch import fnmatchcase
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, VerifyConfig
 from megarl.config.schema import MANDATORY, Schema
-from megarl.config.unread import ROWS, Row, shown
+from megarl.config.unread import in_words, shown
 
 ROOTS: Mapping[type, tuple[str, str]] = {
     Config: ("Training from rewards", "train"),
@@ -54,7 +53,7 @@ def parts() -> dict[type, list[Part]]:
         schema = Schema.of(root)
         for path, cls in _sections(root, ""):
             title = path if root is Config else f"{command}: {path or 'the root'}"
-            keys = {key.name: key for key in _keys(cls, f"{path}.".lstrip("."), schema, root)}
+            keys = {key.name: key for key in _keys(cls, f"{path}.".lstrip("."), schema, root, section=path)}
             twin, twin_path, known = first.setdefault(cls, (title, path, keys))
             differ = [key for name, key in keys.items() if not _is_same(key, known[name], f"{twin_path}.{name}")]
             if keys:
@@ -63,7 +62,7 @@ def parts() -> dict[type, list[Part]]:
                 part = Part(
                     title=title,
                     text=text,
-                    condition=_condition(path, root),
+                    condition=_condition(path, root, schema),
                     twin=None if own else twin,
                     keys=tuple(keys.values() if own else differ),
                 )
@@ -99,7 +98,7 @@ def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
             yield from _sections(hints[key.name], f"{path}.{key.name}".lstrip("."))
 
 
-def _keys(cls: type, prefix: str, schema: Schema, root: type) -> Iterator[Key]:
+def _keys(cls: type, prefix: str, schema: Schema, root: type, *, section: str = "") -> Iterator[Key]:
     hints, texts = get_type_hints(cls, include_extras=True), _docstrings(cls)
     for field in fields(cls):
         if (path := prefix + field.name) in schema.leaves:
@@ -108,7 +107,7 @@ def _keys(cls: type, prefix: str, schema: Schema, root: type) -> Iterator[Key]:
                 kind=_kind(hints[field.name]),
                 default=_default(path, schema, root),
                 text=texts[field.name],
-                condition=_condition(path, root, known=prefix.rstrip(".")),
+                condition=_condition(path, root, schema, section=section),
             )
 
 
@@ -127,22 +126,21 @@ def _docstrings(cls: type) -> dict[str, str]:
     return found
 
 
-def _condition(path: str, root: type, *, known: str = "") -> str:
+def _condition(path: str, root: type, schema: Schema, *, section: str = "") -> str:
     """Say when the key or section at `path` is read; empty if it always is.
 
-    Rows of `unread` that name all of the section `known` are left out.
+    What holds for all of `section` is left out.
     """
-    section = path.rpartition(".")[0]
-    rows = [row for row in ROWS.get(root, ()) if _names(row, path) and not _names(row, known)]
-    if never := [row.why for row in rows if not row.condition]:
+    if root is VerifyConfig:  # has no remarks
+        return ""
+    known = schema.read_if.get(section, ())
+    own = [condition for condition in schema.read_if.get(path, ()) if condition not in known]
+    if never := [condition.why for condition in own if not condition.fact]:
         return f"*Not read {never[0]}.*"
-    conditions = dict.fromkeys(row.condition.replace(f"`{section}." * bool(known), "`" * bool(known)) for row in rows)
+    conditions = dict.fromkeys(
+        in_words(one).replace(f"`{section}." * bool(section), "`" * bool(section)) for one in own
+    )
     return f"*Read only if {', and '.join(conditions)}.*" if conditions else ""
-
-
-def _names(row: Row, path: str) -> bool:
-    """Tell whether a row names the key at `path`, or all keys under the section at `path`."""
-    return any(fnmatchcase(path, pattern) or fnmatchcase(f"{path}.", pattern) for pattern in row.keys)
 
 
 def _default(path: str, schema: Schema, root: type) -> str:

@@ -13,7 +13,7 @@ from megarl.config.custom_functions import ESTIMATOR, LOSS
 from megarl.config.load import written_keys
 from megarl.config.mesh_checks import data_parallel_size
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, SupervisedConfig
-from megarl.config.unread import unread
+from megarl.config.unread import unread_keys
 from megarl.platform.screen import Screen, labelled
 from megarl.platform.secrets import redacted
 from megarl.rewards.custom import provenance
@@ -175,17 +175,12 @@ def remarks(config: Config) -> Iterator[str]:
         )
 
 
-def unread_keys(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for the keys that `argv`, the source of `config`, sets and nothing reads."""
-    return unread(config, written_keys(type(config), argv))
-
-
 def unsaved(config: Config | SFTConfig | RewardTrainConfig) -> Iterator[str]:
     """Yield a sentence for each way in which a run can lose what it has learnt."""
     trainer, learns_from_rewards = config.trainer, isinstance(config, Config)
     if trainer.val_only:
         return
-    names_best = learns_from_rewards and bool(config.data.val_files) and trainer.test_freq > 0
+    names_best = isinstance(config, Config) and config.validates_after_steps
     saved = ["the last step"] * trainer.save_last
     saved += ["each step whose validation is the best so far"] * (names_best and trainer.save_best)
     if trainer.save_freq <= 0 and saved:

@@ -7,18 +7,35 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field, fields, replace
 
 from megarl.algorithms.config import EXACT, AlgorithmSection, KLEstimator
-from megarl.config.policy import ActorSection, CriticSection, RefSection
+from megarl.config.policy import ONE_SEED, UNTRAINED, ActorSection, CriticSection, RefSection
 from megarl.data.config import DataSection, PreferenceDataSection, SFTDataSection
 from megarl.environments.config import EnvironmentSection
 from megarl.learner.config import MegatronSection, OptimSection
+from megarl.mark import MICRO, OPTIMIZER, REWARD, Change, Effect, key, never, when
 from megarl.models.config import CheckpointSection, ModelSection, ReferenceModelSection, RewardCheckpointSection
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rollout.config import RolloutSection
 from megarl.section import Bound, Count, Length, Weight, section
 from megarl.tracking.config import TrainerSection
 
+COMPARED = when(
+    "has_reference",
+    words="the reward or the loss has a divergence from the reference",
+    why="as nothing asks for a reference",
+)
+VALUED = when(
+    "has_critic",
+    words="`algorithm.adv_estimator` is `gae`, or is `custom` and `custom_estimator.needs` has `values`",
+    because=("algorithm.adv_estimator",),
+)
+OF_REWARDS = never(
+    "by a run that learns from files",
+    *("critic_warmup", "log_val_generations", "rollout_data_dir"),
+    *("save_best", "val_before_train", "val_only"),
+)
 
-@section
+
+@section()
 class ActorRolloutRefSection:
     """`actor_rollout_ref.*`: the policy in its three roles."""
 
@@ -26,28 +43,29 @@ class ActorRolloutRefSection:
     """The checkpoint that actor, engine and reference share."""
     actor: ActorSection = field(default_factory=ActorSection)
     """The policy that learns."""
-    ref: RefSection = field(default_factory=RefSection)
+    ref: RefSection = key(RefSection, read_if=COMPARED)
     """The policy that the actor is kept close to."""
     rollout: RolloutSection = field(default_factory=RolloutSection)
     """The engine that samples."""
 
 
 MODEL_SCORE = "model"  # the reward model among `reward_model.weights`
+ENABLED = when("reward_model.enable", True)
 
 
-@section
+@section(REWARD)
 class RewardModelSection(RulesSection):
     """`reward_model.*`: the score of a response, by rules and by a neural model."""
 
     enable: bool = False
     """Let a neural model score the responses."""
-    model: RewardCheckpointSection = field(default_factory=RewardCheckpointSection)
+    model: RewardCheckpointSection = key(RewardCheckpointSection, read_if=ENABLED)
     """The neural model."""
-    megatron: MegatronSection = field(default_factory=MegatronSection)
+    megatron: MegatronSection = key(MegatronSection, read_if=(ONE_SEED, UNTRAINED, ENABLED))
     """The split of the neural model over the ranks."""
-    micro_batch_size: Count | None = 64
+    micro_batch_size: Count | None = key(64, MICRO, read_if=ENABLED)
     """Most sequences per forward pass, per rank; null = only the token budget of the actor limits them."""
-    max_length: Length | None = None
+    max_length: Length | None = key(None, read_if=ENABLED)
     """Most tokens of a prompt with its response, in the model's own vocabulary. A longer text loses its beginning.
     null = the model's number of positions."""
 
@@ -67,7 +85,7 @@ class RewardModelSection(RulesSection):
         return replace(self, weights=others) if others else None
 
 
-@section
+@section()
 class Config:
     """The root of a run that learns from rewards."""
 
@@ -75,15 +93,15 @@ class Config:
     """The prompts."""
     actor_rollout_ref: ActorRolloutRefSection
     """The policy."""
-    critic: CriticSection = field(default_factory=CriticSection)
+    critic: CriticSection = key(CriticSection, read_if=VALUED)
     """The value model of adv_estimator=gae, or of an estimator of the user that needs values."""
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     """Advantages and the KL penalty."""
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)
     """The score of a response."""
-    custom_reward_function: CustomRewardSection = field(default_factory=CustomRewardSection)
+    custom_reward_function: CustomRewardSection = key(CustomRewardSection, read_if=when("custom_reward_function.path"))
     """A reward function of the user."""
-    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    environment: EnvironmentSection = key(EnvironmentSection, read_if=when("environment.name"))
     """The environment that responses are turns of."""
     trainer: TrainerSection = field(default_factory=TrainerSection)
     """Length, ranks, records and checkpoints of the run."""
@@ -151,6 +169,29 @@ class Config:
         return takes_one_step and not (is_needed or algorithm.mask_truncated_completions)
 
     @property
+    def has_token_budget(self) -> bool:
+        """Tell whether a number of tokens bounds the micro-batches of a model."""
+        model = self.reward_model
+        return self.actor_rollout_ref.actor.use_dynamic_bsz or (model.enable and model.micro_batch_size is None)
+
+    @property
+    def draws_order(self) -> bool:
+        """Tell whether the order of prompts, samples or supervised pairs is drawn."""
+        actor = self.actor_rollout_ref.actor
+        return bool(self.data.shuffle or actor.shuffle or actor.ptx_files)
+
+    @property
+    def validates(self) -> bool:
+        """Tell whether the run validates."""
+        trainer = self.trainer
+        return bool(self.data.val_files) and (trainer.val_only or trainer.val_before_train or trainer.test_freq > 0)
+
+    @property
+    def validates_after_steps(self) -> bool:
+        """Tell whether the run validates while it learns."""
+        return bool(self.data.val_files) and self.trainer.test_freq > 0
+
+    @property
     def num_supervised(self) -> int:
         """Return the number of supervised pairs in every optimizer step of the actor."""
         actor = self.actor_rollout_ref.actor
@@ -188,20 +229,25 @@ class Config:
         return {kind for kind in (self.kl_of_reward, self.kl_of_loss) if kind}
 
     @property
+    def estimates_divergence(self) -> bool:
+        """Tell whether the reference has passes of its own; an exact divergence is taken in those of the actor."""
+        return bool(self.divergence_kinds - {*EXACT})
+
+    @property
     def passes_of_reference(self) -> dict[str, int]:
         """Return the passes of a reference over its samples in a step, by phase of the timers.
 
         An estimate takes a pass of its own. An exact divergence is taken in the passes of the actor.
         """
         passes = {
-            "ref": int(bool(self.divergence_kinds - {*EXACT})),
+            "ref": int(self.estimates_divergence),
             "old_log_prob": int(self.kl_of_reward in EXACT),
             "update_actor": self.actor_rollout_ref.actor.ppo_epochs * (self.kl_of_loss in EXACT),
         }
         return {phase: number for phase, number in passes.items() if number}
 
 
-@section
+@section()
 class SupervisedConfig:
     """The keys of every run that learns from files alone."""
 
@@ -211,11 +257,11 @@ class SupervisedConfig:
     """The optimizer."""
     megatron: MegatronSection = field(default_factory=MegatronSection)
     """The split of the model over the ranks."""
-    grad_clip: Bound = 1.0
+    grad_clip: Bound = key(1.0, OPTIMIZER)
     """Largest gradient norm."""
-    max_token_len_per_gpu: Length = 16384
+    max_token_len_per_gpu: Length = key(16384, MICRO)
     """Token budget of a micro-batch, per rank."""
-    trainer: TrainerSection = field(default_factory=TrainerSection)
+    trainer: TrainerSection = key(TrainerSection, read_if=(OF_REWARDS, when("data.val_files", of=("test_freq",))))
     """Length, ranks, records and checkpoints of the run."""
 
     @property
@@ -224,7 +270,7 @@ class SupervisedConfig:
         yield "model.path", self.model
 
 
-@section
+@section()
 class SFTConfig(SupervisedConfig):
     """The root of a supervised run."""
 
@@ -232,17 +278,17 @@ class SFTConfig(SupervisedConfig):
     """Pairs of prompt and response."""
 
 
-@section
+@section()
 class RewardTrainConfig(SupervisedConfig):
     """The root of a reward model's training."""
 
     data: PreferenceDataSection
     """Pairs of responses."""
-    center_rewards_coefficient: Weight = 0.0
+    center_rewards_coefficient: Weight = key(0.0, Change(Effect.CURVE, "the loss"))
     """Weight of the squared sum of the two rewards of a pair, a term that keeps the mean reward near 0."""
 
 
-@section
+@section()
 class VerifiedActorSection:
     """`actor_rollout_ref.actor.*` of `megarl verify`."""
 
@@ -250,7 +296,7 @@ class VerifiedActorSection:
     """The split of the trainer's model. The default is float32, so that rounding neither hides nor feigns a fault."""
 
 
-@section
+@section()
 class VerifiedPolicySection:
     """`actor_rollout_ref.*` of `megarl verify`."""
 
@@ -262,7 +308,7 @@ class VerifiedPolicySection:
     """The engine."""
 
 
-@section
+@section()
 class VerifyConfig:
     """The root of `megarl verify`: the keys of a run for model, trainer and engine."""
 
@@ -278,8 +324,8 @@ class VerifyConfig:
 
 
 def _follow(section_path: str, leader: str) -> Iterator[tuple[str, str]]:
-    for key in fields(MegatronSection):
-        yield f"{section_path}.{key.name}", f"${{{leader}.{key.name}}}"
+    for one in fields(MegatronSection):
+        yield f"{section_path}.{one.name}", f"${{{leader}.{one.name}}}"
 
 
 RUN_DIRECTORY = {"trainer.default_local_dir": "checkpoints/${trainer.project_name}/${trainer.experiment_name}"}

@@ -1,31 +1,53 @@
-"""The tree of keys under a root section: paths, defaults, and the path that a misspelt path was meant to be."""
+"""The tree of keys under a root section: paths, defaults, marks, and the path that a misspelt path was meant to be."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, Self, get_type_hints
 
-MANDATORY = "???"  # OmegaConf's own mark of a key that has no value yet
+from megarl.mark import UNKNOWN, Change, Condition
+
+MANDATORY = "???"  # the mark of a key that has no value yet
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
     """Every key under one root."""
 
-    leaves: Mapping[str, Any]  # dotted path -> default, or MANDATORY
-    sections: frozenset[str]  # dotted paths of the sections between root and leaves
+    leaves: dict[str, Any]  # dotted path -> default, or MANDATORY
+    sections: set[str]  # dotted paths of the sections between root and leaves
+    changes: dict[str, Change]  # of the leaves: what another value does to a run that resumes
+    read_if: dict[str, tuple[Condition, ...]]  # of leaves and sections, the conditions of outer sections first
 
     @classmethod
     def of(cls, root: type) -> Self:
         """Walk the dataclass `root`."""
-        leaves: dict[str, Any] = {}
-        sections: set[str] = set()
-        for path, default, is_section in _walk(root, _defaults(root), ""):
+        schema = cls(leaves={}, sections=set(), changes={}, read_if={})
+        schema._walk(root, None, "", ())
+        return schema
+
+    def _walk(self, cls: type, section: object, prefix: str, outer: tuple[Condition, ...]) -> None:
+        """Add the keys of `cls`; their defaults are the values of `section`, if that is an instance."""
+        hints = get_type_hints(cls)
+        for key in fields(cls):
+            path, kind = prefix + key.name, hints[key.name]
+            default = getattr(section, key.name) if isinstance(section, cls) else _default(key)
+            conditions = (*outer, *(one.at(prefix, path) for one in key.metadata.get("read_if", ())))
+            self.read_if[path] = tuple(one for one in conditions if one.concerns(path))
+            is_section = is_dataclass(kind)  # a variable, because mypy takes the call for a test of the type
             if is_section:
-                sections.add(path)
+                self.sections.add(path)
+                self._walk(kind, default, f"{path}.", conditions)
             else:
-                leaves[path] = default
-        return cls(leaves=leaves, sections=frozenset(sections))
+                self.leaves[path] = default
+                self.changes[path] = key.metadata.get("change") or getattr(cls, "__change__", None) or UNKNOWN
+
+    def leaf(self, path: str) -> str:
+        """Return the key that `path` is, or is a part of."""
+        while path not in self.leaves:
+            path = _parent(path)
+            assert path, "no key is there"
+        return path
 
     def __contains__(self, path: str) -> bool:
         return path in self.leaves or path in self.sections
@@ -56,28 +78,10 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _walk(cls: type, defaults: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, bool]]:
-    hints = get_type_hints(cls)
-    for key in fields(cls):
-        path, kind = prefix + key.name, hints[key.name]
-        nested = is_dataclass(kind)
-        yield path, defaults[key.name], nested
-        if nested:
-            yield from _walk(kind, defaults[key.name], path + ".")
-
-
-def _defaults(cls: type) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {key.name: _default(key, hints[key.name]) for key in fields(cls)}
-
-
-def _default(key: Field[Any], kind: Any) -> Any:
-    if key.default is not MISSING:
-        return key.default
+def _default(key: Field[Any]) -> Any:
     if key.default_factory is not MISSING:
-        value = key.default_factory()
-        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    return _defaults(kind) if isinstance(kind, type) and is_dataclass(kind) else MANDATORY
+        return key.default_factory()
+    return MANDATORY if key.default is MISSING else key.default
 
 
 def _parent(path: str) -> str:

@@ -2,90 +2,88 @@
 
 from typing import Literal
 
+from megarl.mark import MICRO, RULES, SCORES, VALIDATES, VALIDATION, Change, Effect, key, when
 from megarl.section import Count, Length, Seed, section
 
+DATA = Change(Effect.CURVE, "the training data and its order")
+DRAWS = when(
+    "draws_order",
+    words="`data.shuffle` or `actor_rollout_ref.actor.shuffle` is true, or `ptx_files` is set",
+    because=(".shuffle", "actor_rollout_ref.actor.shuffle"),
+)
 
-@section
-class DataSection:
-    """`data.*` of PPO and GRPO: the prompts, their lengths and batch sizes."""
+
+@section(DATA)
+class TextSection:
+    """`data.*` of every run: files of texts, and how texts become tokens."""
 
     train_files: str | list[str]
     """Parquet or JSON file or files (.jsonl, .json, .gz and .zst of them); a local path or any URI that pyarrow or
     fsspec opens (s3://, hdfs://, ...)."""
-    val_files: str | list[str] | None = None
+    val_files: str | list[str] | None = key(None, SCORES)
     """File or files for validation, as `train_files`; null = no validation."""
     tokenizer: str | None = None
-    """HF directory, HF id or SentencePiece `.model` file, or a URI of one; null = the actor's."""
+    """HF directory, HF id or SentencePiece `.model` file, or a URI of one; null = that of the model that learns."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of messages {role, content}, or a plain string."""
+    shuffle: bool = True
+    """A new order of the rows in every epoch."""
+    chat_template: str | None = None
+    """Jinja file or string that replaces the tokenizer's chat template."""
+    apply_chat_template: bool | None = None
+    """true = apply the chat template to every prompt, to a string as one user message; false = use the content of the
+    messages as it is; null = apply the template to lists of messages, if the tokenizer has one."""
+    special_tokens_in_text: Literal["split", "allow", "error"] = "split"
+    """Names of special tokens in the text of files and environments: read as letters (split), as the tokens (allow, for
+    files that a template has written), or refused in files (error)."""
+
+
+@section(DATA)
+class DataSection(TextSection):
+    """`data.*` of PPO and GRPO: the prompts, their lengths and batch sizes."""
+
     max_prompt_length: Length = 512
     """Longest prompt, in tokens."""
     max_response_length: Length = 512
     """Longest response, in tokens."""
     train_batch_size: Count = 1024
     """Prompts per step, over all ranks."""
-    val_batch_size: Count | None = None
+    val_batch_size: Count | None = key(None, VALIDATION, read_if=VALIDATES)
     """Prompts per validation batch, over all ranks; null = all at once."""
-    truncation: Literal["error", "left", "right", "middle"] = "error"
+    truncation: Literal["error", "left", "right", "middle"] = key(
+        "error", read_if=when(".filter_overlong_prompts", False)
+    )
     """Treatment of prompts longer than `max_prompt_length`: refuse them (error), or cut them at that place. The token
     that begins a text and the template's beginning of the response stay."""
     filter_overlong_prompts: bool = False
     """Drop over-long prompts from the data set instead."""
-    shuffle: bool = True
-    """A new order of the prompts in every epoch."""
-    seed: Seed = 1
-    """Seed of that order."""
-    chat_template: str | None = None
-    """Jinja file or string that replaces the tokenizer's chat template."""
-    apply_chat_template: bool | None = None
-    """true = apply the chat template to every prompt, to a string as one user message; false = use the content of the
-    messages as it is; null = apply the template to lists of messages, if the tokenizer has one."""
-    special_tokens_in_text: Literal["split", "allow", "error"] = "split"
-    """Names of special tokens in the text of files and environments: read as letters (split), as the tokens (allow, for
-    files that a template has written), or refused in files (error)."""
+    seed: Seed = key(1, read_if=DRAWS)
+    """Seed of the order of rows, samples and supervised pairs."""
     reward_fn_key: str = "data_source"
     """Column with the data source, which picks the built-in reward; may be missing if no built-in reward is used."""
-    prompt_id_key: str | None = None
+    prompt_id_key: str | None = key(None, Change(Effect.NONE, "names of prompts in records"))
     """Column with an id of the prompt, which logs and kept samples show; null = none."""
     max_prompt_id_length: Length | None = None
     """Longest id, in characters; a longer id is an error. null = no limit."""
-    return_raw_chat: bool = False
+    return_raw_chat: bool = key(False, read_if=RULES)
     """Pass the prompt as it is in the file to reward functions, as `extra_info["raw_chat"]`."""
-    return_raw_input_ids: bool = False
+    return_raw_input_ids: bool = key(False, read_if=RULES)
     """Pass the prompt's ids without the chat template to reward functions, as `extra_info["raw_input_ids"]`."""
 
 
-@section
-class SupervisedDataSection:
+@section(DATA)
+class SupervisedDataSection(TextSection):
     """`data.*` of runs that learn from files alone."""
 
-    train_files: str | list[str]
-    """Parquet or JSON file or files; a local path or any URI that pyarrow or fsspec opens."""
-    val_files: str | list[str] | None = None
-    """File or files for validation, as `train_files`; null = no validation."""
-    tokenizer: str | None = None
-    """HF directory, HF id or SentencePiece `.model` file, or a URI of one; null = the model's."""
-    prompt_key: str = "prompt"
-    """Column with the prompt: a list of messages {role, content}, or a plain string."""
     train_batch_size: Count = 256
     """Rows per optimizer step, over all ranks."""
-    micro_batch_size: Count | None = None
+    micro_batch_size: Count | None = key(None, MICRO)
     """Most rows per forward pass, per rank; null = only the token budget is a limit."""
-    shuffle: bool = True
-    """A new order of the rows in every epoch."""
-    seed: Seed = 1
-    """Seed of that order."""
-    chat_template: str | None = None
-    """Jinja file or string that replaces the tokenizer's chat template."""
-    apply_chat_template: bool | None = None
-    """true = apply the chat template to every prompt, to a string as one user message; false = use the content of the
-    messages as it is; null = apply the template to lists of messages, if the tokenizer has one."""
-    special_tokens_in_text: Literal["split", "allow", "error"] = "split"
-    """Names of special tokens in the text of files and environments: read as letters (split), as the tokens (allow, for
-    files that a template has written), or refused in files (error)."""
+    seed: Seed = key(1, read_if=when(".shuffle", True))
+    """Seed of the order of rows."""
 
 
-@section
+@section(DATA)
 class SFTDataSection(SupervisedDataSection):
     """`data.*` of supervised fine-tuning: pairs of prompt and response."""
 
@@ -95,7 +93,7 @@ class SFTDataSection(SupervisedDataSection):
     """Most tokens of a prompt with its response."""
 
 
-@section
+@section(DATA)
 class PreferenceDataSection(SupervisedDataSection):
     """`data.*` of a reward model's training: a preferred and a rejected response to each prompt."""
 

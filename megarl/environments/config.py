@@ -3,10 +3,11 @@
 from dataclasses import field
 from typing import Any, Literal
 
+from megarl.mark import ENGINE, REWARD, Change, Effect, key
 from megarl.section import Bound, Count, CountFromZero, Length, Score, Seconds, section
 
 
-@section
+@section(REWARD)
 class EnvironmentSection:
     """`environment.*`: the environment that responses are turns of, instead of a reward of single responses."""
 
@@ -17,15 +18,15 @@ class EnvironmentSection:
     """Python file that defines the class; null = a built-in environment."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class."""
-    run_code: bool = False
+    run_code: bool = key(False, Change(Effect.NONE, "whether programs of the policy may run"))
     """Allow name=python to run the programs that the policy writes, with all rights of this run's user."""
     max_turns: Count = 8
     """Most turns of the policy in an episode."""
     max_observation_length: Length = 512
     """Most tokens of an observation; a longer one fails. data.max_response_length bounds all tokens of an episode."""
-    overlap: CountFromZero = 1
+    overlap: CountFromZero = key(1, ENGINE)
     """Windows of 16 engine steps in which the engine draws other samples before it waits for the answer to a turn."""
-    num_workers: Count = 4
+    num_workers: Count = key(4, Change(Effect.NONE, "how many episodes are played at once"))
     """Processes on each rank that environments run in. Each episode stays in one process."""
     timeout_s: Seconds = 10.0
     """Seconds that an environment may take for one turn; after that its process is killed."""

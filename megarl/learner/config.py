@@ -5,8 +5,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from megarl.mark import OFF_CPU, OPTIMIZER, SPLIT, Change, Effect, key, when
 from megarl.section import Count, CountFromZero, Fraction, Interval, Seed, Weight, section
 
+OFFLOAD = Change(Effect.NONE, "the place where parts of the trainer are kept")
+LENGTH = when(
+    ".follows_length",
+    words="the learning rate decays, or warms up by `lr_warmup_steps_ratio`",
+    because=(".warmup_style", ".lr_warmup_steps_ratio"),
+)
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -14,31 +21,31 @@ def _none_if_negative(value: object) -> object:
     return None if value == -1 else value
 
 
-@section
+@section(Change(Effect.CURVE, "how the model computes"))
 class MegatronSection:
     """`*.megatron.*`: the split of one model over the ranks, and the place of its parts between phases."""
 
-    tensor_model_parallel_size: Count = 1
+    tensor_model_parallel_size: Count = key(1, SPLIT)
     """Number of ranks that share every layer (TP)."""
-    pipeline_model_parallel_size: Count = 1
+    pipeline_model_parallel_size: Count = key(1, SPLIT)
     """Number of stages that the layers are divided into (PP)."""
-    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2, le=1_000_000)] | None = key(None, SPLIT)
     """Chunks of layers in each stage (VPP); more chunks shorten the pipeline's idle time. null = one chunk."""
-    context_parallel_size: Count = 1
+    context_parallel_size: Count = key(1, SPLIT)
     """Number of ranks that share the tokens of every sequence (CP)."""
-    expert_model_parallel_size: Count = 1
+    expert_model_parallel_size: Count = key(1, SPLIT)
     """Number of ranks that divide the experts of a layer among themselves (EP), out of the DP and CP ranks."""
-    expert_tensor_parallel_size: Count | None = None
+    expert_tensor_parallel_size: Count | None = key(None, SPLIT)
     """Number of ranks that share every expert (ETP); null = tensor_model_parallel_size."""
-    sequence_parallel: bool = True
+    sequence_parallel: bool = key(True, SPLIT)
     """Split the activations between tensor-parallel layers too. Has no effect if tensor_model_parallel_size = 1."""
-    use_distributed_optimizer: bool = True
+    use_distributed_optimizer: bool = key(True, SPLIT)
     """Shard the optimizer state over the data-parallel ranks."""
-    param_offload: bool = False
+    param_offload: bool = key(False, OFFLOAD, read_if=OFF_CPU)
     """Keep the parameters in host memory between phases. A model that learns also needs use_distributed_optimizer."""
-    grad_offload: bool = False
+    grad_offload: bool = key(False, OFFLOAD, read_if=OFF_CPU)
     """Release the memory of the gradients between phases."""
-    optimizer_offload: bool = False
+    optimizer_offload: bool = key(False, OFFLOAD, read_if=OFF_CPU)
     """Keep the optimizer state in host memory between phases."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of parameters and activations. The optimizer always works in float32."""
@@ -48,7 +55,7 @@ class MegatronSection:
     """Fields of Megatron's TransformerConfig to set, for example recompute_granularity or attention_backend."""
 
 
-@section
+@section(OPTIMIZER)
 class OptimSection:
     """`*.optim.*`: AdamW and the schedule of its learning rate."""
 
@@ -56,14 +63,14 @@ class OptimSection:
     """Peak learning rate, at most 10."""
     lr_warmup_steps: Annotated[CountFromZero | None, BeforeValidator(_none_if_negative)] = None
     """Updates of linear warm-up; null or -1 = lr_warmup_steps_ratio of the schedule's length."""
-    lr_warmup_steps_ratio: Fraction = 0.0
+    lr_warmup_steps_ratio: Fraction = key(0.0, read_if=when(".lr_warmup_steps", None))
     """Linear warm-up as a share of the schedule's length."""
-    min_lr_ratio: Fraction | None = None
+    min_lr_ratio: Fraction | None = key(None, read_if=when(".warmup_style", "cosine", "linear"))
     """Learning rate of the last update as a share of the peak, for a cosine or linear decay, and of any update after
     the schedule; null = the decay would reach 0 one update later, so the last update learns too."""
     warmup_style: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up: constant, or a cosine or linear decay."""
-    total_training_steps: Interval = -1
+    total_training_steps: Interval = key(-1, read_if=LENGTH)
     """Length of the schedule in steps in which the model learns, for the actor those after trainer.critic_warmup; -1 or
     0 = all of the run."""
     weight_decay: Weight = 0.01
@@ -75,6 +82,11 @@ class OptimSection:
     def decays(self) -> bool:
         """Whether the learning rate falls after the warm-up."""
         return self.warmup_style != "constant"
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether a learning rate depends on the length of the schedule."""
+        return self.decays or (self.lr_warmup_steps is None and self.lr_warmup_steps_ratio > 0.0)
 
     def length(self, num_updates: int) -> int:
         """Return the length of the schedule of a model that takes `num_updates` updates in the run."""

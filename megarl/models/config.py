@@ -5,7 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from megarl.mark import Change, Effect, key
 from megarl.section import section
+
+MODEL = Change(Effect.CURVE, "the model: its tokenizer, and the frozen models that it is compared with")
 
 Recompute = bool | Literal["selective"]
 """The activations that the backward pass computes again: none, all of a layer, or those of the feed-forward layers."""
@@ -15,7 +18,7 @@ def _empty_if_none(value: object) -> object:
     return "" if value is None else value
 
 
-@section
+@section(MODEL)
 class CheckpointSection:
     """`*.model.*`: a checkpoint to start from."""
 
@@ -25,20 +28,20 @@ class CheckpointSection:
     """Module or modules to import first, which may register models or tokenizers."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Fields of config.json to replace, e.g. {attention_dropout: 0.0, num_hidden_layers: 4}."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = key(False, Change(Effect.NONE, "which code may be loaded"))
     """Allow a checkpoint's own Python code to run."""
 
 
-@section
+@section(MODEL)
 class ModelSection(CheckpointSection):
     """`actor_rollout_ref.model.*`: the checkpoint of the actor."""
 
-    enable_gradient_checkpointing: Recompute = False
+    enable_gradient_checkpointing: Recompute = key(False, Change(Effect.ROUNDING, "what is recomputed"))
     """Recompute activations in the backward pass instead of keeping them: selective = those inside of the
     feed-forward layers and experts; true = all of a layer, from its input."""
 
 
-@section
+@section(MODEL)
 class ReferenceModelSection(CheckpointSection):
     """`actor_rollout_ref.ref.model.*`: the checkpoint of the reference, if it is not that of the actor."""
 
@@ -47,7 +50,7 @@ class ReferenceModelSection(CheckpointSection):
     with the actor's tokenizer; empty = the actor's start."""
 
 
-@section
+@section(MODEL)
 class CriticModelSection(ModelSection):
     """`critic.model.*`: the checkpoint of the critic; a scalar head replaces the head of a language model."""
 
@@ -58,7 +61,7 @@ class CriticModelSection(ModelSection):
     text in its own tokens."""
 
 
-@section
+@section(MODEL)
 class RewardCheckpointSection(CheckpointSection):
     """`reward_model.model.*`: the model that scores responses, a sequence classifier with one label."""
 

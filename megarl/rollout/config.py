@@ -6,8 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from megarl.mark import ENGINE, MICRO, OFF_CPU, SCORES, VALIDATES, Change, Effect, key, when
 from megarl.platform.errors import UserError
 from megarl.section import Count, CountFromZero, Fraction, Length, Seed, section
+
+SAMPLES = Change(Effect.CURVE, "what is sampled")
+NO_CHOICE = Change(Effect.NONE, "a key without a choice")
+COMPARES = when("actor_rollout_ref.rollout.calculate_log_probs", True)
 
 
 def _top_k(value: int) -> int:
@@ -20,7 +25,7 @@ TopK = Annotated[int, Field(ge=-1, le=1_000_000), AfterValidator(_top_k)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
-@section
+@section(SCORES)
 class SamplingSection:
     """`rollout.val_kwargs.*`: sampling in validation."""
 
@@ -28,15 +33,15 @@ class SamplingSection:
     """Responses per prompt."""
     do_sample: bool = False
     """Draw tokens at random; False = greedy: temperature, top_p and top_k are not read."""
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = key(0.0, read_if=when(".do_sample", True))
     """Divisor of the logits, at most 2, as vLLM wants it; 0 = greedy."""
-    top_p: Share = 1.0
+    top_p: Share = key(1.0, read_if=when(".do_sample", True))
     """Sample from the most likely tokens that together reach this probability."""
-    top_k: TopK = -1
+    top_k: TopK = key(-1, read_if=when(".do_sample", True))
     """Sample from this many most likely tokens; -1 = all."""
 
 
-@section
+@section(Change(Effect.NONE, "how weights are transferred and checked, not their values"))
 class SyncSection:
     """`rollout.sync.*`: the transfer of weights from the trainer to the engine, and its checks."""
 
@@ -53,17 +58,17 @@ class SyncSection:
     logprob_stop: Fraction | None = None
     """A self-check stops the run if the same difference exceeds this; null = 0.0625 in bfloat16, 0.00024 if both
     compute in float32."""
-    mismatch_stop: Annotated[float, Field(ge=0.0, le=0.5)] | None = None
+    mismatch_stop: Annotated[float, Field(ge=0.0, le=0.5)] | None = key(None, read_if=COMPARES)
     """The run stops before it learns from a step whose mismatch exceeds this. The mismatch is the mean of
     min(d^2, 1) / 2 over the step's tokens; d is the difference of the log-probabilities. null = 0.0156 in bfloat16,
     2.4e-07 if both compute in float32; 0.5 = never."""
-    mismatch_growth: Annotated[float, Field(ge=1.0, le=1e9)] = 10.0
+    mismatch_growth: Annotated[float, Field(ge=1.0, le=1e9)] = key(10.0, read_if=COMPARES)
     """The run also stops if the mismatch exceeds this multiple of the median of the run's first 8 steps."""
-    mismatch_share: Fraction = 0.05
+    mismatch_share: Fraction = key(0.05, read_if=COMPARES)
     """The largest share of a step's samples that may be left out because of their own mismatch before the run stops."""
 
 
-@section
+@section(SAMPLES)
 class PartialSection:
     """`rollout.partial.*`: responses that continue under the weights of the next step."""
 
@@ -88,7 +93,7 @@ class PartialSection:
         return num_prompts if isinstance(self.stop_when, int) else ceil(num_prompts / self.stop_when)
 
 
-@section
+@section(SAMPLES)
 class RolloutSection:
     """`actor_rollout_ref.rollout.*`: the engine, and sampling in training."""
 
@@ -96,9 +101,9 @@ class RolloutSection:
     """Responses per prompt; more than 1 if the advantages compare them (grpo, rloo, ...)."""
     temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
     """Divisor of the logits, in sampling and in the trainer's log-probabilities: 0.01 to 2, as vLLM wants it."""
-    top_k: TopK = -1
+    top_k: TopK = key(-1, read_if=when(".do_sample", True))
     """Sample from this many most likely tokens; -1 = all."""
-    top_p: Share = 1.0
+    top_p: Share = key(1.0, read_if=when(".do_sample", True))
     """Sample from the most likely tokens that together reach this probability."""
     do_sample: bool = True
     """Draw tokens at random; False = greedy."""
@@ -110,35 +115,35 @@ class RolloutSection:
     """Generate to the full length even if the model ends its response; for measurements."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the engine's weights; should equal the actor's type."""
-    gpu_memory_utilization: Share = 0.5
+    gpu_memory_utilization: Share = key(0.5, ENGINE)
     """Share of a device's memory that the engine may use for weights and KV cache."""
-    enforce_eager: bool | None = None
+    enforce_eager: bool | None = key(None, ENGINE)
     """Run without CUDA graphs and compilation; null = false on CUDA, true on CPU."""
-    free_cache_engine: bool = True
+    free_cache_engine: bool = key(True, ENGINE, read_if=OFF_CPU)
     """Free the engine's memory between rollouts (CUDA)."""
-    load_format: Literal["dummy_megatron", "megatron", "auto"] = "dummy_megatron"
+    load_format: Literal["dummy_megatron", "megatron", "auto"] = key("dummy_megatron", NO_CHOICE)
     """dummy_megatron and megatron start the engine without weights, for the first sync; auto reads the checkpoint."""
-    tensor_model_parallel_size: Count = 1
+    tensor_model_parallel_size: Count = key(1, ENGINE)
     """Ranks per engine replica."""
-    max_num_batched_tokens: Length = 8192
+    max_num_batched_tokens: Length = key(8192, ENGINE)
     """Maximum tokens per engine step."""
-    max_num_seqs: Count = 1024
+    max_num_seqs: Count = key(1024, ENGINE)
     """Maximum sequences per engine step."""
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool = key(True, ENGINE)
     """Compute a prompt once for its n responses."""
-    log_prob_micro_batch_size: Count | None = None
+    log_prob_micro_batch_size: Count | None = key(None, MICRO)
     """Maximum sequences of a forward pass for the actor's old log-probabilities, per rank; null = the token budget."""
-    calculate_log_probs: bool = True
+    calculate_log_probs: bool = key(True, NO_CHOICE)
     """Return the engine's log-probabilities and compare them with the trainer's in every step."""
     seed: Seed = 1
     """Seed of the engine and of every request."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vllm.LLM."""
-    val_kwargs: SamplingSection = field(default_factory=SamplingSection)
+    val_kwargs: SamplingSection = key(SamplingSection, read_if=VALIDATES)
     """Sampling in validation."""
-    partial: PartialSection = field(default_factory=PartialSection)
+    partial: PartialSection = key(PartialSection, read_if=when(".partial.enable", True))
     """Responses that continue under the weights of the next step."""
-    keep_complete: bool = False
+    keep_complete: bool = key(False, ENGINE)
     """Keep the complete responses of a running step in files: a run that is killed and resumes at this step draws only
     the others."""
     sync: SyncSection = field(default_factory=SyncSection)

@@ -1,12 +1,19 @@
 """The section of the run itself: its length, ranks, records and checkpoints."""
 
-from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from megarl.mark import SPLIT, VALIDATES, VALIDATION, Change, Effect, key, when
 from megarl.platform.errors import UserError
 from megarl.section import Count, CountFromZero, Interval, Length, Seconds, section
+
+NAME = Change(Effect.NONE, "a name")
+RECORDS = Change(Effect.NONE, "records and checkpoints, not the training")
+LENGTH = Change(Effect.NONE, "the run's length")
+AFTER_STEPS = when(
+    "validates_after_steps", words="the run validates after steps", because=("data.val_files", ".test_freq")
+)
 
 REPLAY = "replay"
 """The directory of the records of a replay, in the directory of the run."""
@@ -31,76 +38,78 @@ Name = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 Logger = Annotated[Literal["console", "jsonl", "mlflow", "tensorboard", "wandb"], BeforeValidator(_mlflow_by_any_name)]
 
 
-@section
+@section()
 class TrainerSection:
     """`trainer.*`."""
 
-    total_epochs: Count = 30
+    total_epochs: Count = key(30, LENGTH, read_if=when(".total_training_steps", None))
     """Passes over the training prompts."""
-    total_training_steps: Length | None = None
+    total_training_steps: Length | None = key(None, LENGTH)
     """Steps after which to stop; null = total_epochs decides."""
-    project_name: Name = "megarl_examples"
+    project_name: Name = key("megarl_examples", NAME)
     """MLflow experiment, and project in Weights & Biases."""
-    experiment_name: Name = "gsm8k"
+    experiment_name: Name = key("gsm8k", NAME)
     """Name of the run in MLflow and Weights & Biases."""
-    logger: Annotated[list[Logger], BeforeValidator(_as_list)] = field(default_factory=lambda: ["console", "mlflow"])
+    logger: Annotated[list[Logger], BeforeValidator(_as_list)] = key(lambda: ["console", "mlflow"], RECORDS)
     """Trackers that record metrics: console, jsonl, mlflow (alias tracking), tensorboard, wandb. jsonl, the files of
     curves in the run's directory, is always on."""
-    mlflow_tracking_uri: str | None = None
+    mlflow_tracking_uri: str | None = key(
+        None, RECORDS, read_if=when(".logger", "mlflow", words="`trainer.logger` names mlflow")
+    )
     """MLflow server; null = MLFLOW_TRACKING_URI, or else mlflow.db next to the run's directory, an SQLite file that all
     runs of a project share."""
-    nnodes: Count = 1
+    nnodes: Count = key(1, SPLIT)
     """Machines."""
-    n_gpus_per_node: Count = 8
+    n_gpus_per_node: Count = key(8, SPLIT)
     """Processes per machine, on CPU too."""
-    save_freq: Interval = -1
+    save_freq: Interval = key(-1, RECORDS)
     """Steps between checkpoints; -1 or 0 = none but those of save_last and save_best."""
-    save_last: bool = True
+    save_last: bool = key(True, RECORDS)
     """Save the last step, whatever save_freq is."""
-    save_best: bool = True
+    save_best: bool = key(True, RECORDS, read_if=AFTER_STEPS)
     """Save each step whose validation is the best so far, and keep it until a better one is saved. false =
     val/best_step may name a step without a checkpoint."""
-    test_freq: Interval = -1
+    test_freq: Interval = key(-1, VALIDATION)
     """Steps between validations; -1 or 0 = none."""
-    val_before_train: bool = True
+    val_before_train: bool = key(True, VALIDATION, read_if=when("data.val_files"))
     """Validate before the first step."""
-    val_only: bool = False
+    val_only: bool = key(False, VALIDATION)
     """Validate, show the scores and stop, without changing the records of the run."""
-    critic_warmup: CountFromZero = 0
+    critic_warmup: CountFromZero = key(0, Change(Effect.CURVE, "when the actor starts to learn"))
     """First steps; only the critic learns in them."""
-    balance_batch: bool = True
+    balance_batch: bool = key(True, SPLIT)
     """Spread the samples over the data-parallel ranks by length."""
-    default_hdfs_dir: str | None = None
+    default_hdfs_dir: str | None = key(None, RECORDS)
     """Mirror of the checkpoints, uploaded during training and used to resume on an empty disk: a directory or any URI
     that pyarrow or fsspec opens (s3://, hdfs://, ...). Each run needs its own mirror. null = none."""
-    default_local_dir: Annotated[str, AfterValidator(_local)] = "checkpoints"
+    default_local_dir: Annotated[str, AfterValidator(_local)] = key("checkpoints", RECORDS)
     """The run's directory; checkpoints/PROJECT/EXPERIMENT unless set."""
-    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    resume_mode: Literal["auto", "disable", "resume_path"] = key("auto", RECORDS)
     """auto = resume from the last checkpoint in the run's directory; disable = start anew; resume_path = resume from
     resume_from_path. Later or unrelated checkpoints in the directory are set aside. A job that its launcher restarts
     always resumes from its own last checkpoint."""
-    resume_from_path: str | None = None
+    resume_from_path: str | None = key(None, RECORDS)
     """Checkpoint to resume from, with resume_mode=resume_path: a directory, or a URI that ends in global_step_N."""
-    max_ckpt_to_keep: Count | None = 3
+    max_ckpt_to_keep: Count | None = key(3, RECORDS)
     """Newest checkpoints kept, besides that of the best validation; null = all."""
-    save_huggingface: bool = False
+    save_huggingface: bool = key(False, RECORDS)
     """Write Hugging Face weights into each checkpoint: huggingface/, and huggingface_critic/ for a critic."""
-    async_save: bool = False
+    async_save: bool = key(False, RECORDS)
     """Write checkpoints during training, from copies in host memory; false = training waits until they are complete."""
-    log_val_generations: CountFromZero = 8
+    log_val_generations: CountFromZero = key(8, RECORDS, read_if=VALIDATES)
     """Validation samples recorded in tables."""
-    rollout_data_dir: Annotated[str | None, AfterValidator(_local)] = None
+    rollout_data_dir: Annotated[str | None, AfterValidator(_local)] = key(None, RECORDS)
     """Directory for the samples of every step and validation, as parquet; null = samples are not kept."""
-    profile_steps: list[Count] = field(default_factory=list)
+    profile_steps: list[Count] = key(list, RECORDS)
     """Steps, counted from 1, that torch's profiler traces, into profile/ in the run's directory."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = key("auto", Change(Effect.ROUNDING, "another device's arithmetic"))
     """auto = cuda if available."""
-    deterministic: bool = False
+    deterministic: bool = key(False, Change(Effect.ROUNDING, "other kernels"))
     """Let the trainer take only CUDA kernels that give the same bits every time, which are slower. On CPU they do."""
-    peak_tflops: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    peak_tflops: Annotated[float, Field(gt=0.0, le=1e6)] | None = key(None, RECORDS)
     """Peak speed of a device in TFLOP/s, for the perf/mfu metrics; null = the published speed in bfloat16 of H100, H200
     or B200; another device then gets no perf/mfu. `megarl doctor --peaks` measures it."""
-    phase_timeout_s: Seconds = 1800.0
+    phase_timeout_s: Seconds = key(1800.0, Change(Effect.NONE, "how long, not what"))
     """Seconds that a phase of a step may take without progress; then every rank reports its state, and the job ends."""
-    max_skipped_updates: CountFromZero = 3
+    max_skipped_updates: CountFromZero = key(3, Change(Effect.NONE, "when a run gives up"))
     """Most updates in a row that are skipped because their loss or gradient is not finite; one more ends the run."""

@@ -1,17 +1,22 @@
 """The effect of a changed configuration on a run that resumes: every key has one, and differences are reported."""
 
-from fnmatch import fnmatchcase
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
 
-from megarl.checkpoint.differences import EFFECTS, Effect, config_differences, effect_of, size_differences
+from megarl.checkpoint.differences import config_differences, size_differences
 from megarl.config.load import load_config, to_yaml
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
 from megarl.config.schema import Schema
+from megarl.mark import UNKNOWN, Effect
+from megarl.rollout.config import SamplingSection, SyncSection
+from megarl.section import section
 
-KEYS = sorted({key for root in (Config, SFTConfig, RewardTrainConfig) for key in Schema.of(root).leaves})
+ROOTS = (Config, SFTConfig, RewardTrainConfig)
+CHANGES = {key: change for root in ROOTS for key, change in Schema.of(root).changes.items()}
 MINIMAL = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", "critic.model.path=model"]
 
 
@@ -23,19 +28,38 @@ def tree(*arguments: str) -> dict[str, Any]:
 
 
 def effects(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Effect]:
-    return {found.key: found.effect for found in config_differences(was, now, Schema.of(Config).leaves)}
+    return {found.key: found.change.effect for found in config_differences(was, now, CHANGES)}
 
 
-def test_every_key_has_a_row() -> None:
-    unknown = [key for key in KEYS if not any(fnmatchcase(key, pattern) for pattern, _, _ in EFFECTS)]
-    assert not unknown, "say in megarl/checkpoint/differences.py what another value does to a run"
+def test_every_key_has_a_mark() -> None:
+    unmarked = [key for key, change in CHANGES.items() if change is UNKNOWN]
+    assert not unmarked, "say in the mark of its field what another value does to a run"
 
 
-def test_every_row_has_a_key_and_only_a_changed_curve_is_taken_for_granted() -> None:
-    deciding = [next(row for row in EFFECTS if fnmatchcase(key, row[0])) for key in KEYS]
-    assert {pattern for pattern, _, _ in EFFECTS} - {pattern for pattern, _, _ in deciding} == set()
-    open_ended = {pattern for pattern, effect, _ in EFFECTS if pattern.endswith("*") and effect is not Effect.CURVE}
-    assert open_ended == {"actor_rollout_ref.rollout.val_kwargs.*", "actor_rollout_ref.rollout.sync.*"}
+@section()
+class Unmarked:
+    """A section of tomorrow."""
+
+    size: int = 1
+    """Nobody has analysed it."""
+
+
+def test_a_key_without_a_mark_changes_the_curve() -> None:
+    assert Schema.of(Unmarked).changes == {"size": UNKNOWN} and UNKNOWN.effect is Effect.CURVE
+
+
+def sections(root: type) -> Iterator[type]:
+    yield root
+    for kind in get_type_hints(root).values():
+        if is_dataclass(kind) and isinstance(kind, type):
+            yield from sections(kind)
+
+
+def test_only_a_changed_curve_is_taken_for_granted_in_a_section() -> None:
+    """Keys that a section will have tomorrow have its mark."""
+    marked = {kind: getattr(kind, "__change__") for root in ROOTS for kind in sections(root)}  # noqa: B009
+    others = {kind for kind, change in marked.items() if change and change.effect is not Effect.CURVE}
+    assert others == {SamplingSection, SyncSection}
 
 
 @pytest.mark.parametrize(
@@ -60,16 +84,15 @@ def test_every_row_has_a_key_and_only_a_changed_curve_is_taken_for_granted() -> 
         ("actor_rollout_ref.rollout.seed", Effect.CURVE),
         ("critic.model.path", Effect.CURVE),
         ("reward_model.timeout_s", Effect.CURVE),
-        ("some.key.of.tomorrow", Effect.CURVE),
     ],
 )
 def test_the_effect_of_a_key(key: str, effect: Effect) -> None:
-    assert effect_of(key)[0] is effect
+    assert CHANGES[key].effect is effect
 
 
 def test_the_largest_effects_come_first() -> None:
     was, now = tree(), tree("trainer.save_freq=5", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.optim.lr=1e-5")
-    found = config_differences(was, now, Schema.of(Config).leaves)
+    found = config_differences(was, now, CHANGES)
     assert [(one.key, one.was, one.now) for one in found] == [
         ("actor_rollout_ref.actor.optim.lr", 1e-6, 1e-5),
         ("trainer.n_gpus_per_node", 8, 4),

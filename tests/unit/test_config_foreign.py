@@ -5,8 +5,7 @@ import re
 import pytest
 
 from megarl.config.faults import ConfigError, Fault
-from megarl.config.fixed import FIXED
-from megarl.config.foreign import FLAGS, FOREIGN_KEYS
+from megarl.config.foreign import FIXED, FLAGS, KEYS
 from megarl.config.load import load_config, load_sft_config, to_yaml
 from megarl.config.root import Config
 from megarl.config.schema import Schema
@@ -100,11 +99,12 @@ def example(pattern: str) -> str:
     return pattern.replace("*", "actor_rollout_ref.model.").replace("..", ".")
 
 
-@pytest.mark.parametrize("row", FIXED, ids=lambda row: row[0])
+@pytest.mark.parametrize(
+    ("pattern", "accepted"), [(pattern, row.accepts) for row in FIXED for pattern in row.keys], ids=str
+)
 def test_a_key_without_a_choice_is_dropped_with_its_value_and_refused_with_another(
-    row: tuple[str, tuple[object, ...], str | None],
+    pattern: str, accepted: list[object]
 ) -> None:
-    pattern, accepted, _ = row
     key = example(pattern)
     plain = load_config(MINIMAL, world_size=None, check_paths=False)
     for value in (*accepted, "${data.seed}"):
@@ -129,7 +129,7 @@ def test_a_flag_of_an_argument_parser_is_answered_with_our_key(flag: str) -> Non
 
 
 def test_no_row_is_hidden_by_an_earlier_one_or_by_a_key_of_ours() -> None:
-    patterns = [pattern for pattern, _ in FOREIGN_KEYS]
+    patterns = [pattern for row in KEYS for pattern in row.keys]
     assert len(patterns) == len(set(patterns))
 
 

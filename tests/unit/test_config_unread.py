@@ -1,30 +1,32 @@
-"""Keys that nothing reads: every key is classified, and what the table says is true of what is computed from it."""
+"""Keys that nothing reads: what the marks of keys say is true of what is computed from the keys."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megarl.algorithms.config import ESTIMATORS, LOSSES
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.assembly.models import make_budget
 from megarl.assembly.run import make_kl_controller
 from megarl.batch import Experience, Prompt, Scored
 from megarl.checkpoint.state import State
 from megarl.config.load import load_config, load_reward_train_config, load_sft_config, written_keys
-from megarl.config.report import unread_keys, unwritten_keys
+from megarl.config.reference import keys_of
+from megarl.config.report import unwritten_keys
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
 from megarl.config.schema import Schema
-from megarl.config.unread import ROWS, reasons
+from megarl.config.unread import holds, in_words, reasons, unread_keys
 from megarl.training.estimate import estimate
 from megarl.training.objectives import ActorObjective, mark
 
 MINIMAL = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic"]
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 VAL = "data.val_files=val.parquet"
+FILES = ["data.train_files=a", "model.path=org/m"]
 GROUPS = [f"{ROLLOUT}.n=2"]
 
 
@@ -148,40 +150,6 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
 }
 """By argument: others under which its key is read, and others under which it is not."""
 
-ALWAYS = {
-    "data": """train_files val_files tokenizer prompt_key max_prompt_length max_response_length train_batch_size
-        filter_overlong_prompts shuffle chat_template apply_chat_template special_tokens_in_text reward_fn_key
-        prompt_id_key max_prompt_id_length micro_batch_size chosen_key rejected_key margin_key response_key
-        max_length""",
-    "actor_rollout_ref.model": "path external_lib override_config trust_remote_code enable_gradient_checkpointing",
-    ACTOR: """ppo_mini_batch_size ppo_micro_batch_size use_dynamic_bsz grad_clip policy_loss.loss_mode loss_agg_mode
-        entropy_coeff use_kl_loss ptx_coef ptx_files ptx_batch_size ppo_epochs shuffle megatron.seed""",
-    ROLLOUT: """n temperature do_sample response_length prompt_length ignore_eos dtype gpu_memory_utilization
-        enforce_eager load_format tensor_model_parallel_size max_num_batched_tokens max_num_seqs enable_prefix_caching
-        log_prob_micro_batch_size calculate_log_probs seed engine_kwargs sync.bucket_megabytes sync.two_level
-        sync.check_every sync.logprob_warn sync.logprob_stop partial.enable keep_complete""",
-    "algorithm": """adv_estimator use_kl_in_reward filter_groups.enable overlong_buffer.enable
-        mask_truncated_completions rollout_correction.rollout_is rollout_correction.rollout_rs""",
-    "reward_model": "weights enable judge.url",
-    "custom_reward_function": "path",
-    "environment": "name",
-    "trainer": """total_training_steps project_name experiment_name logger nnodes n_gpus_per_node save_freq save_last
-        test_freq val_only critic_warmup balance_batch default_hdfs_dir default_local_dir resume_mode resume_from_path
-        max_ckpt_to_keep save_huggingface async_save rollout_data_dir profile_steps device deterministic peak_tflops
-        phase_timeout_s max_skipped_updates""",
-    f"{ACTOR}.optim": "lr lr_warmup_steps warmup_style weight_decay betas",
-    f"{ACTOR}.megatron": """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
-        virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel
-        use_distributed_optimizer dtype override_transformer_config""",
-    "": "grad_clip max_token_len_per_gpu center_rewards_coefficient",
-    "model": "path external_lib override_config trust_remote_code enable_gradient_checkpointing",
-    "optim": "lr lr_warmup_steps warmup_style weight_decay betas",
-    "megatron": """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size seed
-        virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel
-        use_distributed_optimizer dtype override_transformer_config""",
-}
-"""Names of keys that are read whatever the others say, by section."""
-
 
 def load(*arguments: str) -> Config:
     return load_config([*MINIMAL, *arguments], world_size=None, check_paths=False)
@@ -213,31 +181,41 @@ def test_a_divergence_in_the_reward_that_nobody_asked_for_is_said(arguments: lis
     assert all("algorithm.kl_ctrl.kl_coef=0.005" in sentence for sentence in found)
 
 
-@pytest.mark.parametrize("root", [Config, SFTConfig, RewardTrainConfig])
-def test_every_key_is_always_read_or_in_the_table(root: type) -> None:
-    always = {f"{section}.{name}".lstrip(".") for section, names in ALWAYS.items() for name in names.split()}
-    sometimes = [pattern for row in ROWS[root] for pattern in row.keys]
-    unknown = [
-        key
-        for key in Schema.of(root).leaves
-        if key not in always and not any(fnmatchcase(key, pattern) for pattern in sometimes)
-    ]
-    assert not unknown, "say in megarl/config/unread.py when it is read, or here that it always is"
-    unused = [pattern for pattern in sometimes if not any(fnmatchcase(key, pattern) for key in Schema.of(root).leaves)]
-    assert not unused
-    deciding = {key for row in ROWS[root] for key in row.because}
-    assert deciding <= Schema.of(root).leaves.keys()
+@pytest.mark.parametrize(
+    ("root", "loader", "argv"),
+    [
+        (Config, load_config, MINIMAL),
+        (SFTConfig, load_sft_config, FILES),
+        (RewardTrainConfig, load_reward_train_config, FILES),
+    ],
+)
+def test_conditions_name_keys_and_values_that_exist(root: type, loader: Callable, argv: list[str]) -> None:
+    schema, keys = Schema.of(root), keys_of(root)
+    reasons(loader(argv, world_size=None, check_paths=False), schema.leaves)  # every fact is there
+    for condition in {one for conditions in schema.read_if.values() for one in conditions}:
+        deciding = condition.because or (condition.fact,)
+        assert condition.why or schema.leaves.keys() >= set(deciding)
+        assert in_words(condition) or condition.why
+        assert schema.leaves.keys() >= set(condition.of)
+        for value in condition.values:
+            assert (
+                not isinstance(value, str)
+                or f"`{value}`" in keys[condition.fact].kind
+                or "list" in keys[condition.fact].kind
+            )
 
 
-def test_every_row_has_an_example_under_which_it_speaks() -> None:
+def test_every_condition_has_an_example_under_which_it_speaks() -> None:
     cases = [(key, off) for key, (_, _, off) in EXAMPLES.items()]
     cases += [(argument.partition("=")[0], off) for argument, (_, off) in SAID.items()]
-    never = {f"{REF}.megatron.seed": [], "reward_model.megatron.grad_offload": []}
-    silent = list(ROWS[Config])
-    for key, off in (*cases, *never.items()):
+    cases += [(f"{model}.megatron.seed", []) for model in (REF, "critic", "reward_model")]
+    cases += [(f"{model}.megatron.grad_offload", []) for model in (REF, "reward_model")]
+    read_if = Schema.of(Config).read_if
+    silent = {one for conditions in read_if.values() for one in conditions}
+    for key, off in cases:
         config = load(*off)
-        silent = [row for row in silent if row.read(config) or not any(fnmatchcase(key, one) for one in row.keys)]
-    assert not [row.keys for row in silent if not row.keys[0].startswith("critic.optim")]
+        silent -= {condition for condition in read_if[key] if not holds(condition, config)}
+    assert not [one for one in silent if not one.fact.startswith("critic.optim")]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +243,7 @@ def test_a_remark_names_the_keys_that_decide(tmp_path: Path) -> None:
 
 
 def test_runs_that_learn_from_files_have_remarks_of_their_own() -> None:
-    argv = ["data.train_files=a", "model.path=org/m", "trainer.critic_warmup=2", "optim.min_lr_ratio=0.1"]
+    argv = [*FILES, "trainer.critic_warmup=2", "optim.min_lr_ratio=0.1"]
     for loader in (load_sft_config, load_reward_train_config):
         assert list(unread_keys(loader(argv, world_size=None, check_paths=False), argv)) == [
             "optim.min_lr_ratio is not read with optim.warmup_style=constant",
@@ -299,6 +277,7 @@ def numbers(config: Config) -> Iterator[Any]:
         old,
         ref,
         torch.rand(size, length) if config.has_critic else None,
+        torch.full((size,), 0.25) if config.algorithm.estimator.greedy else None,
         algorithm=algorithm,
         kl_coef=config.algorithm.kl_ctrl.kl_coef if penalised else None,
     )
@@ -322,3 +301,18 @@ def test_what_the_table_says_is_true_of_what_is_computed(key: str) -> None:
     for arguments, is_read in ((on, True), (off, False)):
         before, after = (repr(list(numbers(load(*arguments, *more)))) for more in ([], [f"{key}={value}"]))
         assert (before != after) is is_read
+
+
+CHOICES = {"algorithm.adv_estimator": ESTIMATORS, f"{ACTOR}.policy_loss.loss_mode": LOSSES}
+
+
+@pytest.mark.parametrize(
+    ("key", "fact"),
+    [(key, one.fact) for key in EXAMPLES for one in Schema.of(Config).read_if[key] if one.fact in CHOICES],
+)
+def test_the_marks_say_what_every_estimator_and_every_loss_reads(key: str, fact: str) -> None:
+    value, on, _ = EXAMPLES[key]
+    for choice in CHOICES[fact].keys() - {"custom", "none"}:
+        arguments = [*on, *GROUPS, f"{fact}={choice}"]
+        before, after = (repr(list(numbers(load(*arguments, *more)))) for more in ([], [f"{key}={value}"]))
+        assert (before != after) is (key not in unread_of(*arguments, f"{key}={value}")), choice

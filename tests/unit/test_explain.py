@@ -40,7 +40,8 @@ def test_a_key_has_type_default_and_meaning(capsys: Captured) -> None:
     printed = shown(capsys, "critic.optim.lr")
     assert printed.startswith("critic.optim.lr\n  Peak learning rate")
     assert "default  1e-05" in printed
-    assert "value" not in printed
+    assert "Read only if algorithm.adv_estimator is gae" in printed
+    assert "  value" not in printed
 
 
 def test_the_beginning_of_a_name_may_be_left_out(capsys: Captured) -> None:

@@ -1,0 +1,106 @@
+r"""YAML of the user, in which a value may follow another: `${a.b.c}` a key, `${oc.env:NAME,default}` a variable.
+
+Links also stand within a text, a list or a mapping. `\${` is written for the characters themselves.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from yaml.constructor import ConstructorError
+from yaml.nodes import MappingNode, ScalarNode
+
+from megarl.config.schema import MANDATORY
+from megarl.platform.errors import UserError
+
+LINK = re.compile(r"(?<!\\)\$\{\s*(?:oc\.env:\s*(?P<variable>\w+)\s*(?P<default>,[^{}]*)?|(?P<key>\w[\w.-]*?)\s*)\}")
+_ESCAPE = "\\${"
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """YAML in which 1e-6 is a number, a date is a text, and a key stands once."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.deep_construct = True  # so that a value within itself is an error
+
+    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping, or raise an error for a key that stands twice."""
+        found = set()
+        for key, _ in node.value:
+            if key.tag == self.DEFAULT_SCALAR_TAG and key.value in found:
+                raise ConstructorError(None, None, f"found duplicate key {key.value}", key.start_mark)
+            found.add(key.value if isinstance(key, ScalarNode) else key)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+    def construct_text(self, node: ScalarNode) -> str:
+        """Return a text, or raise an error for a link that is none."""
+        text: str = self.construct_scalar(node)
+        if "${" in LINK.sub("", text.replace(_ESCAPE, "")):
+            raise ConstructorError(None, None, "a link is neither ${a.b.c} nor ${oc.env:NAME}", node.start_mark)
+        return text
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
+    for first, known in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9][0-9_]*\.?|\.[0-9])[0-9_]*[eE][-+]?[0-9]+$"),
+    [*"-+0123456789."],
+)
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
+
+
+def parse(text: str) -> Any:
+    """Return the value of a YAML text, its links unresolved."""
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
+
+
+def follow(path: str, values: Mapping[str, Any], trail: tuple[str, ...] = ()) -> Any:
+    """Return the value at the dotted `path`, a key of `values` or a part of a mapping there, with its links followed.
+
+    Raises:
+        UserError: a link leads to no value.
+    """
+    key = path
+    while key and key not in values:
+        key = key.rpartition(".")[0]
+    if not key:
+        raise UserError(f"there is no key {path}")
+    if key in trail:
+        raise UserError(f"{key} leads back to itself")
+    if values[key] == MANDATORY:
+        raise UserError(f"{key} has no value")
+    found = _fill(values[key], values, (*trail, key))
+    for part in filter(None, path[len(key) :].split(".")):
+        if not (isinstance(found, dict) and part in found):
+            raise UserError(f"there is no key {path}")
+        found = found[part]
+    return found
+
+
+def _fill(value: Any, values: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
+    if isinstance(value, dict):
+        return {key: _fill(item, values, trail) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_fill(item, values, trail) for item in value]
+    if not isinstance(value, str):
+        return value
+    if link := LINK.fullmatch(value):
+        return _lead(link, values, trail)
+    return LINK.sub(lambda link: str(_lead(link, values, trail)), value).replace(_ESCAPE, "${")
+
+
+def _lead(link: re.Match[str], values: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
+    """Return what a link leads to."""
+    if link["key"]:
+        return follow(link["key"], values, trail)
+    default = link["default"]
+    if link["variable"] not in os.environ and default is None:
+        raise UserError(f"there is no variable {link['variable']} in the environment")
+    return os.environ.get(link["variable"], parse(default[1:]) if default else None)
