@@ -24,7 +24,6 @@ MAX_NAME = 200
 MAX_VALUE_CHARACTERS = 6000  # the limit of MLflow's stores
 MAX_SHOWN_CHARACTERS = 2000  # of the command, in a tag
 _CONTEXTS = {"train_files": "training", "val_files": "validation"}
-_MODELS = (("actor_rollout_ref", "model", "path"), ("model", "path"))  # of the model that learns
 
 
 def params_of(params: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -76,13 +75,8 @@ def _data_of(params: Mapping[str, Any]) -> Iterator[DatasetInput]:
 
 def _model_of(params: Mapping[str, Any]) -> str | None:
     """Return the path of the model that learns."""
-    for keys in _MODELS:
-        node: Any = params
-        for key in keys:
-            node = node.get(key) if isinstance(node, Mapping) else None
-        if isinstance(node, str):
-            return node
-    return None
+    flat = dict(flatten(params))
+    return flat.get("actor_rollout_ref.model.path") or flat.get("model.path")
 
 
 def log_inputs(client: MlflowClient, run: Any, params: Mapping[str, Any]) -> None:
