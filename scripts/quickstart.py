@@ -20,10 +20,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.config.root import Config, SFTConfig
 from megarl.config.schema import Schema
 from megarl.platform.device import decide_device
+from megarl.platform.errors import UserError
+from megarl.tracking.names import REWARD, validation_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -35,6 +38,9 @@ CARELESS = (
 )
 MOST_WARM_UP = 20
 """The steps of warm-up in the configurations of the supervised runs."""
+SMOOTHING = 0.8  # weight of the past in the running mean of a curve
+_INK, _GREY = "#1f2933", "#9aa5b1"
+_COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +227,6 @@ def make_model(directory: Path, data: Path, seed: int) -> None:
 def summarize(out: Path, task: Task, seconds: float) -> None:
     """Write summary.json and curves.png, and print all paths."""
     from megarl.tracking.jsonl import read_jsonl
-    from megarl.tracking.plot import plot_curves
 
     curves = out / task.directory / "metrics.jsonl"
     rows = read_jsonl(curves)
@@ -238,6 +243,58 @@ def summarize(out: Path, task: Task, seconds: float) -> None:
     print(json.dumps(summary, indent=2))
     print(f"curves  {out}/curves.png\nactor   {out}/actor (a Hugging Face directory)")
     print(f"MLflow  .venv/bin/mlflow ui --backend-store-uri sqlite:///{out}/mlflow.db")
+
+
+def plot_curves(metrics_jsonl: Path, png: Path) -> None:
+    """Draw training reward (left) and validation scores (right). Raise UserError if there are neither."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from megarl.tracking.jsonl import read_jsonl
+
+    rows = read_jsonl(metrics_jsonl)
+    rewards = [(row["step"], row[REWARD]) for row in rows if REWARD in row]
+    validations: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for source, value in validation_of(row).items():
+            validations.setdefault(source, []).append((row["step"], value))
+    if not rewards and not validations:
+        raise UserError(f"{metrics_jsonl} has neither {REWARD} nor a validation score to draw")
+
+    figure = Figure(figsize=(10, 3.8), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    _draw_reward(left, rewards)
+    for number, (source, points) in enumerate(validations.items()):
+        style = {"color": _COLOURS[number % len(_COLOURS)], "marker": "o", "markersize": 4, "linewidth": 2}
+        right.plot(*zip(*points, strict=True), label=source, **style)
+    if validations:
+        right.legend(frameon=False, fontsize=8)
+    for axes, title in ((left, "training reward"), (right, "validation score")):
+        _dress(axes, title)
+    figure.savefig(png)
+
+
+def _draw_reward(axes: Any, points: list[tuple[int, float]]) -> None:
+    if not points:
+        return
+    steps, values = zip(*points, strict=True)
+    smooth = [values[0]]
+    for value in values[1:]:
+        smooth.append(SMOOTHING * smooth[-1] + (1 - SMOOTHING) * value)
+    axes.plot(steps, values, color=_COLOURS[0], alpha=0.3, linewidth=1)
+    axes.plot(steps, smooth, color=_COLOURS[0], linewidth=2)
+
+
+def _dress(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=10)
+    axes.set_xlabel("step", color=_INK)
+    axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_INK, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_GREY)
 
 
 def megarl(name: str, *arguments: object) -> None:

@@ -23,11 +23,12 @@ from megarl.learner.learner import Learner
 from megarl.platform.files import check_writable, write_whole
 from megarl.report.tracker import REPORT_FILE, ReportTracker
 from megarl.tracking.config import TrainerSection
+from megarl.tracking.console import Console
 from megarl.tracking.history import HISTORY_FILE, History
-from megarl.tracking.protocol import Tracker
+from megarl.tracking.protocol import NullTracker, Tracker
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.status import STATUS_FILE, Status
-from megarl.tracking.tracker import make_tracker
+from megarl.tracking.tracker import Trackers, make_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def run_tracker(
         same_curve=resume_point.same_curve,
     )
     return make_tracker(
-        list(dict.fromkeys(["jsonl", *trainer.logger])),
+        trainer.logger,
         run,
         total_steps=last_step,
         is_main=launch.rank == 0,
@@ -135,14 +136,9 @@ def _reports(run: TrackedRun, last_step: int) -> dict[str, Tracker]:
     }
 
 
-def console_tracker(trainer: TrainerSection, launch: Launch, *, total_steps: int) -> Tracker:
+def console_tracker(launch: Launch, *, total_steps: int) -> Tracker:
     """Open a tracker that only prints."""
-    return make_tracker(
-        ["console"],
-        TrackedRun(run_dir=Path(trainer.default_local_dir), project="", experiment="", params={}),
-        total_steps=total_steps,
-        is_main=launch.rank == 0,
-    )
+    return Trackers({"console": Console(total_steps=total_steps)}) if launch.rank == 0 else NullTracker()
 
 
 def finish_records(

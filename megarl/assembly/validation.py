@@ -53,6 +53,6 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     if checkpoint := resumed_checkpoint(trainer):
         load_learner(actor, checkpoint / "actor")
         step = State.read(checkpoint).step
-    tracker = console_tracker(trainer, launch, total_steps=step)
+    tracker = console_tracker(launch, total_steps=step)
     sampler = make_sampler(config, engine, actor, scorer, launch, environments)
     return make_validation(config, prompts, sampler, scorer, tracker, replaces=False), engine, step

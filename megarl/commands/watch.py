@@ -5,11 +5,9 @@ the run, so it works on any machine that sees the directory, and after the run t
 state once.
 """
 
-import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -23,7 +21,7 @@ from megarl.commands.cli.table import WATCH
 from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen, plain
 from megarl.platform.terminal import visible
-from megarl.report.read import Points, Run, read_run
+from megarl.report.read import Points, Run, read_mapping, read_run
 from megarl.report.verdict import score_of, verdict
 from megarl.tracking.names import KL, LEARNT, REWARD
 from megarl.tracking.samples import Pair, pairs
@@ -41,11 +39,11 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     directory, console = parse(WATCH, argv)["run"], Screen()
     try:
         if not console.is_terminal:
-            console.print(picture(read_run(directory), read_status(directory), time.time()))
+            console.print(picture(read_run(directory), read_mapping(directory / STATUS_FILE), time.time()))
             return
         with Live(console=console, screen=False, auto_refresh=False) as live:
             while True:
-                status = read_status(directory)
+                status = read_mapping(directory / STATUS_FILE)
                 live.update(picture(read_run(directory), status, time.time()), refresh=True)
                 if status.get("state", "running") != "running":
                     return
@@ -54,15 +52,6 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
         sys.exit(f"megarl: {error}")
     except KeyboardInterrupt:
         return
-
-
-def read_status(directory: Path) -> dict[str, Any]:
-    """Return the content of the run's status file; empty if there is none."""
-    try:
-        found = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def picture(run: Run, status: dict[str, Any], now: float) -> RenderableType:

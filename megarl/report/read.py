@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,9 @@ def read_run(directory: Path) -> Run:
         directory=directory,
         rows=read_curves(directory),
         samples=samples,
-        config=_config(directory / CONFIG_FILE),
+        config=read_mapping(directory / CONFIG_FILE, yaml.safe_load),
         history=_lines(directory / HISTORY_FILE),
-        skips=[fact for path in sorted((directory / NONFINITE).glob("*.json")) if (fact := _json(path))],
+        skips=[fact for path in sorted((directory / NONFINITE).glob("*.json")) if (fact := read_mapping(path))],
         hangs=sorted(path.name for path in directory.glob("hang-*")),
     )
 
@@ -90,17 +90,10 @@ def _lines(path: Path) -> list[Any]:
         return []
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+    """Return the mapping in a file; empty if the file is missing or damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.tracking.names import Ending
+from megarl.tracking.protocol import NullTracker
 
 REPORT_FILE = "report.html"
 HELD_OUT = "val"  # the first part of the names of all metrics of a validation, before a - or /
 
 
-class ReportTracker:
+class ReportTracker(NullTracker):
     """A tracker that writes the report from the files of the run, which other trackers have written before."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -20,9 +21,6 @@ class ReportTracker:
         """Write the report if the step was validated."""
         if any(name.startswith((f"{HELD_OUT}/", f"{HELD_OUT}-")) for name in metrics):
             self._write()
-
-    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """Do nothing: the next report has the rows."""
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
         """Write the last report."""

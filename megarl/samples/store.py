@@ -25,7 +25,7 @@ from megarl.batch import Prompt, Rollouts, Scored
 from megarl.data.parquet import read_own
 from megarl.distributed.exchange import together
 from megarl.platform.files import remedy, replacing
-from megarl.platform.small_files import Damage
+from megarl.platform.small_files import Damage, naming
 from megarl.samples.schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow_schema, check
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     """Read the record and the baselines that were written to `path`.
 
     Raises:
-        Damage: the file does not exist, or differs from `schema.py`. Names the row and the column.
+        Damage: the file does not exist, or differs from `schema.py`. Names the column.
     """
     table = _read(path)
     lengths = torch.from_numpy(table["response_ids"].combine_chunks().value_lengths().to_numpy().copy())
@@ -129,11 +129,13 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     )
     first_rows = (sizes.cumsum(0) - sizes).numpy()
     rows = table.select(list(PROMPT_COLUMNS)).take(first_rows).to_pylist()
+    with naming(path):  # JSON that cannot be read
+        prompts = [_prompt(row) for row in rows]
     baselines, answers, failures = table["baseline"], table["answer"], table["failure"]
     responses = _padded(table["response_ids"], present, torch.int64)
     assert responses is not None, "every response has tokens"
     scored = Scored(
-        prompts=[_prompt(row) for row in rows],
+        prompts=prompts,
         groups=groups,
         responses=responses,
         mask=present if observed is None else present & ~observed,
@@ -164,7 +166,7 @@ def _episodes(table: Any, observed: Tensor | None, present: Tensor) -> dict[str,
 
 
 def _read(path: Path) -> Any:
-    """Return the table in a file, with every value checked. Raises Damage."""
+    """Return the table in a file. Raises Damage."""
     table = read_own(path, "samples of a run")
     check(table, file=path)
     return table

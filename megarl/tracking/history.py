@@ -16,12 +16,13 @@ from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.lines import Lines
 from megarl.tracking.names import Ending
+from megarl.tracking.protocol import NullTracker
 
 HISTORY_FILE = "history.jsonl"
 GIT_S = 5  # most seconds that git may take
 
 
-class History:
+class History(NullTracker):
     """A tracker that notes command, code, user and host of each start, and how that part of the run ended.
 
     A new run replaces the file, and a resumed run adds to it. A start that finds no steps left is not noted.
@@ -43,9 +44,6 @@ class History:
             self._is_over = False
             self._begin()
         self._step = step
-
-    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """Do nothing."""
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
         """Note how this part of the run ended."""

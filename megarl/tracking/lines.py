@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
@@ -24,7 +25,7 @@ class Lines:
     """A file of complete lines, in the order of `append`.
 
     Lines that the disk does not accept wait in memory, up to `MAX_WAITING_BYTES`, and are tried again with the next
-    lines. One warning marks the first failure, another the recovery.
+    lines. One warning marks the first failure, another the recovery. One thread appends, and others may read.
 
     Args:
         path: of the file.
@@ -37,18 +38,39 @@ class Lines:
         self._is_row = is_row
         self._failing = False
         self._lost = 0
+        self._lock = threading.Lock()  # so that no line is both in the file and waiting
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add one line per row."""
-        for row in rows:
-            line = json.dumps(row, ensure_ascii=False, default=str).encode(errors="replace") + b"\n"
-            if sum(map(len, self.waiting)) + len(line) <= MAX_WAITING_BYTES:
-                self.waiting.append(line)
-            else:
-                self._lost += 1
-        self.flush()
+        with self._lock:
+            for row in rows:
+                line = json.dumps(row, ensure_ascii=False, default=str).encode(errors="backslashreplace") + b"\n"
+                if sum(map(len, self.waiting)) + len(line) <= MAX_WAITING_BYTES:
+                    self.waiting.append(line)
+                else:
+                    self._lost += 1
+            self._flush()
 
-    def flush(self) -> None:
+    def after(self, place: int) -> Iterator[tuple[Row, int]]:
+        """Yield the rows after the first `place` bytes, those that wait too, each with the bytes up to its end.
+
+        Raises what `read_lines` does.
+        """
+        with self._lock:
+            size, waiting = self.path.stat().st_size if self.path.exists() else 0, list(self.waiting)
+        if place > size + sum(map(len, waiting)):
+            place = 0  # somebody has cut the file
+        rows = read_lines(self.path, self._is_row, start=place) if place < size else iter(())
+        while place < size and (found := next(rows, None)):
+            place += found[1]
+            if found[0] is not None:
+                yield found[0], place
+        for line in waiting:
+            size += len(line)
+            if size > place and (row := _parse(line)):
+                yield row, size
+
+    def _flush(self) -> None:
         """Try to write the waiting lines."""
         if not self.waiting:
             return
@@ -70,7 +92,8 @@ class Lines:
 
     def close(self) -> None:
         """Try to write for the last time, and report the lines that are lost."""
-        self.flush()
+        with self._lock:
+            self._flush()
         if self.waiting:
             logger.error("%s lacks the last %d lines", self.path, sum(self._counts()))
 
@@ -126,14 +149,17 @@ class Lines:
         return len(self.waiting), self._lost
 
 
-def read_lines(path: Path, is_row: Callable[[Row], bool]) -> Iterator[tuple[Row | None, int]]:
-    """Yield the object of each line of a file, None for a damaged line, with the number of bytes of the line.
+def read_lines(path: Path, is_row: Callable[[Row], bool], *, start: int = 0) -> Iterator[tuple[Row | None, int]]:
+    """Yield the object of each line after the first `start` bytes of a file, and the number of bytes of the line.
+
+    The object of a damaged line is None.
 
     Raises:
         OSError: the file cannot be read.
         Damage: it is no regular file.
     """
     with open_file(path) as file:  # text mode would also split lines at U+2028
+        file.seek(start)
         while line := file.readline(MAX_WAITING_BYTES):
             row = _parse(line)
             yield row if row is not None and is_row(row) else None, len(line)

@@ -1,4 +1,4 @@
-"""The data and the model of a run, as MLflow's own entities: its pages list and link them."""
+"""The parameters and tags of a run in MLflow, and its data and model as MLflow's own entities, which its pages link."""
 
 import hashlib
 import json
@@ -11,47 +11,77 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput, LoggedModelStatus
 from mlflow.exceptions import MlflowException
 
-from megarl.tracking.records import DataFiles
+from megarl.platform.safe_names import MLFLOW_LONGEST, mlflow_key, with_digest
+from megarl.platform.versions import versions
+from megarl.section import flatten
+from megarl.tracking.history import origin
+from megarl.tracking.run import TrackedRun
 
 logger = logging.getLogger(__name__)
 
 CONTEXT_TAG = "mlflow.data.context"
 MAX_NAME = 200
+MAX_VALUE_CHARACTERS = 6000  # the limit of MLflow's stores
+MAX_SHOWN_CHARACTERS = 2000  # of the command, in a tag
 _CONTEXTS = {"train_files": "training", "val_files": "validation"}
-_MODELS = (("actor_rollout_ref", "model", "path"), ("model", "path"))  # of the model that learns
 
 
-def data_of(params: Mapping[str, Any]) -> Iterator[DataFiles]:
+def params_of(params: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the parameters of a run. Their keys differ by more than their case, because some stores ignore it."""
+    shown = dict[str, tuple[str, str]]()  # by the casefolded key
+    for number, (name, value) in enumerate(flatten(params)):
+        key = mlflow_key(name)
+        if key.casefold() in shown:
+            key = with_digest(key, f"{number} {name}")
+        shown[key.casefold()] = (key, _cut(str(value)))
+    return list(shown.values())
+
+
+def tags_of(run: TrackedRun) -> dict[str, str]:
+    """Return the tags of a run: description, command, user, directory, commit, and versions of packages."""
+    facts = origin()
+    where = f"`{run.run_dir.resolve()}` on {facts['host']}"
+    command = _cut(facts["command"], MAX_SHOWN_CHARACTERS)
+    tags = {
+        "mlflow.note.content": f"{where}\n\n```\n{command}\n```\n\nThe artifact report.html sums the run up.",
+        "mlflow.source.name": _cut(_short(facts["command"]), MLFLOW_LONGEST),
+        "mlflow.source.type": "LOCAL",
+        "mlflow.user": _cut(facts["user"], MLFLOW_LONGEST),
+        "megarl.run_dir": str(run.run_dir.resolve()),
+    }
+    tags |= {"mlflow.source.git.commit": facts["commit"]} if "commit" in facts else {}
+    return tags | {f"version.{name}": version for name, version in versions().items()}
+
+
+def _short(command: str) -> str:
+    """Return a command without directories and keys: MLflow shows what follows the last slash."""
+    return " ".join(Path(word).name for word in command.split() if "=" not in word)
+
+
+def _cut(text: str, most: int = MAX_VALUE_CHARACTERS) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _data_of(params: Mapping[str, Any]) -> Iterator[DatasetInput]:
     """Yield the files that a configuration names under `data`."""
     for key, context in _CONTEXTS.items():
         found = params.get("data", {}).get(key) or []
         paths = [found] if isinstance(found, str) else list(map(str, found))
         if paths:
             name = ", ".join(path.rpartition("/")[2] for path in paths)[:MAX_NAME]
-            yield {"name": name, "digest": _digest(paths), "context": context, "paths": paths}
+            files = Dataset(name, _digest(paths), "local", json.dumps({"uri": paths}))
+            yield DatasetInput(files, [InputTag(CONTEXT_TAG, context)])
 
 
-def model_of(params: Mapping[str, Any]) -> str | None:
+def _model_of(params: Mapping[str, Any]) -> str | None:
     """Return the path of the model that learns."""
-    for keys in _MODELS:
-        node: Any = params
-        for key in keys:
-            node = node.get(key) if isinstance(node, Mapping) else None
-        if isinstance(node, str):
-            return node
-    return None
+    flat = dict(flatten(params))
+    return flat.get("actor_rollout_ref.model.path") or flat.get("model.path")
 
 
-def log_inputs(client: MlflowClient, run: Any, data: Sequence[DataFiles], model: str | None) -> None:
+def log_inputs(client: MlflowClient, run: Any, params: Mapping[str, Any]) -> None:
     """Give a run its data and its model, unless it has them. A server that knows neither costs a warning."""
-    run_id = run.info.run_id
-    datasets = [
-        DatasetInput(
-            Dataset(each["name"], each["digest"], "local", json.dumps({"uri": each["paths"]})),
-            [InputTag(CONTEXT_TAG, each["context"])],
-        )
-        for each in data
-    ]
+    run_id, datasets, model = run.info.run_id, list(_data_of(params)), _model_of(params)
     try:
         if datasets:
             client.log_inputs(run_id, datasets)

@@ -1,4 +1,4 @@
-"""One run in an MLflow store, written record by record; a record that the store already has changes nothing.
+"""One run in an MLflow store; what the store already has is not sent again.
 
 The store itself is asked for the last step of every metric and table. So neither a lost reply nor steps that run again
 after a crash lead to duplicates.
@@ -6,11 +6,12 @@ after a crash lead to duplicates.
 
 import json
 import logging
-import os
 import posixpath
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -20,15 +21,19 @@ from mlflow.entities import LifecycleStage, Metric, Param
 from mlflow.exceptions import InvalidUrlException, MlflowException
 
 from megarl.platform.files import write_whole
-from megarl.platform.safe_names import with_digest
-from megarl.tracking.mlflow_inputs import log_inputs
-from megarl.tracking.run_id import known_run_id
+from megarl.platform.safe_names import mlflow_key, mlflow_title, with_digest
+from megarl.tracking.jsonl import values_of
+from megarl.tracking.lines import Row
+from megarl.tracking.mlflow_inputs import log_inputs, params_of, tags_of
+from megarl.tracking.names import headlines
+from megarl.tracking.run import TrackedRun
+from megarl.tracking.run_id import RUN_ID_FILE, known_run_id
 
 logger = logging.getLogger(__name__)
 
 MAX_PARAMS_PER_BATCH = 100
 MAX_METRICS_PER_BATCH = 1000
-START_TAG, NOTE = "megarl.start", "mlflow.note.content"
+START_TAG, FIRST_STEP_TAG, NOTE = "megarl.start", "megarl.first_step", "mlflow.note.content"
 HEADLINES = ("val/score", "train/reward", "train/kl")
 FAILURES = (MlflowException, OSError)
 
@@ -46,15 +51,18 @@ def glance(run_id: str, experiment_id: str) -> str:
 
 
 class Store:
-    """The run whose id is in `id_file`, or that the next `open` record creates.
+    """A run, in MLflow the run whose id is in its directory, or that `begin` opens.
 
-    Every method raises one of `FAILURES` if the store fails. Times are Unix times in milliseconds.
+    Every method raises one of `FAILURES` if the store fails; then `forget` must follow.
     """
 
-    def __init__(self, uri: str, id_file: Path) -> None:
-        self._client = MlflowClient(tracking_uri=uri)
-        self._id_file = id_file
-        self._run_id = known_run_id(id_file) or ""
+    def __init__(self, uri: str, run: TrackedRun, artifacts: str | None) -> None:
+        """Prepare a store at `uri`, which keeps files at `artifacts`; None lets it decide."""
+        self._client, self._run, self._artifacts = MlflowClient(tracking_uri=uri), run, artifacts
+        self._start, self._time = uuid.uuid4().hex, int(time.time() * 1000)
+        self._id_file = run.run_dir / RUN_ID_FILE
+        self._run_id = known_run_id(self._id_file) or ""
+        self._first_step = 0  # after a run that cannot continue: the next run has no earlier steps
         self._last: dict[str, int] | None = None  # metric or table -> its last step; None: ask the store
         self._folded = set[str]()  # keys of metrics, as a store sees them that ignores the case of letters
         self._refused = set[str]()  # keys that were warned about
@@ -63,56 +71,53 @@ class Store:
         """Forget what the store has, because a request failed: ask again."""
         self._last = None
 
-    def send(self, record: Mapping[str, Any]) -> None:
-        """Send a record of `megarl.tracking.mlflow.Mlflow` to the store."""
-        content = dict(record)
-        getattr(self, f"_{content.pop('kind')}")(**content)
+    def begin(self) -> None:
+        """Continue the run after its `resume_step`, or open another one if there is none that can continue."""
+        if self._run.resume_step is None:
+            self._id_file.unlink(missing_ok=True)  # the process that resumes this run must not continue an earlier one
+            self._run_id = ""
+        elif self._run_id and not self._can_continue(self._run.resume_step):
+            self._run_id = ""  # so that later attempts neither ask nor warn again
+            self._first_step = self._run.first_step
+        if self._run_id:
+            self._client.update_run(self._run_id, status="RUNNING")
+        else:
+            self._open()
 
-    def _open(
-        self, project: str, experiment: str, artifacts: str | None, params: list[list[str]], start: str, **more: Any
-    ) -> None:
-        """Create the run, unless a run with this `start` exists already."""
-        experiment_id = self._experiment(project, artifacts)
-        if found := self._client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{start}'"):
+    def _open(self) -> None:
+        """Create the run, unless an attempt created it whose reply was lost."""
+        experiment_id = self._experiment(mlflow_title(self._run.project))
+        tags = tags_of(self._run) | {START_TAG: self._start, FIRST_STEP_TAG: str(self._first_step)}
+        if found := self._client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{self._start}'"):
             run = found[0]
         else:
-            tags = more["tags"] | {START_TAG: start}
-            run = self._client.create_run(experiment_id, run_name=experiment, tags=tags, start_time=more["time"])
+            run = self._client.create_run(experiment_id, self._time, tags, mlflow_title(self._run.experiment))
         run_id = str(run.info.run_id)
         place = glance(run_id, experiment_id)
-        note = more["tags"].get(NOTE, "")
-        self._client.set_tag(run_id, NOTE, f"{note}\n\n[Score, reward and KL in one chart]({place})")
-        self._log(run_id, "params", [Param(*item) for item in params], MAX_PARAMS_PER_BATCH)
-        log_inputs(self._client, run, more.get("data", []), more.get("model"))
+        self._client.set_tag(run_id, NOTE, f"{tags[NOTE]}\n\n[Score, reward and KL in one chart]({place})")
+        params = [Param(*item) for item in params_of(self._run.params)]
+        self._log(run_id, "params", params, MAX_PARAMS_PER_BATCH)
+        log_inputs(self._client, run, self._run.params)
         write_whole(self._id_file, run_id.encode())
         self._run_id, self._last = run_id, None  # only now: after a failure the next attempt completes the run
 
-    def _experiment(self, project: str, artifacts: str | None) -> str:
+    def _experiment(self, project: str) -> str:
         """Return the id of a project's experiment, which another run may create at the same time."""
         try:
             if not (known := self._client.get_experiment_by_name(project)):
-                return str(self._client.create_experiment(project, artifact_location=artifacts))
+                return str(self._client.create_experiment(project, artifact_location=self._artifacts))
         except MlflowException:
             if not (known := self._client.get_experiment_by_name(project)):
                 raise
         return str(known.experiment_id)
 
-    def _resume(self, step: int, same_curve: bool, **opening: Any) -> None:
-        """Continue the run, or open another one if its records cannot continue after `step`."""
-        if self._run_id and not self._can_continue(step, same_curve):
-            self._run_id = ""  # so that later attempts neither ask nor warn again
-        if self._run_id:
-            self._client.update_run(self._run_id, status="RUNNING")
-        else:
-            self._open(**opening)
-
-    def _can_continue(self, step: int, same_curve: bool) -> bool:
+    def _can_continue(self, step: int) -> bool:
         self._last = None
         if not self._is_known(self._run_id):
             logger.warning("MLflow does not know the run %s, or it was deleted there; a new one begins", self._run_id)
             return False
         last = max(self._last_steps().values(), default=0)
-        if not same_curve and last > step:
+        if not self._run.same_curve and last > step:
             logger.warning(
                 "the MLflow run %s has steps after %d that will differ, a new one begins", self._run_id, step
             )
@@ -128,12 +133,19 @@ class Store:
             return False
         return bool(stage == LifecycleStage.ACTIVE)
 
-    def _metrics(self, step: int, time: int, values: Mapping[str, float]) -> None:
-        last = self._last_steps()
-        keyed = {self._key(name): value for name, value in values.items()}
-        new = [Metric(key, value, time, step) for key, value in keyed.items() if step > last.get(key, -1)]
+    def log_metrics(self, rows: Sequence[Row], *, only_headlines: bool = False) -> None:
+        """Log lines of metrics, first their headlines: MLflow lists metrics in the order of their arrival."""
+        last, new = self._last_steps(), []
+        rows = [row for row in rows if row["step"] >= self._first_step]
+        numbers = list(map(values_of, rows))
+        lines = [*map(headlines, numbers), *([] if only_headlines else numbers)]
+        for row, values in zip(cycle(rows), lines, strict=False):
+            for name, value in values.items():
+                key = self._key(mlflow_key(name))
+                if row["step"] > last.get(key, -1):
+                    last[key] = row["step"]
+                    new.append(Metric(key, float(value), int(1000 * row.get("time", 0)), row["step"]))
         self._log(self._run_id, "metrics", new, MAX_METRICS_PER_BATCH)
-        last.update((metric.key, step) for metric in new)
 
     def _key(self, name: str) -> str:
         """Return the key of a metric. A store that ignores the case of letters knows the first of two spellings."""
@@ -162,27 +174,32 @@ class Store:
                 self._refused.add(items[0].key)
                 logger.warning("MLflow refuses %s of %s, training continues: %s", items[0].key, kind, error)
 
-    def _table(self, step: int, file: str, columns: dict[str, list[Any]]) -> None:
-        last = self._last_steps()
+    def log_table(self, name: str, rows: Sequence[Row]) -> None:
+        """Append rows of one step to the table artifact `name`.json; their first column is the step."""
+        file, last = f"{mlflow_key(name)}.json", self._last_steps()
         if file not in last:
-            last[file] = self._last_step_of_table(file)
-        if step > last[file]:
-            self._client.log_table(self._run_id, {"step": [step] * len(next(iter(columns.values())))} | columns, file)
-            last[file] = step
+            last[file] = max(self._last_step_of_table(file), self._first_step - 1)
+        if rows[0]["step"] > last[file]:
+            columns = {key: [row.get(key) for row in rows] for key in rows[0]}
+            self._client.log_table(self._run_id, columns, file)
+            last[file] = rows[0]["step"]
 
-    def _files(self, paths: Sequence[str]) -> None:
-        """Keep the files that exist as artifacts, in place of those of the same names."""
-        for path in filter(os.path.isfile, paths):
-            self._client.log_artifact(self._run_id, path)
+    def log_file(self, path: Path) -> None:
+        """Keep a file, if it exists, as an artifact in place of that of the same name."""
+        if path.is_file():
+            self._client.log_artifact(self._run_id, str(path))
 
-    def _end(self, time: int, status: str, summary: str) -> None:
+    def end(self, time: int, status: str, summary: str) -> None:
+        """Record the summary, and how the run ended."""
         if summary:
             self._client.log_text(self._run_id, summary, "summary.txt")
         self._client.set_terminated(self._run_id, status, end_time=time)
 
     def _last_steps(self) -> dict[str, int]:
         if self._last is None:
-            metrics = self._client.get_run(self._run_id).data.to_proto().metrics
+            data = self._client.get_run(self._run_id).data
+            metrics, first_step = data.to_proto().metrics, data.tags.get(FIRST_STEP_TAG, "")
+            self._first_step = int(first_step) if first_step.isdecimal() else 0
             self._last = {metric.key: metric.step for metric in metrics}  # a run lists the latest value of each
             self._folded = {metric.key.casefold() for metric in metrics}
         return self._last

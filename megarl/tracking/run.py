@@ -17,3 +17,10 @@ class TrackedRun:
     resume_step: int | None = None  # None: a new run, which replaces the records in `run_dir`
     resume_metrics: Mapping[str, float] | None = None  # of that step, recorded unless the records have that step
     same_curve: bool = True  # whether later steps will repeat the numbers that they had before
+
+    @property
+    def first_step(self) -> int:
+        """The first step that this process records."""
+        if self.resume_step is None:
+            return 0
+        return self.resume_step if self.resume_metrics else self.resume_step + 1

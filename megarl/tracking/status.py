@@ -11,6 +11,7 @@ from typing import Any
 from megarl.platform import progress
 from megarl.tracking.console import describe
 from megarl.tracking.names import Ending
+from megarl.tracking.protocol import NullTracker
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +19,7 @@ STATUS_FILE = "status.json"
 INTERVAL_S = 2.0
 
 
-class Status:
+class Status(NullTracker):
     """A tracker with a thread that replaces the file every `INTERVAL_S` seconds. Training never waits for it."""
 
     def __init__(self, run_dir: Path, *, total_steps: int, step: int = 0) -> None:
@@ -31,9 +32,6 @@ class Status:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Remember the step."""
         self._step = step
-
-    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """Do nothing."""
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
         """Write how the run ended."""

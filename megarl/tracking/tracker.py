@@ -1,5 +1,6 @@
 """The trackers of a run as one: each record goes to all of them."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,38 +9,48 @@ from typing import Any
 from megarl.distributed.signals import Stopped
 from megarl.platform.errors import UserError
 from megarl.tracking.console import Console
-from megarl.tracking.guarded import Guarded
 from megarl.tracking.jsonl import Jsonl
 from megarl.tracking.names import Ending
 from megarl.tracking.protocol import NullTracker, Row, Tracker
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.wandb import Wandb
 
+logger = logging.getLogger(__name__)
+
 
 class Trackers:
     """A tracker that forwards to `trackers` (name for messages -> tracker). Each may fail alone.
 
-    A failure costs the records of its tracker and one warning (see `Guarded`). It reaches neither the other trackers
-    nor the run.
+    A failure costs at most the records of its tracker, and one warning. It reaches neither the other trackers nor the
+    run. Every later record is tried, because a full disk may have room again, or one record alone may be at fault.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
-        self._trackers = [Guarded(tracker, name) for name, tracker in trackers.items()]
+        self._trackers = dict(trackers)
+        self._failed = set[str]()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record the metrics of a step in all trackers."""
-        for tracker in self._trackers:
-            tracker.log(metrics, step=step)
+        self._try(lambda tracker: tracker.log(metrics, step=step))
 
     def log_table(self, name: str, rows: Sequence[Row], *, step: int) -> None:
         """Record a table in all trackers."""
-        for tracker in self._trackers:
-            tracker.log_table(name, rows, step=step)
+        self._try(lambda tracker: tracker.log_table(name, rows, step=step))
 
     def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Finish the run in all trackers."""
-        for tracker in self._trackers:
-            tracker.close(summary_rows, ending=ending)
+        self._try(lambda tracker: tracker.close(summary_rows, ending=ending))
+
+    def _try(self, act: Callable[[Tracker], None]) -> None:
+        for name, tracker in self._trackers.items():
+            try:
+                act(tracker)
+            except Exception as error:  # errors differ by library, and none may stop the training
+                if name not in self._failed:
+                    kind = type(error).__name__
+                    logger.warning("%s accepts no records, training continues: %s: %s", name, kind, error)
+                    logger.debug("%s failed", name, exc_info=error)
+                self._failed.add(name)
 
 
 @contextmanager
@@ -69,7 +80,7 @@ def make_tracker(
     """Return the trackers called `names`, or a tracker that records nothing unless `is_main`.
 
     Args:
-        names: of `console`, `jsonl`, `mlflow`, `tensorboard` and `wandb`.
+        names: of `console`, `jsonl`, `mlflow`, `tensorboard` and `wandb`. The files of `jsonl` are always written.
         run: the run to record. A resumed run continues its records, and drops those of later steps.
         total_steps: steps of the run, for the console.
         is_main: whether this rank records.
@@ -85,23 +96,21 @@ def make_tracker(
         return NullTracker()
     run.run_dir.mkdir(parents=True, exist_ok=True)
     resume: dict[str, Any] = {"resume_step": run.resume_step, "resume_metrics": run.resume_metrics}
-    trackers = dict[str, Tracker]()
-    if "jsonl" in names:
-        trackers["jsonl"] = Jsonl(run.run_dir, **resume)
-    trackers |= also()
+    records = Jsonl(run.run_dir, **resume)
+    trackers: dict[str, Tracker] = {"jsonl": records, **also()}
     for name in names:
         if name in ("jsonl", "console"):
             continue
         if name == "mlflow":
             from megarl.tracking.mlflow import Mlflow  # takes seconds to import, and only one rank needs it
 
-            trackers["MLflow"] = Mlflow(mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), run)
+            trackers["MLflow"] = Mlflow(mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), run, records)
         elif name == "tensorboard":
             from megarl.tracking.tensorboard import TensorBoard  # takes seconds to import, too
 
             trackers["TensorBoard"] = TensorBoard(run.run_dir, params=run.params, **resume)
         elif name == "wandb":
-            trackers["W&B"] = Wandb(run)
+            trackers["W&B"] = Wandb(run, records)
         else:
             raise UserError(f"trainer.logger: {name!r} is none of console, jsonl, mlflow, tensorboard, wandb")
     if "console" in names:  # last: at the end it names what the others have written

@@ -1,15 +1,14 @@
 """Weights & Biases: the run's configuration, its metrics by step, and its tables.
 
-The records of a process stay in a file of the run's directory until the process has finished its part of the run,
-because W&B writes its own file late, and a killed process would lose them. The next process that resumes the run in the
-directory sends them first.
+W&B writes its own file late, and a killed process would lose what it logged. So the next process that resumes the run
+in the directory first sends what the files of the run have and no finished process has sent.
 """
 
+import json
 import logging
 import os
 import shutil
 import threading
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,9 @@ from typing import Any
 from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.safe_names import wandb_key, wandb_project
+from megarl.tracking.jsonl import Jsonl, Unread, values_of
+from megarl.tracking.lines import Row, read_lines
 from megarl.tracking.names import Ending
-from megarl.tracking.outbox import Outbox, Record
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.run_id import WANDB_RUN_ID_FILE, known_run_id
 
@@ -42,42 +42,27 @@ class Wandb:
     `CLOSE_S`. UserError if W&B cannot record offline, either.
     """
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, run: TrackedRun, records: Jsonl) -> None:
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
         import wandb  # takes a second, and only one rank needs it
 
         self._library = wandb
-        self._run_dir = run.run_dir
-        self._outbox = Outbox(run.run_dir / UNFINISHED_FILE)
-        self._finished = -1  # the last step of the parts of the run that were finished
-        run_id = self._run_id(run.resume_step, run.same_curve)
-        for record in self._outbox.records():  # of killed processes: their offline parts are replaced
-            if record["kind"] == "part":
-                shutil.rmtree(record["directory"], ignore_errors=True)
+        self._run_dir, self._unread = run.run_dir, Unread(records)
+        run_id, self._finished = self._continued(run, records.reached)
+        self._last = self._finished
         self._run = self._begin(run_id, run)
         write_whole(run.run_dir / WANDB_RUN_ID_FILE, run_id.encode())
-        unfinished = [record for record in self._outbox.records() if record["kind"] != "part"]
-        if self._run.offline:
-            self._outbox.put({"kind": "part", "directory": str(Path(self._run.dir).parent)})
-        self._last = self._finished
-        for record in unfinished:
-            self._send(record)
-        if run.resume_step is not None and run.resume_metrics and self._last < run.resume_step:
-            self.log(run.resume_metrics, step=run.resume_step)
+        self._note(part=Path(self._run.dir).parent.name if self._run.offline else None)
+        self._send()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record the metrics of a step."""
-        values = {wandb_key(name): value for name, value in metrics.items()}
-        self._record({"kind": "metrics", "step": step, "time": time.time(), "values": values})
+        self._send()
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
         """Record the rows as the table `name` of that step."""
-        if rows:
-            content = [[_cell(value) for value in row.values()] for row in rows]
-            self._record(
-                {"kind": "table", "step": step, "name": wandb_key(name), "columns": list(rows[0]), "rows": content}
-            )
+        self._send()
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
         """Finish this part of the run, record how it ended, and wait at most CLOSE_S for uploads."""
@@ -93,27 +78,37 @@ class Wandb:
         if ending_process.is_alive():
             logger.warning("W&B did not upload all records: they are in %s", self._run_dir / "wandb")
         else:
-            self._outbox.cut(lambda record: False)
-            self._outbox.put({"kind": "finished", "step": self._last})
-        self._outbox.close()
+            self._finished = self._last
+            self._note(part=None)
 
-    def _run_id(self, resume_step: int | None, same_curve: bool) -> str:
-        """Return the id of the run to continue, or a new id, and drop records of steps that will run again."""
-        known = known_run_id(self._run_dir / WANDB_RUN_ID_FILE)
-        if resume_step is None or known is None:
-            self._outbox.cut(lambda record: False)
-            return uuid.uuid4().hex[:8]
-        run_id, kept = known, list(self._outbox.records())
-        if not same_curve and max((record.get("step", -1) for record in kept), default=-1) > resume_step:
-            logger.warning("the W&B run %s has steps after %d that will differ, a new one begins", run_id, resume_step)
-            run_id, kept = uuid.uuid4().hex[:8], [record for record in kept if record["kind"] != "finished"]
-        self._outbox.cut(lambda record: False)
-        for record in kept:
-            if record["kind"] == "finished":
-                self._finished = record["step"]
-            if record["kind"] in ("finished", "part") or record["step"] <= resume_step:
-                self._outbox.put(record)
-        return run_id
+    def _continued(self, run: TrackedRun, reached: int) -> tuple[str, int]:
+        """Return the id of the run to continue, or a new id, and the last step that finished processes have sent.
+
+        Remove the offline parts of killed processes, whose records are sent again. `reached` is the last step that any
+        process has recorded.
+        """
+        run_id = None if run.resume_step is None else known_run_id(self._run_dir / WANDB_RUN_ID_FILE)
+        if run.resume_step is None or run_id is None:
+            return uuid.uuid4().hex[:8], -1
+        path = self._run_dir / UNFINISHED_FILE
+        finished = -1 if path.exists() else run.first_step - 1  # a directory without the file is new to the run
+        for row, _ in read_lines(path, lambda row: "kind" in row) if path.exists() else ():
+            if row and row["kind"] == "finished":
+                finished = row["step"]
+            elif row and row["kind"] == "part":
+                shutil.rmtree(self._run_dir / "wandb" / Path(row["directory"]).name, ignore_errors=True)
+        if not run.same_curve and max(finished, reached) > run.resume_step:
+            logger.warning(
+                "the W&B run %s has steps after %d that will differ, a new one begins", run_id, run.resume_step
+            )
+            return uuid.uuid4().hex[:8], min(finished, run.first_step - 1)
+        return run_id, finished
+
+    def _note(self, *, part: str | None) -> None:
+        """Write the last step of finished processes, and the offline part of this process."""
+        rows = [{"kind": "finished", "step": self._finished}, {"kind": "part", "directory": part}]
+        lines = [f"{json.dumps(row)}\n" for row in rows[: 1 + bool(part)]]
+        write_whole(self._run_dir / UNFINISHED_FILE, "".join(lines).encode())
 
     def _begin(self, run_id: str, run: TrackedRun) -> Any:
         has_key = bool(os.environ.get("WANDB_API_KEY"))
@@ -155,21 +150,24 @@ class Wandb:
             x_save_requirements=False,
         )
 
-    def _record(self, record: Record) -> None:
-        self._outbox.put(record)
-        self._send(record)
+    def _send(self) -> None:
+        """Send what the files of the run have and the W&B run has not, in the order of the steps, as W&B wants it."""
+        found = [(name, rows) for name, rows in self._unread.tables()]
+        found += [("", [row]) for rows in self._unread.metrics() for row in rows]
+        for name, rows in sorted(found, key=lambda each: each[1][0]["step"]):
+            step = rows[0]["step"]
+            if step > self._finished and step >= self._run.starting_step:
+                self._run.log(self._table(name, rows) if name else _metrics(rows[0]), step=step)
+                self._last = max(self._last, step)
 
-    def _send(self, record: Record) -> None:
-        """Send a record to W&B, unless the run has its step."""
-        step = record["step"]
-        if record["kind"] == "finished" or step <= self._finished or step < self._run.starting_step:
-            return
-        if record["kind"] == "metrics":
-            self._run.log(record["values"] | {"_timestamp": record["time"]}, step=step)
-        else:
-            table = self._library.Table(columns=record["columns"], data=record["rows"], allow_mixed_types=True)
-            self._run.log({record["name"]: table}, step=step)
-        self._last = max(self._last, step)
+    def _table(self, name: str, rows: Sequence[Row]) -> dict[str, Any]:
+        columns = [key for key in rows[0] if key != "step"]
+        content = [[_cell(row.get(key)) for key in columns] for row in rows]
+        return {wandb_key(name): self._library.Table(columns=columns, data=content, allow_mixed_types=True)}
+
+
+def _metrics(row: Row) -> dict[str, float]:
+    return {wandb_key(name): value for name, value in values_of(row).items()} | {"_timestamp": row.get("time", 0.0)}
 
 
 def _cell(value: Any) -> Any:

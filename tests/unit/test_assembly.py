@@ -67,7 +67,7 @@ def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_th
         launch = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
         with world_of_one():
             tracker = (
-                console_tracker(config.trainer, launch, total_steps=3)
+                console_tracker(launch, total_steps=3)
                 if validates
                 else run_tracker(config, launch, resume_point, last_step=3)
             )

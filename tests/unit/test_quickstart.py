@@ -2,14 +2,17 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
 import pytest
 import torch
+from matplotlib.image import imread
 
 from megarl.config.load import load_config, load_sft_config
 from megarl.config.root import Config, SFTConfig
+from megarl.tracking.jsonl import Jsonl
 from tests.support.programs import ROOT
 
 
@@ -58,3 +61,18 @@ def test_a_missing_package_ends_it_at_once(quickstart: ModuleType) -> None:
     ):
         quickstart.check_packages(loggers="mlflow")
     quickstart.check_packages(loggers="[console]")
+
+
+def test_the_picture_has_both_curves(quickstart: ModuleType, tmp_path: Path) -> None:
+    tracker = Jsonl(tmp_path)
+    for step in range(20):
+        tracker.log({"critic/score/mean": step / 20}, step=step)
+        if step % 5 == 0:
+            tracker.log({"val-core/a/mean@1": step / 30, "val-core/b/mean@1": 0.1}, step=step)
+    quickstart.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    left, right = (imread(tmp_path / "curves.png")[:, part] for part in (slice(0, 700), slice(800, 1500)))
+    for half in (left, right):
+        assert ((half[..., 2] - half[..., 0]) > 0.3).any()  # the blue of the first curve
+    Jsonl(tmp_path).log({"actor/lr": 1.0}, step=1)
+    with pytest.raises(ValueError, match="has neither critic/score/mean nor a validation score"):
+        quickstart.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")

@@ -1,12 +1,10 @@
 """Records on a disk that is full, read-only or limited for some time."""
 
-import json
 import logging
 import os
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -14,10 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.tracking import lines
-from megarl.tracking.jsonl import Jsonl, read_jsonl
+from megarl.tracking.jsonl import Jsonl, Unread, read_jsonl
 from megarl.tracking.lines import Lines
-from megarl.tracking.outbox import Outbox
-from megarl.tracking.records import is_record
 from tests.support.disks import Disk, small_disk
 
 LONG = "x" * 5000
@@ -178,53 +174,60 @@ def test_what_stands_in_the_place_of_the_file_is_set_aside(
     assert "metrics.jsonl is no regular file: it is set aside as metrics.jsonl.set_aside-" in caplog.text
 
 
-WORDS = st.sampled_from(["kind", "step", "time", "values", "open", "metrics"])
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | WORDS, lambda inner: st.lists(inner) | st.dictionaries(WORDS, inner)
-)
+def taken(unread: Unread) -> list[int]:
+    return [row["step"] for rows in unread.metrics() for row in rows]
 
 
-@given(row=JSON)
-def test_what_is_sent_to_mlflow_is_a_record_or_left_out(row: Any) -> None:
-    if isinstance(row, dict) and is_record(row):
-        assert {"open", "resume", "metrics", "table", "end"} & {row["kind"]}
-    assert is_record({"kind": "metrics", "step": 1, "time": 2, "values": {"a": float("nan")}})
-    assert not is_record({"kind": "metrics", "step": 1, "time": 2, "values": None})
+def test_a_reader_gets_each_line_once_in_order_and_damaged_lines_never(tmp_path: Path) -> None:
+    records = Jsonl(tmp_path)
+    unread = Unread(records)
+    for step in range(250):
+        records.log({"loss": 1.0}, step=step)
+    first = next(unread.metrics())  # is not taken, because nothing shows that it was sent
+    assert taken(unread) == list(range(250))
+    assert [row["step"] for row in first] == list(range(len(first)))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 250\0\0\n')
+    for step in (251, 252):
+        records.log({"loss": 1.0}, step=step)
+    assert taken(unread) == [251, 252]
+    assert taken(unread) == []
+    assert taken(Unread(records)) == [*range(250), 251, 252]
 
 
-def drained(outbox: Outbox) -> list[Any]:
-    found = []
-    while record := outbox.first():
-        found.append(record["number"])
-        outbox.drop_first()
-    return found
+def test_a_reader_gets_the_rows_of_a_step_of_a_table_together(tmp_path: Path) -> None:
+    records = Jsonl(tmp_path)
+    unread = Unread(records)
+    records.log_table("val/generations", [{"text": "a"}, {"text": "b"}], step=1)
+    records.log_table("own", [{"text": "c"}], step=1)
+    records.log_table("val/generations", [{"text": "d"}], step=2)
+    found = [(name, rows[0]["step"], [row["text"] for row in rows]) for name, rows in unread.tables()]
+    assert found == [("val/generations", 1, ["a", "b"]), ("val/generations", 2, ["d"]), ("own", 1, ["c"])]
+    records.log_table("own", [{"text": "e"}], step=2)
+    assert [(name, rows) for name, rows in unread.tables()] == [("own", [{"step": 2, "text": "e"}])]
 
 
-def test_an_outbox_hands_out_in_order_and_ends_empty(tmp_path: Path) -> None:
-    path = tmp_path / "outbox.jsonl"
-    outbox = Outbox(path)
-    for number in range(3):
-        outbox.put({"number": number})
-    assert outbox.first() == {"number": 0}
-    outbox.drop_first()
-    with path.open("a") as file:
-        file.write('{"number": 3\0\0\n{"number')  # killed in the middle of a line, by a power cut
-    again = Outbox(path)
-    again.put({"number": 4})
-    assert drained(again) == [0, 1, 2, 4]  # the first one, too: no record shows that it was sent
-    assert path.read_bytes() == b""
-    assert again.close() == 0
-
-
-def test_an_outbox_on_a_full_disk_hands_out_from_memory(disk: Disk) -> None:
-    outbox = Outbox(disk.path / "outbox.jsonl")
-    outbox.put({"number": 0})
+def test_a_reader_gets_lines_that_a_full_disk_does_not_accept(disk: Disk) -> None:
+    records = Jsonl(disk.path)
+    unread = Unread(records)
+    records.log({"loss": 1.0}, step=0)
     disk.fill()
-    for number in (1, 2):
-        outbox.put({"number": number, "text": LONG})
-    assert drained(outbox) == [0, 1, 2]
-    outbox.put({"number": 3, "text": LONG})
-    assert outbox.close() == 1
+    for step in (1, 2):
+        records.log({LONG: 1.0}, step=step)
+    assert taken(unread) == [0, 1, 2]
+    records.log({LONG: 1.0}, step=3)
     disk.clear()
-    assert outbox.close() == 1
-    assert [json.loads(line)["number"] for line in outbox.path.open()] == [3]
+    records.log({"loss": 1.0}, step=4)
+    assert taken(unread) == [3, 4]
+    assert steps_of(disk.path / "metrics.jsonl") == [0, 1, 2, 3, 4]
+
+
+def test_a_reader_of_a_file_that_was_cut_begins_again(tmp_path: Path) -> None:
+    records = Jsonl(tmp_path)
+    unread = Unread(records)
+    for step in (1, 2, 3):
+        records.log({"loss": 1.0}, step=step)
+    assert taken(unread) == [1, 2, 3]
+    (tmp_path / "metrics.jsonl").unlink()
+    records.log({"loss": 1.0}, step=4)
+    assert taken(unread) == [4]

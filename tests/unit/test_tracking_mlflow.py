@@ -12,12 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
+from megarl.platform.safe_names import mlflow_key
 from megarl.section import flatten
+from megarl.tracking.jsonl import METRICS_FILE, read_jsonl, table_file, values_of
 from megarl.tracking.protocol import Tracker
+from megarl.tracking.run import TrackedRun
 from megarl.tracking.run_id import RUN_ID_FILE
 from tests.support.mlflow_server import Server, wait_for
 from tests.support.trackers import mlflow_client as client
@@ -29,23 +33,42 @@ PARAMS = {
     "many": {f"key_{number}": number for number in range(150)},
 }
 
-LITTLE = {"tags": {}, "start": "abc", "time": 5}  # of an opening
-
 
 def tracker(root: Path, **options: Any) -> Tracker:
     """Return the tracker of the run of the project in `root`."""
     return tracker_of("mlflow", root / "run", **{"project": "project", "experiment": "run", "params": PARAMS} | options)
 
 
-def unsent(root: Path) -> list[dict[str, Any]]:
-    """Return the unsent records in the run's directory."""
-    file = root / "run" / "mlflow_unsent.jsonl"
-    return list(map(json.loads, file.read_bytes().splitlines())) if file.exists() else []
+def little_run(run_dir: Path, **options: Any) -> TrackedRun:
+    """Return the run of an experiment `p`."""
+    return TrackedRun(**{"run_dir": run_dir, "project": "p", "experiment": "e", "params": {"a": 1}} | options)
 
 
-def sent(run_dir: Path) -> None:
-    """Wait until there are no unsent records."""
-    wait_for(lambda: not unsent(run_dir))
+def sent(root: Path, store: Any = None) -> None:
+    """Wait until the store has the metrics and the table of the last step of the run in `root`."""
+    store, run_dir = store or client(root), root / "run"
+    line, table = read_jsonl(run_dir / METRICS_FILE)[-1], run_dir / table_file("val/generations")
+    has_table = table.exists() and read_jsonl(table)[-1]["step"] == line["step"]
+
+    def is_sent() -> bool:
+        if not (run_dir / RUN_ID_FILE).exists():
+            return False
+        run_id = (run_dir / RUN_ID_FILE).read_text()
+        last = {metric.key: metric.step for metric in store.get_run(run_id).data.to_proto().metrics}
+        if any(last.get(mlflow_key(name), -1) < line["step"] for name in values_of(line)):
+            return False
+        return not has_table or step_of_table(store, run_id, "val/generations") == line["step"]
+
+    wait_for(is_sent)
+
+
+def step_of_table(store: Any, run_id: str, name: str) -> int:
+    """Return the last step of a table in a store."""
+    file = f"{name}.json"
+    if file not in [found.path for found in store.list_artifacts(run_id, name.rpartition("/")[0])]:
+        return -1
+    with TemporaryDirectory() as scratch:
+        return int(json.loads(Path(store.download_artifacts(run_id, file, scratch)).read_text())["data"][-1][0])
 
 
 @contextmanager
@@ -136,7 +159,6 @@ def killed_at_four(run_dir: Path) -> None:
 
 
 def runs_of(run_dir: Path) -> list[Any]:
-    sent(run_dir)
     store = client(run_dir)
     return list(store.search_runs([store.get_experiment_by_name("project").experiment_id]))
 
@@ -177,6 +199,7 @@ def test_steps_that_become_others_are_those_of_another_run(tmp_path: Path) -> No
     sent(tmp_path)
     third = tracker(tmp_path, resume_step=4, same_curve=False)  # no step is repeated: the run continues
     third.log({"actor/pg_loss": 9.5}, step=5)
+    sent(tmp_path)
     histories = sorted(history_of(tmp_path, run) for run in runs_of(tmp_path))
     assert histories == [[(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)], [(4, 9.0), (5, 9.5)]]
 
@@ -185,6 +208,7 @@ def test_a_run_that_this_store_does_not_know_begins_anew(tmp_path: Path) -> None
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / RUN_ID_FILE).write_text("0" * 32)
     tracker(tmp_path, resume_step=3).log({"actor/pg_loss": 0.4}, step=4)
+    sent(tmp_path)
     (run,) = runs_of(tmp_path)
     assert history_of(tmp_path, run) == [(4, 0.4)]
 
@@ -194,6 +218,7 @@ def test_a_run_that_was_deleted_begins_anew(tmp_path: Path, caplog: pytest.LogCa
     (run,) = runs_of(tmp_path)
     client(tmp_path).delete_run(run.info.run_id)
     tracker(tmp_path, resume_step=4).log({"actor/pg_loss": 0.5}, step=5)
+    sent(tmp_path)
     (new,) = runs_of(tmp_path)
     assert history_of(tmp_path, new) == [(5, 0.5)]
     assert caplog.text.count(f"MLflow does not know the run {run.info.run_id}, or it was deleted there") == 1
@@ -207,23 +232,46 @@ def test_a_run_that_begins_anew_and_fails_midway_is_complete_after_the_next_try(
     killed_at_four(tmp_path)
     id_file = tmp_path / "run" / RUN_ID_FILE
     old = id_file.read_text()
-    store = Store(f"sqlite:///{tmp_path / 'mlflow.db'}", id_file)
-    resume = {"kind": "resume", "step": 3, "same_curve": False, "project": "project", "experiment": "run"}
-    resume |= {"artifacts": None, "params": [["a", "1"]], "tags": {}, "start": "abc", "time": 5}
+    run = little_run(tmp_path / "run", project="project", resume_step=3, same_curve=False)
+    store = Store(f"sqlite:///{tmp_path / 'mlflow.db'}", run, None)
     with closing(sqlite3.connect(tmp_path / "mlflow.db", timeout=60)) as database:
         condition = "BEFORE INSERT ON tags WHEN NEW.key = 'mlflow.note.content'"
         database.execute(f"CREATE TRIGGER no {condition} BEGIN SELECT RAISE(ABORT, 'not now'); END")
         for _ in range(2):
             with pytest.raises(FAILURES, match="not now"):
-                store.send(resume)
+                store.begin()
             store.forget()
             assert id_file.read_text() == old
         database.execute("DROP TRIGGER no")
-    store.send(resume)
+    store.begin()
     (new,) = [run for run in runs_of(tmp_path) if run.info.run_id != old]
     assert new.data.params == {"a": "1"}
     assert id_file.read_text() == new.info.run_id
     assert caplog.text.count("a new one begins") == 1
+
+
+def test_mlflow_that_a_resume_adds_gets_the_curve_from_the_first_step(tmp_path: Path) -> None:
+    files = tracker_of("jsonl", tmp_path / "run")
+    for step in (1, 2):
+        files.log({"actor/pg_loss": step / 10}, step=step)
+    files.log_table("val/generations", [{"response": "of 2", "score": 1.0}], step=2)
+    tracker(tmp_path, resume_step=2).close()
+    (run,) = runs_of(tmp_path)
+    assert history_of(tmp_path, run) == [(1, 0.1), (2, 0.2)]
+    assert table_of(tmp_path, run, tmp_path / "out") == [[2, "of 2", 1.0]]
+
+
+def test_the_run_after_a_new_run_that_no_server_knows_does_not_continue_an_earlier_one(tmp_path: Path) -> None:
+    killed_at_four(tmp_path)
+    with answering(503) as uri:
+        away = tracker(tmp_path, mlflow_tracking_uri=uri)
+        away.log({"actor/pg_loss": 7.0}, step=1)
+        away.close()
+    again = tracker(tmp_path, resume_step=1)
+    again.log({"actor/pg_loss": 8.0}, step=2)
+    again.close()
+    histories = sorted(history_of(tmp_path, run) for run in runs_of(tmp_path))
+    assert histories == [[(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)], [(1, 7.0), (2, 8.0)]]
 
 
 def test_a_step_that_was_saved_and_not_recorded_is_recorded_on_resume(tmp_path: Path) -> None:
@@ -254,7 +302,7 @@ def test_a_record_that_is_refused_costs_itself_and_not_the_run(
         first.log({"actor/pg_loss": 0.5}, step=1)
         first.close()
     assert "MLflow refused a record, training continues" in caplog.text
-    assert not unsent(tmp_path)
+    assert "lacks" not in caplog.text
 
 
 @pytest.mark.parametrize("code", [401, 503])
@@ -269,12 +317,15 @@ def test_a_refused_login_stops_and_a_server_that_is_not_ready_is_waited_for(
         waiting = tracker(tmp_path, mlflow_tracking_uri=uri)
         waiting.log({"loss": 0.5}, step=1)
         waiting.close()
-    assert [record["kind"] for record in unsent(tmp_path)] == ["open", "metrics", "files", "end"]
-    assert f"4 records were not sent to MLflow at {uri}: they are in {tmp_path}" in caplog.text
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / METRICS_FILE)] == [1]
+    said = f"MLflow at {uri} lacks the last records, 1 lines of metrics among them: they are in {tmp_path / 'run'}"
+    assert said in caplog.text
 
 
 @pytest.mark.timeout(1200)  # a server starts twice, which takes long on a machine that is busy
-def test_a_server_that_comes_late_and_goes_away_gets_every_record_once(tmp_path: Path) -> None:
+def test_a_server_that_comes_late_and_goes_away_gets_every_record_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server = Server(tmp_path)
     crashed, run_dir = tmp_path / "crashed", tmp_path / "run"
     first = tracker(crashed, mlflow_tracking_uri=server.uri)
@@ -284,18 +335,19 @@ def test_a_server_that_comes_late_and_goes_away_gets_every_record_once(tmp_path:
     shutil.copytree(crashed, run_dir)  # the state after a machine failure
     first.close()
 
+    caplog.clear()
     second = tracker(run_dir, mlflow_tracking_uri=server.uri, resume_step=2)
     second.log({"loss": 30.0}, step=3)
-    times = {record["step"]: record["time"] for record in unsent(run_dir) if record["kind"] == "metrics"}
+    rows = read_jsonl(run_dir / "run" / METRICS_FILE)
+    times = {row["step"]: int(1000 * row["time"]) for row in rows}
     assert sorted(times) == [1, 2, 3]
     with server.running():
-        sent(run_dir)  # during the run
+        sent(run_dir, server.client())  # during the run
     second.log({"loss": 0.4}, step=4)
     second.log_table("samples", [{"text": "of 4"}], step=4)
-    assert [record["step"] for record in unsent(run_dir)] == [4, 4]
     with server.running():
         second.close([{"val": 0.5}])
-        assert not unsent(run_dir)
+        assert "lacks" not in caplog.text
 
         store = server.client()
         (run,) = store.search_runs([store.get_experiment_by_name("project").experiment_id])
@@ -313,19 +365,17 @@ def test_a_record_whose_answer_got_lost_is_not_there_twice(tmp_path: Path) -> No
     from megarl.tracking.mlflow_store import Store
 
     tracker(tmp_path, params={}).close()
-    uri, id_file = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "mlflow_run_id"
-    opening = {"kind": "open", "project": "p", "experiment": "e", "artifacts": (tmp_path / "files").as_uri()}
-    opening |= {"params": [["a", "1"]]} | LITTLE
-    metrics = {"kind": "metrics", "step": 1, "time": 7, "values": {"loss": 0.5}}
-    table = {"kind": "table", "step": 1, "file": "t.json", "columns": {"text": ["a", "b"]}}
+    uri, artifacts = f"sqlite:///{tmp_path / 'mlflow.db'}", (tmp_path / "files").as_uri()
+    store, made = Store(uri, little_run(tmp_path), artifacts), time.time()
     for _ in range(2):
-        store = Store(uri, id_file)
-        for record in (opening, metrics, table):
-            store.send(record)
-            store.forget()
+        store.begin()
+        store.log_metrics([{"step": 1, "time": 0.007, "loss": 0.5}])
+        store.forget()
+        store.log_table("t", [{"step": 1, "text": "a"}, {"step": 1, "text": "b"}])
+        store.forget()
     seen = client(tmp_path)
     (run,) = seen.search_runs([seen.get_experiment_by_name("p").experiment_id])
-    assert run.info.start_time == 5
+    assert run.info.start_time <= 1000 * made
     (point,) = seen.get_metric_history(run.info.run_id, "loss")
     assert (point.step, point.timestamp) == (1, 7)
     table = seen.download_artifacts(run.info.run_id, "t.json", str(tmp_path))
@@ -366,16 +416,20 @@ def test_names_of_all_kinds_are_kept_apart(tmp_path: Path) -> None:
     assert len({key.casefold() for key in run.data.metrics}) == len(names)
 
 
-def test_what_the_store_refuses_costs_itself_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_store_refuses_costs_itself_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megarl.tracking.mlflow_store import Store
 
+    for module in ("mlflow_store", "mlflow_inputs"):  # otherwise the names would become acceptable
+        monkeypatch.setattr(f"megarl.tracking.{module}.mlflow_key", str)
     tracker(tmp_path, params={}).close()
-    store = Store(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "mlflow_run_id")
-    params = [[f"p{number}", "1"] for number in range(5)] + [["%", "1"]]
-    store.send({"kind": "open", "project": "p", "experiment": "e", "artifacts": None, "params": params} | LITTLE)
+    run = little_run(tmp_path, params={f"p{number}": 1 for number in range(5)} | {"%": 1})
+    store = Store(f"sqlite:///{tmp_path / 'mlflow.db'}", run, None)
+    store.begin()
     for step in (1, 2):
         values = {f"m{number}": 0.5 for number in range(9)} | {"y" * 251: 1.0, "../x": 2.0}
-        store.send({"kind": "metrics", "step": step, "time": 7, "values": values})
+        store.log_metrics([{"step": step, "time": 7, **values}])
     seen = client(tmp_path)
     (run,) = seen.search_runs([seen.get_experiment_by_name("p").experiment_id])
     assert run.data.params.keys() == {f"p{number}" for number in range(5)}

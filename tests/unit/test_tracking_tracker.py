@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.image import imread
 
 from megarl.platform import progress
 from megarl.distributed.watchdog import note, watching
 from megarl.platform.screen import Screen
 from megarl.tracking.console import Console
 from megarl.tracking.jsonl import Jsonl, read_jsonl
-from megarl.tracking.plot import plot_curves
 from megarl.tracking.protocol import NullTracker, Tracker
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Trackers, recording
@@ -240,19 +238,3 @@ def test_after_a_phase_the_watchdog_is_told_the_one_around_it(tmp_path: Path) ->
         with Timers()("sync"):
             assert note() == "sync"
         assert note() == "testing"
-
-
-def test_plot_draws_both_curves(tmp_path: Path) -> None:
-    tracker = jsonl(tmp_path)
-    for step in range(20):
-        tracker.log({"critic/score/mean": step / 20}, step=step)
-        if step % 5 == 0:
-            tracker.log({"val-core/a/mean@1": step / 30, "val-core/b/mean@1": 0.1}, step=step)
-    plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
-    left, right = (imread(tmp_path / "curves.png")[:, part] for part in (slice(0, 700), slice(800, 1500)))
-    for half in (left, right):
-        assert ((half[..., 2] - half[..., 0]) > 0.3).any()  # the blue of the first curve
-    tracker = jsonl(tmp_path)
-    tracker.log({"actor/lr": 1.0}, step=1)
-    with pytest.raises(ValueError, match="has neither critic/score/mean nor a validation score"):
-        plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")

@@ -67,11 +67,13 @@ def test_configuration_metrics_and_tables_can_be_read_back_and_nothing_else_is_t
 
 
 def killed_at_four(run_dir: Path) -> None:
-    """Record four steps in a process that is killed."""
+    """Record four steps, and a table of the second, in a process that is killed."""
     program = (
         "import os, signal, sys; from pathlib import Path\n"
         "from tests.unit.test_tracking_wandb import log, tracker\n"
-        "log(tracker(Path(sys.argv[1])), 1, 2, 3, 4); os.kill(os.getpid(), signal.SIGKILL)"
+        "run = tracker(Path(sys.argv[1])); log(run, 1)\n"
+        "run.log_table('val/generations', [{'prompt': 'a', 'score': 1.0}], step=2)\n"
+        "log(run, 2, 3, 4); os.kill(os.getpid(), signal.SIGKILL)"
     )
     ended = subprocess.run([sys.executable, "-c", program, str(run_dir)], capture_output=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
@@ -84,6 +86,7 @@ def test_a_killed_run_loses_no_step_and_has_none_twice(tmp_path: Path) -> None:
     log(again, 3, 4, 5)
     again.close()
     assert losses(tmp_path) == [(step, float(step)) for step in (1, 2, 3, 4, 5)]
+    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/table/val/generations_*.table.json"))) == 1
     assert (tmp_path / WANDB_RUN_ID_FILE).read_text() == run_id
     last = tracker(tmp_path, resume_step=4)  # ended after the checkpoint: existing steps are not sent again
     log(last, 5, 6)
@@ -134,7 +137,27 @@ def test_a_tracker_that_fails_ends_no_training(
         log(run, 1, 2)
         run.close()
     assert caplog.text.count("W&B accepts no records, training continues") == 1
-    assert [row["step"] for row in read_jsonl(tmp_path / UNFINISHED_FILE) if row["kind"] == "metrics"] == [1, 2]
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
     again = tracker(tmp_path, resume_step=2)
     again.close()
     assert losses(tmp_path) == [(1, 1.0), (2, 2.0)]
+
+
+def test_records_of_an_earlier_version_are_sent_once(tmp_path: Path) -> None:
+    first = tracker(tmp_path)
+    log(first, 1, 2)
+    first.close()
+    metrics = [{"step": 3, "time": 1.0, "loss": 3.0}, {"step": 4, "time": 1.0, "loss": 4.0}]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("".join(f"{json.dumps(row)}\n" for row in metrics))
+    part = tmp_path / "wandb" / "offline-run-of-a-killed-process"
+    part.mkdir()
+    old = [{"kind": "finished", "step": 2}, {"kind": "part", "directory": str(part)}]
+    old += [{"kind": "metrics", "step": row["step"], "values": {"loss": row["loss"]}} for row in metrics]
+    (tmp_path / UNFINISHED_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in old))
+    again = tracker(tmp_path, resume_step=3)
+    log(again, 4, 5)
+    again.close()
+    assert losses(tmp_path) == [(step, float(step)) for step in (1, 2, 3, 4, 5)]
+    assert not part.exists()
+    assert read_jsonl(tmp_path / UNFINISHED_FILE) == [{"kind": "finished", "step": 5}]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megarl.platform import progress
-from megarl.commands.watch import headline, main, read_status, sparkline
-from megarl.report.read import read_run
+from megarl.commands.watch import headline, main, sparkline
+from megarl.report.read import read_mapping, read_run
 from megarl.tracking import status
-from megarl.tracking.status import Status
+from megarl.tracking.status import STATUS_FILE, Status
 from tests.support.runs import PROMPTS, write_run
 
 
@@ -45,12 +45,12 @@ def test_the_status_follows_the_phase_and_ends_with_the_run(tmp_path: Path, monk
     with progress.within("gen"):
         progress.announce(8, "responses")
         until = time.monotonic() + 60
-        while "generating  0 of 8 responses" not in (seen := read_status(tmp_path)).get("phase", ""):
+        while "generating  0 of 8 responses" not in (seen := read_mapping(tmp_path / STATUS_FILE)).get("phase", ""):
             assert time.monotonic() < until, seen
             time.sleep(0.01)
     assert (seen["state"], seen["step"], seen["total_steps"]) == ("running", 3, 9)
     kept.close(ending="stopped")
-    assert read_status(tmp_path)["state"] == "stopped"
+    assert read_mapping(tmp_path / STATUS_FILE)["state"] == "stopped"
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
