@@ -22,6 +22,7 @@ from scripts.pictures import STEP, find_arrows, read_layers
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+DECISIONS = DOCS / "decisions"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
 SCHEMAS = [Schema.of(root) for root in LINKS]
 LEAVES = {path for schema in SCHEMAS for path in schema.leaves}
@@ -158,9 +159,41 @@ def exists(name: str) -> bool:
     return file.is_file() and all(re.search(rf"\b{word}\b", file.read_text()) for word in words)
 
 
+def linked(page: Path) -> set[Path]:
+    """Return the files that a page links to."""
+    return {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())}
+
+
 def test_the_index_lists_every_page() -> None:
-    listed = re.findall(r"\]\(([^)\s]+)\)", (DOCS / "index.md").read_text())
-    assert {(DOCS / page).resolve() for page in listed} == {*PAGES} - {DOCS / "index.md"}
+    pages = linked(DOCS / "index.md") | linked(DECISIONS / "index.md")
+    assert pages == {*PAGES} - {DOCS / "index.md"}
+
+
+def decisions() -> Iterator[tuple[str, str]]:
+    """Yield the id and the status of every decision."""
+    for page in sorted(DECISIONS.glob("*.md")):
+        yield from re.findall(r"^\| ([PED]\d+) \| ([^|]+) \|", page.read_text(), re.MULTILINE)
+
+
+def test_every_decision_has_an_id_of_its_own_and_a_status() -> None:
+    found = list(decisions())
+    statuses = dict(found)
+    assert len(statuses) == len(found) > 300
+    replaced = {status for status in statuses.values() if status != "holds"}
+    assert {status.removeprefix("replaced by ") for status in replaced} <= statuses.keys()
+
+
+def test_a_page_of_decisions_belongs_to_a_folder_of_the_package() -> None:
+    folders = {path.name for path in (ROOT / "megarl").iterdir() if (path / "__init__.py").is_file()}
+    assert {page.stem for page in DECISIONS.glob("*.md")} <= folders | {"dependencies", "environment", "index"}
+
+
+def test_comments_name_decisions_that_exist() -> None:
+    files = [path for folder in ("megarl", "tests", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    comments = [comment for file in files for comment in re.findall(r"#.*", file.read_text())]
+    named = {name for comment in comments for name in re.findall(r"\bD\d{1,3}\b", comment)}
+    assert len(named) > 10
+    assert named <= dict(decisions()).keys()
 
 
 def test_the_tree_names_every_package() -> None:
