@@ -23,7 +23,8 @@ from scripts.pictures import STEP, find_arrows, read_layers
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 DECISIONS = DOCS / "decisions"
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
+ROOT_PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]
+PAGES = sorted([*ROOT_PAGES, *DOCS.rglob("*.md")])
 SCHEMAS = [Schema.of(root) for root in LINKS]
 LEAVES = {path for schema in SCHEMAS for path in schema.leaves}
 SECTIONS = {path for schema in SCHEMAS for path in schema.sections}
