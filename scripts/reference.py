@@ -6,14 +6,16 @@ A page is docs/PAGE.md. With `--check` nothing is written, and the program fails
 import argparse
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 
 from megarl.config.reference import ROOTS, parts
-from megarl.tracking.metrics import GROUPS, TABLES
+from megarl.tracking.metrics import GROUPS, TABLES, Metric
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+SPREAD = ("mean", "max", "min")
 WRITTEN_BY = "<!-- Written by `python scripts/reference.py {page}`; change the code instead. -->"
 
 
@@ -22,21 +24,41 @@ def metrics() -> Iterator[str]:
     yield "# Metrics"
     yield WRITTEN_BY.format(page="metrics")
     yield fill(
-        "Everything that a run records: in `metrics.jsonl`, on the console, and in MLflow, TensorBoard and "
-        "Weights & Biases (`trainer.logger`). The names are those of other trainers if other trainers record the same "
-        "number. A word in capitals is a part that differs from run to run: SOURCE is a data source, N the "
-        "number of responses to a prompt, K a power of two up to N. Metrics of an update are means over its "
-        "mini-batches. A metric without a condition is recorded in every step of a run of its kind. MLflow writes `@` "
-        "as `_at_`. A name that a store does not accept keeps what is readable, and a digest follows.",
+        "Everything that a run records in `metrics.jsonl`, on the console, and in MLflow, TensorBoard and W&B "
+        "(`trainer.logger`). A word in capitals differs from run to run: SOURCE is a data source, N the number of "
+        "responses to a prompt, K a power of two up to N. Metrics of an update are means over its mini-batches. A "
+        "metric without a condition is recorded in every step of a run of its kind. MLflow writes `@` as `_at_`. A "
+        "name that a store does not accept keeps what is readable, and a digest follows.",
         width=120,
         break_on_hyphens=False,
     )
     for heading, group in GROUPS.items():
         yield f"## {heading}"
-        rows = [(f"`{metric.name}`", metric.unit, metric.meaning, metric.when) for metric in group]
-        yield table(("metric", "unit", "meaning", "recorded if"), rows)
+        usual, count = Counter(metric.when for metric in group).most_common(1)[0]
+        if not usual or count <= len(group) / 2:
+            usual = ""
+        else:
+            yield f"Recorded if {usual}, unless a row has another condition."
+        rows = [(*row, "" if when == usual else when or "always") for *row, when in joined(group)]
+        columns = 4 if any(row[-1] for row in rows) else 3
+        yield table(("metric", "unit", "meaning", "recorded if")[:columns], [row[:columns] for row in rows])
     yield "## Tables"
     yield table(("table", "columns", "rows"), [(f"`{name}`", columns, meaning) for name, columns, meaning in TABLES])
+
+
+def joined(group: Sequence[Metric]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of metrics; a mean, a maximum and a minimum of the same number share a row."""
+    names = {metric.name for metric in group}
+    for metric in group:
+        base, _, end = metric.name.rpartition("/")
+        if {f"{base}/{word}" for word in SPREAD} <= names and end in SPREAD:
+            if end != "mean":
+                continue
+            name = f"`{base}/mean`, `/max`, `/min`"
+            meaning = metric.meaning.replace("Mean", "Mean, largest and smallest", 1)
+            yield name, metric.unit, meaning, metric.when
+        else:
+            yield f"`{metric.name}`", metric.unit, metric.meaning, metric.when
 
 
 def configuration() -> Iterator[str]:
@@ -44,15 +66,11 @@ def configuration() -> Iterator[str]:
     mark = WRITTEN_BY.format(page="configuration")
     yield (DOCS / "configuration.md").read_text(encoding="utf-8").partition(mark)[0].strip()
     yield mark
-    yield "## Contents"
     found = parts()
     for root, (heading, command) in ROOTS.items():
-        links = (f"  - [{part.title}](#{anchor(part.title)})" for part in found[root])
-        yield "\n".join([f"- {heading} (`{called(command)}`)", *links])
-    for root, (heading, command) in ROOTS.items():
-        yield f"# {heading}: `{called(command)}`"
+        yield f"## {heading}: `{called(command)}`"
         for part in found[root]:
-            yield f"## {part.title}"
+            yield f"### {part.title}"
             text = part.text
             if part.twin is not None:
                 text = f"The keys are those of [{part.twin}](#{anchor(part.twin)}){'; these differ' * bool(part.keys)}."
