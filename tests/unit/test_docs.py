@@ -170,6 +170,14 @@ def test_the_index_lists_every_page() -> None:
     assert pages == {*PAGES} - {DOCS / "index.md"}
 
 
+def test_the_site_shows_every_page() -> None:
+    """Hooks of the site add the decisions and the pages of the root."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    shown = re.findall(r"^ +- (?:\w+: )?([\w/]+\.md)$", text, re.MULTILINE)
+    assert len(shown) == len(set(shown))
+    assert {DOCS / name for name in shown} == {*DOCS.rglob("*.md")} - {*DECISIONS.glob("*.md")}
+
+
 def decisions() -> Iterator[tuple[str, str]]:
     """Yield the id and the status of every decision."""
     for page in sorted(DECISIONS.glob("*.md")):
