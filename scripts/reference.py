@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 
-from megarl.config.reference import ROOTS, parts
+from megarl.config.reference import ROOTS, Part, parts
 from megarl.tracking.metrics import GROUPS, TABLES, Metric
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -35,30 +35,33 @@ def metrics() -> Iterator[str]:
     for heading, group in GROUPS.items():
         yield f"## {heading}"
         usual, count = Counter(metric.when for metric in group).most_common(1)[0]
-        if not usual or count <= len(group) / 2:
-            usual = ""
+        if usual and count > len(group) / 2:
+            yield f"Condition of all without another one: {usual}."
         else:
-            yield f"Recorded if {usual}, unless a row has another condition."
-        rows = [(*row, "" if when == usual else when or "always") for *row, when in joined(group)]
-        columns = 4 if any(row[-1] for row in rows) else 3
-        yield table(("metric", "unit", "meaning", "recorded if")[:columns], [row[:columns] for row in rows])
+            usual = ""
+        yield "\n".join(lines(group, usual))
     yield "## Tables"
     yield table(("table", "columns", "rows"), [(f"`{name}`", columns, meaning) for name, columns, meaning in TABLES])
 
 
-def joined(group: Sequence[Metric]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of metrics; a mean, a maximum and a minimum of the same number share a row."""
+def lines(group: Sequence[Metric], usual: str) -> Iterator[str]:
+    """Yield the items of metrics: mean, maximum and minimum of a number share one, and so do those of validation."""
     names = {metric.name for metric in group}
+    validated: dict[str, list[str]] = {}
     for metric in group:
+        condition = "" if metric.when == usual else f" *Condition: {metric.when or 'none'}.*"
         base, _, end = metric.name.rpartition("/")
-        if {f"{base}/{word}" for word in SPREAD} <= names and end in SPREAD:
-            if end != "mean":
-                continue
-            name = f"`{base}/mean`, `/max`, `/min`"
-            meaning = metric.meaning.replace("Mean", "Mean, largest and smallest", 1)
-            yield name, metric.unit, meaning, metric.when
+        unit = f" ({metric.unit})".replace(" (-)", "")
+        if metric.meaning.startswith(f"As `{metric.name.removeprefix('val/')}`"):
+            validated.setdefault(condition, []).append(f"`{metric.name}`")
+        elif end in SPREAD and {f"{base}/{word}" for word in SPREAD} <= names:
+            if end == "mean":
+                meaning = metric.meaning.replace("Mean", "Mean, largest and smallest", 1)
+                yield f"- **`{base}/mean`**, `/max`, `/min`{unit}: {meaning}.{condition}"
         else:
-            yield f"`{metric.name}`", metric.unit, metric.meaning, metric.when
+            yield f"- **`{metric.name}`**{unit}: {metric.meaning}.{condition}"
+    for condition, found in validated.items():
+        yield f"- As in training, for validation: {', '.join(found)}.{condition}"
 
 
 def configuration() -> Iterator[str]:
@@ -66,7 +69,7 @@ def configuration() -> Iterator[str]:
     mark = WRITTEN_BY.format(page="configuration")
     yield (DOCS / "configuration.md").read_text(encoding="utf-8").partition(mark)[0].strip()
     yield mark
-    found = parts()
+    found, known = parts(), dict[str, list[Part]]()
     for root, (heading, command) in ROOTS.items():
         yield f"## {heading}: `{called(command)}`"
         for part in found[root]:
@@ -75,11 +78,32 @@ def configuration() -> Iterator[str]:
             if part.twin is not None:
                 text = f"The keys are those of [{part.twin}](#{anchor(part.twin)}){'; these differ' * bool(part.keys)}."
             yield fill(f"{text} {part.condition}".strip(), width=120, break_on_hyphens=False, break_long_words=False)
+            earlier = known.setdefault(part.title.split()[-1], [])
             if part.keys:
-                rows = [
-                    (f"`{key.name}`", key.kind, key.default, f"{key.text} {key.condition}".strip()) for key in part.keys
-                ]
-                yield table(("key", "type", "default", "meaning"), rows)
+                yield "\n".join(items(part, earlier))
+            earlier.append(part)
+
+
+def items(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
+    """Yield the items of a section, without those of earlier sections with the same name."""
+    same: dict[str, list[str]] = {}
+    own = []
+    for key in part.keys:
+        if title := next((other.title for other in earlier if key in other.keys), ""):
+            same.setdefault(title, []).append(f"`{key.name}`")
+        else:
+            own.append(key)
+    for title, names in same.items():
+        yield f"- As in [{title}](#{anchor(title)}): {', '.join(names)}."
+    unread: dict[str, list[str]] = {}
+    for key in own:
+        if part.twin is not None and key.condition.startswith("*Not read"):
+            unread.setdefault(key.condition, []).append(f"`{key.name}`")
+        else:
+            text = f"{key.text} {key.condition}".strip()
+            yield f"- **`{key.name}`** ({key.kind}; {key.default}): {text}"
+    for condition, names in unread.items():
+        yield f"- {condition.strip('*').removesuffix('.')}: {', '.join(names)}."
 
 
 def called(command: str) -> str:
