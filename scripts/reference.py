@@ -16,6 +16,8 @@ from megarl.tracking.metrics import GROUPS, TABLES, Metric
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SPREAD = ("mean", "max", "min")
+KINDS = {"true or false": "bool", "integer": "int", "number": "float", "text": "str", "mapping": "dict"}
+"""The words of a type -> the shorter ones of the page."""
 WRITTEN_BY = "<!-- Written by `python scripts/reference.py {page}`; change the code instead. -->"
 
 
@@ -100,10 +102,17 @@ def items(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
         if part.twin is not None and key.condition.startswith("*Not read"):
             unread.setdefault(key.condition, []).append(f"`{key.name}`")
         else:
-            text = f"{key.text} {key.condition}".strip()
-            yield f"- **`{key.name}`** ({key.kind}; {key.default}): {text}"
+            kind = re.sub("|".join(KINDS), short_kind, key.kind)
+            text = f"{key.text} {key.condition.replace('*Read only if', '*Only if')}".strip()
+            default, *further = key.default.splitlines()
+            yield f"- **`{key.name}`** ({kind}; {default}{' ...`' * bool(further)}): {text}"
     for condition, names in unread.items():
         yield f"- {condition.strip('*').removesuffix('.')}: {', '.join(names)}."
+
+
+def short_kind(found: re.Match[str]) -> str:
+    """Return the short name of a type."""
+    return KINDS[found[0]]
 
 
 def called(command: str) -> str:
