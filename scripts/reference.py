@@ -36,11 +36,9 @@ def metrics() -> Iterator[str]:
     )
     for heading, group in GROUPS.items():
         yield f"## {heading}"
-        usual, count = Counter(metric.when for metric in group).most_common(1)[0]
-        if usual and count > len(group) / 2:
+        usual = most_common([metric.when for metric in group])
+        if usual:
             yield f"Condition of all without another one: {usual}."
-        else:
-            usual = ""
         yield "\n".join(lines(group, usual))
     yield "## Tables"
     yield table(("table", "columns", "rows"), [(f"`{name}`", columns, meaning) for name, columns, meaning in TABLES])
@@ -97,17 +95,25 @@ def items(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
             own.append(key)
     for title, names in same.items():
         yield f"- As in [{title}](#{anchor(title)}): {', '.join(names)}."
-    unread: dict[str, list[str]] = {}
-    for key in own:
-        if part.twin is not None and key.condition.startswith("*Not read"):
-            unread.setdefault(key.condition, []).append(f"`{key.name}`")
-        else:
-            kind = re.sub("|".join(KINDS), short_kind, key.kind)
-            text = f"{key.text} {key.condition.replace('*Read only if', '*Only if')}".strip()
-            default, *further = key.default.splitlines()
-            yield f"- **`{key.name}`** ({kind}; {default}{' ...`' * bool(further)}): {text}"
-    for condition, names in unread.items():
+    unread = [key for key in own if part.twin is not None and key.condition.startswith("*Not read")]
+    for condition in dict.fromkeys(key.condition for key in unread):
+        names = [f"`{key.name}`" for key in unread if key.condition == condition]
         yield f"- {condition.strip('*').removesuffix('.')}: {', '.join(names)}."
+    own = [key for key in own if key not in unread]
+    usual = most_common([key.condition for key in own])
+    if usual:
+        yield f"- Keys without another condition: {usual}"
+    for key in own:
+        condition = "" if key.condition == usual else key.condition.replace("Read only", "Only") or "*Always.*"
+        kind = re.sub("|".join(KINDS), short_kind, key.kind)
+        default, *further = ["empty"] if key.default == "``" else key.default.splitlines()
+        yield f"- **`{key.name}`** ({kind}; {default}{' ...`' * bool(further)}): {key.text} {condition}".rstrip()
+
+
+def most_common(conditions: Sequence[str]) -> str:
+    """Return the condition of more than half of a list; empty if there is none."""
+    [(usual, count)] = Counter(conditions).most_common(1) or [("", 0)]
+    return usual if count > len(conditions) / 2 else ""
 
 
 def short_kind(found: re.Match[str]) -> str:
