@@ -5,11 +5,12 @@ BIN := .venv/bin
 # Tests start many processes, which compile what they import if no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-peers quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-oldest test-faults hollow test-hollow test-cuda test-te clean
+.PHONY: help setup setup-peers docs quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-oldest test-faults hollow test-hollow test-cuda test-te clean
 
 help:
 	@echo "make setup        .venv with exactly requirements/cpu.lock (PYTHON=... chooses the interpreter)"
 	@echo "make setup-peers  .venv-peers: .venv with the libraries that 'python -m benchmarks step --peer' measures"
+	@echo "make docs         build/site: these pages and a reference of each package as a site, without a network"
 	@echo "make quickstart   watch a small language model learn arithmetic by PPO"
 	@echo "make fix          mend what ruff can mend, and format"
 	@echo "make check        ruff, mypy, import contracts"
@@ -31,6 +32,10 @@ setup:
 
 setup-peers:
 	@scripts/setup.sh peers
+
+docs:
+	@scripts/setup.sh docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
 
 quickstart: setup
 	$(BIN)/python scripts/quickstart.py
@@ -131,4 +136,4 @@ test-faults: setup
 	done; [ $$passed -eq $(N) ]
 
 clean:
-	rm -rf build .venv .venv-cuda .venv-newest .venv-oldest .venv-peers .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf build .venv .venv-cuda .venv-docs .venv-newest .venv-oldest .venv-peers .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info

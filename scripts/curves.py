@@ -2,8 +2,8 @@
 
     python scripts/curves.py partial|guess [--jobs 2] [--seeds 3] [--steps 40] [--out runs/STUDY] [--picture FILE]
 
-`partial` compares waiting with partial rollouts (docs/rollouts.md), and `guess` compares GRPO with PPO on episodes
-(docs/environments.md). For each seed the quickstart makes data and a warmed-up model, which all settings share. Each
+`partial` compares waiting with partial rollouts, and `guess` compares GRPO with PPO on episodes, for
+docs/benchmarks/curves.md. For each seed the quickstart makes data and a warmed-up model, which all settings share. Each
 run has one process. Finished runs are kept, so the same command resumes after an interruption.
 """
 

@@ -1,4 +1,4 @@
-"""A student learns from its teacher's distributions: the runs, the picture and the numbers of docs/distillation.md.
+"""A student learns from its teacher's distributions: runs, picture and numbers of docs/benchmarks/curves.md.
 
     make quickstart
     python scripts/distillation.py [--quickstart runs/quickstart] [--out runs/distillation] [--picture FILE]

@@ -1,4 +1,4 @@
-"""Partial rollouts counted in engine steps, without an engine: the numbers and the picture of docs/rollouts.md.
+"""Partial rollouts counted in engine steps, without an engine, for docs/benchmarks/generation.md.
 
     python scripts/occupancy.py [--picture docs/images/occupancy.svg]
 

@@ -1,4 +1,4 @@
-"""Slow environments counted in engine steps, without an engine: the numbers of docs/environments.md.
+"""Slow environments counted in engine steps, without an engine: the numbers of docs/benchmarks/generation.md.
 
     python scripts/overlap.py [--engine-step 0.02] [--longest 2]
 

@@ -6,14 +6,18 @@ A page is docs/PAGE.md. With `--check` nothing is written, and the program fails
 import argparse
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 
-from megarl.config.reference import ROOTS, parts
-from megarl.tracking.metrics import GROUPS, TABLES
+from megarl.config.reference import ROOTS, Part, parts
+from megarl.tracking.metrics import GROUPS, TABLES, Metric
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+SPREAD = ("mean", "max", "min")
+KINDS = {"true or false": "bool", "integer": "int", "number": "float", "text": "str", "mapping": "dict"}
+"""The words of a type -> the shorter ones of the page."""
 WRITTEN_BY = "<!-- Written by `python scripts/reference.py {page}`; change the code instead. -->"
 
 
@@ -22,21 +26,42 @@ def metrics() -> Iterator[str]:
     yield "# Metrics"
     yield WRITTEN_BY.format(page="metrics")
     yield fill(
-        "Everything that a run records: in `metrics.jsonl`, on the console, and in MLflow, TensorBoard and "
-        "Weights & Biases (`trainer.logger`). The names are those of other trainers if other trainers record the same "
-        "number. A word in capitals is a part that differs from run to run: SOURCE is a data source, N the "
-        "number of responses to a prompt, K a power of two up to N. Metrics of an update are means over its "
-        "mini-batches. A metric without a condition is recorded in every step of a run of its kind. MLflow writes `@` "
-        "as `_at_`. A name that a store does not accept keeps what is readable, and a digest follows.",
+        "Everything that a run records in `metrics.jsonl`, on the console, and in MLflow, TensorBoard and W&B "
+        "(`trainer.logger`). A word in capitals differs from run to run: SOURCE is a data source, N the number of "
+        "responses to a prompt, K a power of two up to N. Metrics of an update are means over its mini-batches. A "
+        "metric without a condition is recorded in every step of a run of its kind. MLflow writes `@` as `_at_`. A "
+        "name that a store does not accept keeps what is readable, and a digest follows.",
         width=120,
         break_on_hyphens=False,
     )
     for heading, group in GROUPS.items():
         yield f"## {heading}"
-        rows = [(f"`{metric.name}`", metric.unit, metric.meaning, metric.when) for metric in group]
-        yield table(("metric", "unit", "meaning", "recorded if"), rows)
+        usual = most_common([metric.when for metric in group])
+        if usual:
+            yield f"Condition of all without another one: {usual}."
+        yield "\n".join(lines(group, usual))
     yield "## Tables"
     yield table(("table", "columns", "rows"), [(f"`{name}`", columns, meaning) for name, columns, meaning in TABLES])
+
+
+def lines(group: Sequence[Metric], usual: str) -> Iterator[str]:
+    """Yield the items of metrics: mean, maximum and minimum of a number share one, and so do those of validation."""
+    names = {metric.name for metric in group}
+    validated: dict[str, list[str]] = {}
+    for metric in group:
+        condition = "" if metric.when == usual else f" *Condition: {metric.when or 'none'}.*"
+        base, _, end = metric.name.rpartition("/")
+        unit = f" ({metric.unit})".replace(" (-)", "")
+        if metric.meaning.startswith(f"As `{metric.name.removeprefix('val/')}`"):
+            validated.setdefault(condition, []).append(f"`{metric.name}`")
+        elif end in SPREAD and {f"{base}/{word}" for word in SPREAD} <= names:
+            if end == "mean":
+                meaning = metric.meaning.replace("Mean", "Mean, largest and smallest", 1)
+                yield f"- **`{base}/mean`**, `/max`, `/min`{unit}: {meaning}.{condition}"
+        else:
+            yield f"- **`{metric.name}`**{unit}: {metric.meaning}.{condition}"
+    for condition, found in validated.items():
+        yield f"- As in training, for validation: {', '.join(found)}.{condition}"
 
 
 def configuration() -> Iterator[str]:
@@ -44,24 +69,56 @@ def configuration() -> Iterator[str]:
     mark = WRITTEN_BY.format(page="configuration")
     yield (DOCS / "configuration.md").read_text(encoding="utf-8").partition(mark)[0].strip()
     yield mark
-    yield "## Contents"
-    found = parts()
+    found, known = parts(), dict[str, list[Part]]()
     for root, (heading, command) in ROOTS.items():
-        links = (f"  - [{part.title}](#{anchor(part.title)})" for part in found[root])
-        yield "\n".join([f"- {heading} (`{called(command)}`)", *links])
-    for root, (heading, command) in ROOTS.items():
-        yield f"# {heading}: `{called(command)}`"
+        yield f"## {heading}: `{called(command)}`"
         for part in found[root]:
-            yield f"## {part.title}"
+            yield f"### {part.title}"
             text = part.text
             if part.twin is not None:
                 text = f"The keys are those of [{part.twin}](#{anchor(part.twin)}){'; these differ' * bool(part.keys)}."
             yield fill(f"{text} {part.condition}".strip(), width=120, break_on_hyphens=False, break_long_words=False)
+            earlier = known.setdefault(part.title.split()[-1], [])
             if part.keys:
-                rows = [
-                    (f"`{key.name}`", key.kind, key.default, f"{key.text} {key.condition}".strip()) for key in part.keys
-                ]
-                yield table(("key", "type", "default", "meaning"), rows)
+                yield "\n".join(items(part, earlier))
+            earlier.append(part)
+
+
+def items(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
+    """Yield the items of a section, without those of earlier sections with the same name."""
+    same: dict[str, list[str]] = {}
+    own = []
+    for key in part.keys:
+        if title := next((other.title for other in earlier if key in other.keys), ""):
+            same.setdefault(title, []).append(f"`{key.name}`")
+        else:
+            own.append(key)
+    for title, names in same.items():
+        yield f"- As in [{title}](#{anchor(title)}): {', '.join(names)}."
+    unread = [key for key in own if part.twin is not None and key.condition.startswith("*Not read")]
+    for condition in dict.fromkeys(key.condition for key in unread):
+        names = [f"`{key.name}`" for key in unread if key.condition == condition]
+        yield f"- {condition.strip('*').removesuffix('.')}: {', '.join(names)}."
+    own = [key for key in own if key not in unread]
+    usual = most_common([key.condition for key in own])
+    if usual:
+        yield f"- Keys without another condition: {usual}"
+    for key in own:
+        condition = "" if key.condition == usual else key.condition.replace("Read only", "Only") or "*Always.*"
+        kind = re.sub("|".join(KINDS), short_kind, key.kind)
+        default, *further = ["empty"] if key.default == "``" else key.default.splitlines()
+        yield f"- **`{key.name}`** ({kind}; {default}{' ...`' * bool(further)}): {key.text} {condition}".rstrip()
+
+
+def most_common(conditions: Sequence[str]) -> str:
+    """Return the condition of more than half of a list; empty if there is none."""
+    [(usual, count)] = Counter(conditions).most_common(1) or [("", 0)]
+    return usual if count > len(conditions) / 2 else ""
+
+
+def short_kind(found: re.Match[str]) -> str:
+    """Return the short name of a type."""
+    return KINDS[found[0]]
 
 
 def called(command: str) -> str:

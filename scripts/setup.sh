@@ -6,6 +6,7 @@
 #   scripts/setup.sh newest     .venv-newest: .venv, overridden by requirements/newest.txt
 #   scripts/setup.sh oldest     .venv-oldest: .venv, overridden by requirements/oldest.txt
 #   scripts/setup.sh peers      .venv-peers: .venv, completed by requirements/peers.lock
+#   scripts/setup.sh docs       .venv-docs: .venv, completed by requirements/docs.lock
 #   scripts/setup.sh cuda       .venv-cuda: requirements/gpu.lock, for the hollow device (docs/hollow.md); Python 3.12
 #
 # PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12).
@@ -227,6 +228,7 @@ packages) setup_packages ;;
 newest) lay_over .venv-newest requirements/newest.txt ;;
 oldest) lay_over .venv-oldest requirements/oldest.txt ;;
 peers) lay_over .venv-peers requirements/peers.lock trl.trainer.grpo_trainer ;;
+docs) lay_over .venv-docs requirements/docs.lock mkdocs material mkdocstrings_handlers.python ;;
 cuda) setup_cuda ;;
-*) die "unknown argument '$1': give none, 'packages', 'newest', 'oldest', 'peers' or 'cuda'." ;;
+*) die "unknown argument '$1': give none, 'packages', 'newest', 'oldest', 'peers', 'docs' or 'cuda'." ;;
 esac

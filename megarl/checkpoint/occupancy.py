@@ -112,7 +112,7 @@ def _lock(file: TextIOWrapper, patience_s: float) -> bool:
     until, has_reported = time.monotonic() + patience_s, False
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # D123
         except BlockingIOError:
             if time.monotonic() > until:
                 return False

@@ -129,7 +129,7 @@ def _docstrings(cls: type) -> dict[str, str]:
 def _condition(path: str, root: type, schema: Schema, *, section: str = "") -> str:
     """Say when the key or section at `path` is read; empty if it always is.
 
-    What holds for all of `section` is left out.
+    Conditions of the section itself are left out.
     """
     if root is VerifyConfig:  # has no remarks
         return ""

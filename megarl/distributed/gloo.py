@@ -31,7 +31,7 @@ def share_device() -> None:
     def create_on_shared_device(group: Any, *place: Any, **how: Any) -> None:
         if how.keys() != {"timeout"}:
             return create(group, *place, **how)
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # D257
         options._timeout = how["timeout"]
         options._devices = list(_devices(os.getpid(), os.environ.get(INTERFACES, "")))
         options._threads = 2 * len(options._devices)  # as torch counts them

@@ -23,7 +23,7 @@ _ROUND_S = 0.2
 _CONNECT_S = 3.0
 ELSEWHERE = "192.0.2.1"
 """An address of no host (RFC 5737). The route to it is the default route."""
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # D112
 REMEDY = (
     "set MASTER_ADDR to an address of rank 0's host that all hosts reach, MASTER_PORT to a port that is open there, "
     "and GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between the hosts "

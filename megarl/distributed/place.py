@@ -39,7 +39,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
         return _place(environ, *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
     # Only srun sets the step's size. A batch script and `salloc` have SLURM_PROCID=0 too, but are not ranks. The shell
     # of `srun --pty bash`, a step of one task, is no rank either: training that starts there starts its own ranks.
-    if environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+    if environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # D3
         here = "SLURM_STEP_TASKS_PER_NODE[SLURM_NODEID]"
         step = {**environ, here: _tasks_on_node(environ)}
         return _place(step, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", here)

@@ -4,5 +4,5 @@ from megarl.learner.fused import hide_on_cpu
 from megarl.platform.hiding import hide
 
 # Megatron-Core reports the metrics of its own inference engine to W&B. The import takes seconds in every process.
-hide("wandb", library="megatron")
+hide("wandb", library="megatron")  # D145
 hide_on_cpu()

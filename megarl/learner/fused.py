@@ -25,4 +25,4 @@ def has_apex_gradient_fusion() -> bool:
 def hide_on_cpu() -> None:
     """Hide the packages from Megatron-Core, should this process be on the CPU when Megatron-Core imports them."""
     for package in PACKAGES:
-        hide(package, library="megatron", unless=on_cuda)
+        hide(package, library="megatron", unless=on_cuda)  # D153

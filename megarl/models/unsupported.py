@@ -137,7 +137,7 @@ def _deepseek_faults(config: Fields) -> Faults:
     if config.values["model_type"] == "deepseek_v3":
         # The engine takes both from config.json and silently assumes other values if they are missing.
         found = f"topk_method {method!r} and scoring_func {score!r}: must be 'noaux_tc' and 'sigmoid'"
-        return [*faults, ((method, score) != ("noaux_tc", "sigmoid"), found)]
+        return [*faults, ((method, score) != ("noaux_tc", "sigmoid"), found)]  # D35
     return [
         *faults,
         (

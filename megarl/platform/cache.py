@@ -29,7 +29,7 @@ from megarl.platform.files import explained, file_error, sync_directory, write_w
 from megarl.platform.remote import Described, RemoteDirectory
 from megarl.platform.uri import WAITS_S, out_of_reach, persist
 
-VARIABLE = "MEGARL_CACHE"
+VARIABLE = "MEGARL_CACHE"  # D136
 RECORD = ".copied.json"
 NUM_STREAMS = 4
 """Files that are copied at the same time."""

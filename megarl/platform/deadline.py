@@ -31,7 +31,7 @@ def computing_at_most(seconds: float) -> Iterator[None]:
     before = signal.signal(signal.SIGPROF, interrupt)
     try:
         try:
-            signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN)
+            signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN)  # D279
             yield
         finally:
             is_running = False

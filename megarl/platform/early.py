@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-EXIT_CODE = 75
+EXIT_CODE = 75  # D109
 """The exit code of a job that a signal stopped and that can be resumed: EX_TEMPFAIL of sysexits.h."""
 HANG_UP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 """SIGHUP, which a closed terminal sends; nothing if this process was started to outlive it, as `nohup` does."""

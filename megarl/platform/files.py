@@ -86,7 +86,7 @@ def reserve(file: BinaryIO, num_bytes: int) -> None:
     """
     if hasattr(os, "posix_fallocate"):
         try:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # D119, D121
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise

@@ -7,7 +7,7 @@ page when it is first touched. That takes longer than to compute with them.
 import ctypes
 import os
 
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it when it makes its first tensor on the CPU
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it when it makes its first tensor on the CPU (D250)
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # malloc.h
 MOST_KEPT = 2**31 - 1  # bytes at the end of the heap, the most that mallopt(3) takes
 
@@ -25,5 +25,5 @@ def keep_freed_memory() -> None:
     """Let this process reuse the memory that it frees. Nothing changes with a C library other than glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
-        mallopt(MMAP_MAX, 0)
+        mallopt(MMAP_MAX, 0)  # D247
         mallopt(TRIM_THRESHOLD, MOST_KEPT)

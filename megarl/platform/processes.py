@@ -24,7 +24,7 @@ def die_with_parent(by: signal.Signals, *, parent: int | None = None) -> None:
 
     `parent` is the expected parent process: if it has ended already, the signal is sent at once.
     """
-    _prctl(_PR_SET_PDEATHSIG, by)
+    _prctl(_PR_SET_PDEATHSIG, by)  # D5
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), by)
 
@@ -57,7 +57,7 @@ def bound_memory(num_bytes: int) -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     bound = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))  # D76
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")

@@ -11,7 +11,7 @@ from urllib.parse import quote, quote_plus
 
 from megarl.platform.secret_names import is_secret
 
-MIN_VALUE = 8
+MIN_VALUE = 8  # D103
 """Characters of the shortest value that is searched for. A shorter value may be a common word."""
 
 _MIN_LINE = 20

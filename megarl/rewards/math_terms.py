@@ -51,7 +51,7 @@ POWERS = tuple(
 )
 _MAX_DIFFERENCE = 1e-5
 """Most relative difference of equal numbers: `0.083333` is a twelfth."""
-MAX_BITS = 100_000
+MAX_BITS = 100_000  # D279
 """Most bits of a power of integers; sympy refuses a larger power, and the answer is wrong."""
 
 

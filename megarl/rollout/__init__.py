@@ -3,4 +3,4 @@
 from megarl.platform.hiding import hide
 
 # vLLM resamples sound with SciPy. The import takes seconds in every process.
-hide("scipy", library="vllm")
+hide("scipy", library="vllm")  # D197

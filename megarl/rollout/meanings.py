@@ -36,7 +36,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
         *("enable_dbo", "ubatch_size", "enable_hc_sp"),
     ),
     "may bring back cached keys of earlier weights": (
-        *("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config"),
+        *("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config"),  # D263
         "ec_manager_config",
     ),
     "changes the order of requests and the time of tokens": (

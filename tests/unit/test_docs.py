@@ -22,7 +22,9 @@ from scripts.pictures import STEP, find_arrows, read_layers
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
+DECISIONS = DOCS / "decisions"
+ROOT_PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]
+PAGES = sorted([*ROOT_PAGES, *DOCS.rglob("*.md")])
 SCHEMAS = [Schema.of(root) for root in LINKS]
 LEAVES = {path for schema in SCHEMAS for path in schema.leaves}
 SECTIONS = {path for schema in SCHEMAS for path in schema.sections}
@@ -158,9 +160,49 @@ def exists(name: str) -> bool:
     return file.is_file() and all(re.search(rf"\b{word}\b", file.read_text()) for word in words)
 
 
+def linked(page: Path) -> set[Path]:
+    """Return the files that a page links to."""
+    return {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())}
+
+
 def test_the_index_lists_every_page() -> None:
-    listed = re.findall(r"\]\(([^)\s]+)\)", (DOCS / "index.md").read_text())
-    assert {(DOCS / page).resolve() for page in listed} == {*PAGES} - {DOCS / "index.md"}
+    pages = linked(DOCS / "index.md") | linked(DECISIONS / "index.md")
+    assert pages == {*PAGES} - {DOCS / "index.md"}
+
+
+def test_the_site_shows_every_page() -> None:
+    """Hooks of the site add the decisions and the pages of the root."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    shown = re.findall(r"^ +- (?:\w+: )?([\w/]+\.md)$", text, re.MULTILINE)
+    assert len(shown) == len(set(shown))
+    assert {DOCS / name for name in shown} == {*DOCS.rglob("*.md")} - {*DECISIONS.glob("*.md")}
+
+
+def decisions() -> Iterator[tuple[str, str]]:
+    """Yield the id and the text of every decision."""
+    for page in sorted(DECISIONS.glob("*.md")):
+        yield from re.findall(r"^\| ([PED]\d+) \| ([^|]+) \|", page.read_text(), re.MULTILINE)
+
+
+def test_every_decision_has_an_id_of_its_own_and_the_one_that_replaces_it_exists() -> None:
+    found = list(decisions())
+    assert len(dict(found)) == len(found) > 300
+    replacing = {name for _, text in found for name in re.findall(r"Replaced by (\w+)", text)}
+    assert replacing
+    assert replacing <= dict(found).keys()
+
+
+def test_a_page_of_decisions_belongs_to_a_folder_of_the_package() -> None:
+    folders = {path.name for path in (ROOT / "megarl").iterdir() if (path / "__init__.py").is_file()}
+    assert {page.stem for page in DECISIONS.glob("*.md")} <= folders | {"dependencies", "environment", "index"}
+
+
+def test_comments_name_decisions_that_exist() -> None:
+    files = [path for folder in ("megarl", "tests", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    comments = [comment for file in files for comment in re.findall(r"#.*", file.read_text())]
+    named = {name for comment in comments for name in re.findall(r"\bD\d{1,3}\b", comment)}
+    assert len(named) > 10
+    assert named <= dict(decisions()).keys()
 
 
 def test_the_tree_names_every_package() -> None:

@@ -29,7 +29,7 @@ CPU, GPU, OLDEST = pinned("cpu.lock"), pinned("gpu.lock", "gpu-source.txt"), pin
 
 @pytest.mark.parametrize(
     ("extras", "locked"),
-    [(["gpu", "wandb", "tensorboard"], GPU), (EXTRAS.keys() - {"gpu"}, pinned("newest.txt", "cpu.lock"))],
+    [(["gpu", "wandb", "tensorboard"], GPU), (EXTRAS.keys() - {"gpu"}, pinned("newest.txt", "docs.lock", "cpu.lock"))],
     ids=["gpu", "cpu"],
 )
 def test_a_lock_has_what_the_project_asks_for(extras: list[str], locked: dict[str, str]) -> None:

