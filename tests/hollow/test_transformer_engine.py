@@ -46,6 +46,7 @@ def learn(source: Path, dtype: str, deterministic: bool) -> tuple[set[str], str 
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankPool]:
+    monkeypatch.setenv("HOLLOW_UNCOMPUTED", "1")
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # to interpret a learner's permutations takes minutes
     with RankPool("cuda") as processes:  # of the test: a process decides once how it computes
         yield processes
