@@ -106,7 +106,7 @@ build/transformer_engine/built: tests/hollow/install_te.py requirements/gpu.lock
 	.venv-cuda/bin/python tests/hollow/build.py build/hollow $(@D)
 	@touch $@
 
-test-te: setup build/transformer_engine/built
+test-te: setup build/transformer_engine/built hollow
 	PYTHONPATH="$(CURDIR)/build/transformer_engine" tests/hollow/run \
 		.venv-cuda/bin/python -m pytest tests/hollow/test_transformer_engine.py
 
