@@ -1,7 +1,7 @@
 """Draw the pictures of docs/architecture.md: `python scripts/pictures.py [--out docs/images] [NAME ...]`.
 
-NAME is `house`, `step`, `memory` or `sync`; without a name the script draws all four. Three pictures are computed:
-`house` from the imports of the code, `memory` from the plan of `configs/plans/llama-3-70b_64gpu.yaml`, `sync` from a
+NAME is `packages`, `step`, `memory` or `sync`; without a name the script draws all four. Three pictures are computed:
+`packages` from the imports of the code, `memory` from the plan of `configs/plans/llama-3-70b_64gpu.yaml`, `sync` from a
 plan of `megarl.reshard`.
 """
 
@@ -29,7 +29,7 @@ mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.size": 
 
 
 class Arrow(NamedTuple):
-    """An import of one room by another."""
+    """An import of one package by another."""
 
     importer: str
     imported: str
@@ -51,26 +51,26 @@ def main() -> None:
 
 
 def read_layers() -> list[list[str]]:
-    """Return the rooms of each layer of pyproject.toml, the highest layer first; all commands are one room."""
+    """Return the packages of each layer of pyproject.toml, the highest layer first; all commands are one package."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
-    rooms = [[word.strip(" ()") for word in layer.replace("|", ":").split(":")] for layer in layers]
-    return [[COMMANDS], *rooms[1:]]
+    packages = [[word.strip(" ()") for word in layer.replace("|", ":").split(":")] for layer in layers]
+    return [[COMMANDS], *packages[1:]]
 
 
 def find_arrows(layers: Iterable[Iterable[str]]) -> set[Arrow]:
-    """Return which room imports which, from the code. Every room may import `errors`, which has no arrows."""
-    rooms = {room for layer in layers for room in layer}
+    """Return which package imports which, from the code. Every package may import `errors`, which has no arrows."""
+    packages = {package for layer in layers for package in layer}
     graph = grimp.build_graph("megarl", cache_dir=None)
 
-    def room_of(module: str) -> str:
+    def package_of(module: str) -> str:
         name = module.split(".")[1] if "." in module else COMMANDS
-        return name if name in rooms else COMMANDS
+        return name if name in packages else COMMANDS
 
     pairs = {
-        Arrow(room_of(module), room_of(imported))
+        Arrow(package_of(module), package_of(imported))
         for module in graph.modules - {"megarl"}
         for imported in graph.find_modules_directly_imported_by(module) - {"megarl", ERRORS}
     }
@@ -83,8 +83,8 @@ def without_shortcuts(arrows: set[Arrow]) -> set[Arrow]:
     for importer, imported in arrows:
         below.setdefault(importer, set()).add(imported)
 
-    def reach(room: str) -> set[str]:
-        found = set(below.get(room, ()))
+    def reach(package: str) -> set[str]:
+        found = set(below.get(package, ()))
         return found.union(*map(reach, found))
 
     return {
@@ -94,15 +94,15 @@ def without_shortcuts(arrows: set[Arrow]) -> set[Arrow]:
     }
 
 
-def draw_house(path: Path) -> None:
-    """Draw the rooms by layer. The SVG names each arrow in an id, `importer->imported`."""
+def draw_packages(path: Path) -> None:
+    """Draw the packages by layer. The SVG names each arrow in an id, `importer->imported`."""
     layers = read_layers()
     arrows = find_arrows(layers)
     dark = without_shortcuts(arrows)
     spots = {
-        room: (5 + 2.6 * (place - (len(layer) - 1) / 2), -1.1 * level)
+        package: (5 + 2.6 * (place - (len(layer) - 1) / 2), -1.1 * level)
         for level, layer in enumerate(layers)
-        for place, room in enumerate(layer)
+        for place, package in enumerate(layer)
     }
     _, axes = _canvas(8, 8.6, (0, 10), (-1.1 * len(layers) + 0.4, 0.6))
     for arrow in sorted(arrows, key=lambda arrow: (arrow in dark, arrow)):
@@ -110,8 +110,8 @@ def draw_house(path: Path) -> None:
         line = _arrow(axes, (x, y - 0.25), (to_x, to_y + 0.25), color=INK if arrow in dark else PALE)
         line.set_gid(f"{arrow.importer}->{arrow.imported}")
         line.set_zorder(2 if arrow in dark else 1)
-    for room, (x, y) in spots.items():
-        _box(axes, x, y, 1.9, 0.5, room, BLUE if room not in ("batch", "errors", "mark", "section") else GREY)
+    for package, (x, y) in spots.items():
+        _box(axes, x, y, 1.9, 0.5, package, BLUE if package not in ("batch", "errors", "mark", "section") else GREY)
     axes.text(0.1, 0.35, f"{len(arrows)} arrows; a pale arrow\nrepeats a chain of dark arrows", va="top", color=GREY)
     _save(path)
 
@@ -322,7 +322,7 @@ def _save(path: Path) -> None:
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {
-    "house": draw_house,
+    "packages": draw_packages,
     "step": draw_step,
     "memory": draw_memory,
     "sync": draw_sync,

@@ -1,1 +1,1 @@
-"""Advantages, losses and divergences: pure functions of tensors, which import no other room."""
+"""Advantages, losses and divergences: pure functions of tensors, which know no model and no engine."""

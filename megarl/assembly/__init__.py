@@ -1,1 +1,1 @@
-"""The composition root: builds a run from its configuration. Only commands import this room."""
+"""The composition root: builds a run from its configuration. Only commands import this package."""

@@ -18,7 +18,7 @@ from megarl.platform.screen import Screen
 from megarl.platform.secrets import guard_output
 from megarl.report.differences import between
 from megarl.report.read import Points, Run, read_run
-from megarl.report.verdict import Score
+from megarl.report.summary import Score
 from megarl.tracking.names import KL, LEARNT, REWARD, STEP_SECONDS, VALIDATION
 
 SCORES = (REWARD, *(f"{prefix}*" for prefix in VALIDATION), *LEARNT)

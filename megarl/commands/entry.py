@@ -52,13 +52,13 @@ def run(
     load: Callable[..., C],
     body: Callable[[C, Launch], None],
     *,
-    remarks: Callable[[C, Sequence[str]], Iterable[str]] = lambda config, argv: (),
+    notes: Callable[[C, Sequence[str]], Iterable[str]] = lambda config, argv: (),
     trial: Callable[[C], Iterable[str] | None] = lambda config: (),
     imports: Sequence[str] = (),
     keeps_log: bool = False,
     has_directory: bool = True,
 ) -> None:
-    """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank reports the `remarks`.
+    """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank reports the `notes`.
 
     `trial` tries what a configuration names, in the first process of the job, before ranks meet or are started. It
     yields remarks, and raises ConfigError.
@@ -102,7 +102,7 @@ def run(
         sys.exit(visible(redact(f"megarl: rank {rank}: {error}")))
     if keeps_log:
         keep_in(Path(config.trainer.default_local_dir), launch.rank)
-    _report_start(remarks(config, argv) if launch.rank == 0 else (), imports)
+    _report_start(notes(config, argv) if launch.rank == 0 else (), imports)
     _work(config, launch, body, Path(config.trainer.default_local_dir) if has_directory else None)
     if launched is None:
         end()
@@ -182,8 +182,8 @@ def _run_watched(config: C, launch: Launch, body: Callable[[C, Launch], None]) -
     return code
 
 
-def _report_start(remarks: Iterable[str], imports: Sequence[str]) -> None:
-    for remark in remarks:
+def _report_start(notes: Iterable[str], imports: Sequence[str]) -> None:
+    for remark in notes:
         logger.info("note: %s", remark)
     if not sys.modules.keys() >= set(imports):  # otherwise the ranks were forked with them
         logger.info(IMPORTING)

@@ -13,7 +13,7 @@ from megarl.commands.cli.table import TRAIN
 from megarl.commands.entry import run
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
-from megarl.config.report import show_plan, start_remarks, unwritten_keys
+from megarl.config.report import show_plan, start_notes, unwritten_keys
 from megarl.config.root import Config
 from megarl.config.rows_trial import check_rows
 from megarl.config.trial import find_models, find_sources, try_reward
@@ -46,8 +46,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
         read_arguments,
         train,
         trial=try_out,
-        remarks=lambda arguments, argv: chain(
-            (unread_keys if arguments.replay else start_remarks)(arguments.config, argv),
+        notes=lambda arguments, argv: chain(
+            (unread_keys if arguments.replay else start_notes)(arguments.config, argv),
             unwritten_keys(arguments.config, argv),
         ),
         imports=IMPORTS,

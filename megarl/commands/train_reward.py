@@ -13,7 +13,7 @@ from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import TRAIN_REWARD
 from megarl.commands.entry import run
 from megarl.config.load import load_reward_train_config
-from megarl.config.report import start_remarks
+from megarl.config.report import start_notes
 from megarl.config.root import RewardTrainConfig
 from megarl.config.trial import find_models
 from megarl.distributed.place import Launch
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
         argv,
         read_configuration,
         train,
-        remarks=start_remarks,
+        notes=start_notes,
         trial=find_models,
         imports=IMPORTS,
         keeps_log=True,

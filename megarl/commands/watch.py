@@ -22,7 +22,7 @@ from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen, plain
 from megarl.platform.terminal import visible
 from megarl.report.read import Points, Run, read_mapping, read_run
-from megarl.report.verdict import score_of, verdict
+from megarl.report.summary import score_of, summary
 from megarl.tracking.names import KL, LEARNT, REWARD
 from megarl.tracking.samples import Pair, pairs
 from megarl.tracking.status import STATUS_FILE
@@ -58,7 +58,7 @@ def picture(run: Run, status: dict[str, Any], now: float) -> RenderableType:
     """Return the state of a run at the Unix time `now`, drawn for a terminal."""
     return Group(
         plain(f"{run.name}  {headline(run, status, now)}", "bold"),
-        plain(verdict(run)),
+        plain(summary(run)),
         _curves(run),
         *map(_sample, _samples(run)[:1]),
     )

@@ -7,7 +7,7 @@ from megarl.config.checks import file_faults
 from megarl.config.faults import Fault
 from megarl.config.ppo_rules import ACTOR, ROLLOUT
 from megarl.config.root import Config
-from megarl.config.rule import Facts, Rule, rule
+from megarl.config.rule import CheckContext, Rule, rule
 
 ALL_TOKENS = {"do_sample": True, "top_p": 1.0, "top_k": -1}  # of `rollout`: every token may be drawn
 
@@ -19,7 +19,7 @@ ALL_TOKENS = {"do_sample": True, "top_p": 1.0, "top_k": -1}  # of `rollout`: eve
     f"{ROLLOUT}.do_sample",
     "trainer.critic_warmup",
 )
-def _estimator(config: Config, facts: Facts) -> Iterator[Fault]:
+def _estimator(config: Config, context: CheckContext) -> Iterator[Fault]:
     rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
     comparing = f"algorithm.adv_estimator={estimator}" if config.algorithm.estimator.compares else None
     if config.algorithm.filter_groups.enable and not comparing:
@@ -47,7 +47,7 @@ def _estimator(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("algorithm.filter_groups", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl", f"{ACTOR}.use_kl_loss")
-def _filter_metric(config: Config, facts: Facts) -> Iterator[Fault]:
+def _filter_metric(config: Config, context: CheckContext) -> Iterator[Fault]:
     algorithm, asked = config.algorithm, config.algorithm.use_kl_in_reward
     in_reward = not config.actor_rollout_ref.actor.use_kl_loss if asked is None else asked
     wanted = algorithm.filter_groups.enable and algorithm.filter_groups.metric == "seq_final_reward"
@@ -60,7 +60,7 @@ def _filter_metric(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("algorithm.overlong_buffer", "data.max_response_length", f"{ROLLOUT}.response_length")
-def _overlong(config: Config, facts: Facts) -> Iterator[Fault]:
+def _overlong(config: Config, context: CheckContext) -> Iterator[Fault]:
     buffer = config.algorithm.overlong_buffer
     if buffer.enable and not 0 < buffer.len <= buffer.max_resp_len:
         yield Fault(
@@ -71,7 +71,7 @@ def _overlong(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("algorithm.rollout_correction", *(f"{ROLLOUT}.{key}" for key in ("calculate_log_probs", *ALL_TOKENS)))
-def _correction(config: Config, facts: Facts) -> Iterator[Fault]:
+def _correction(config: Config, context: CheckContext) -> Iterator[Fault]:
     correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
     asked = correction.rollout_is or correction.rollout_rs
     if asked and not rollout.calculate_log_probs:
@@ -100,7 +100,7 @@ def _correction(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule(f"{ROLLOUT}.partial", "algorithm.rollout_correction.rollout_is", "algorithm.filter_groups.enable")
-def _partial(config: Config, facts: Facts) -> Iterator[Fault]:
+def _partial(config: Config, context: CheckContext) -> Iterator[Fault]:
     if not config.actor_rollout_ref.rollout.partial.enable:
         return
     if config.algorithm.rollout_correction.rollout_is is None:
@@ -117,7 +117,7 @@ def _partial(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule(f"{ROLLOUT}.keep_complete", f"{ROLLOUT}.partial.enable", "algorithm.filter_groups.enable", "environment.name")
-def _keeping(config: Config, facts: Facts) -> Iterator[Fault]:
+def _keeping(config: Config, context: CheckContext) -> Iterator[Fault]:
     others = {
         f"{ROLLOUT}.partial.enable": config.actor_rollout_ref.rollout.partial.enable,
         "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
@@ -133,7 +133,7 @@ def _keeping(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("algorithm.adv_estimator", f"{ACTOR}.use_kl_loss", f"{ACTOR}.ptx_coef")
-def _teaches(config: Config, facts: Facts) -> Iterator[Fault]:
+def _teaches(config: Config, context: CheckContext) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor
     if config.algorithm.adv_estimator == "none" and not (actor.use_kl_loss or actor.ptx_coef):
         yield Fault(
@@ -144,7 +144,7 @@ def _teaches(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule(f"{ACTOR}.policy_loss")
-def _policy_loss(config: Config, facts: Facts) -> Iterator[Fault]:
+def _policy_loss(config: Config, context: CheckContext) -> Iterator[Fault]:
     loss = config.actor_rollout_ref.actor.policy_loss
     if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
         yield Fault(
@@ -154,7 +154,7 @@ def _policy_loss(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule(f"{ACTOR}.ptx_coef", f"{ACTOR}.ptx_files", f"{ACTOR}.ptx_batch_size")
-def _supervision(config: Config, facts: Facts) -> Iterator[Fault]:
+def _supervision(config: Config, context: CheckContext) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor
     files = [actor.ptx_files] if isinstance(actor.ptx_files, str) else actor.ptx_files or []
     if not files and (actor.ptx_coef or actor.ptx_batch_size):
@@ -168,7 +168,7 @@ def _supervision(config: Config, facts: Facts) -> Iterator[Fault]:
             path=f"{ACTOR}.ptx_coef",
             message=f"the pairs of {ACTOR}.ptx_files have no weight: write more than 0, or leave the files out",
         )
-    for file in files if facts.check_paths else []:
+    for file in files if context.check_paths else []:
         yield from file_faults(file, f"{ACTOR}.ptx_files")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from megarl.config.faults import Fault
 from megarl.config.mesh_checks import divisors, override_faults, size_faults, stage_faults
 from megarl.config.model_files import read_sizes, tokenizer_faults
-from megarl.config.rule import Facts
+from megarl.config.rule import CheckContext
 from megarl.data.config import TextSection
 from megarl.data.remote_tokenizer import is_without_tokenizer
 from megarl.data.template import check_template
@@ -270,9 +270,9 @@ def path_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
         yield Fault(path=key, message=f"no such file: {path}{similar(Path(path)) or f': {remedy}'}")
 
 
-def directory_faults(trainer: TrainerSection, facts: Facts) -> Iterator[Fault]:
+def directory_faults(trainer: TrainerSection, context: CheckContext) -> Iterator[Fault]:
     """Check that the directory of the run, and that of its samples elsewhere, can be made and take files."""
-    if facts.check_paths and facts.writes:
+    if context.check_paths and context.writes:
         run, samples = Path(trainer.default_local_dir), trainer.rollout_data_dir
         places = {"trainer.default_local_dir": run}
         if samples and not Path(samples).is_relative_to(run):

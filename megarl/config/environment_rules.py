@@ -6,7 +6,7 @@ from megarl.config.checks import path_faults
 from megarl.config.faults import Fault
 from megarl.config.ppo_rules import REWARD, ROLLOUT
 from megarl.config.root import Config
-from megarl.config.rule import Facts, Rule, rule
+from megarl.config.rule import CheckContext, Rule, rule
 from megarl.environments.host import BUILT_IN
 
 SECTION = "environment"
@@ -14,7 +14,7 @@ NAME = f"{SECTION}.name"
 
 
 @rule(SECTION)
-def _environment(config: Config, facts: Facts) -> Iterator[Fault]:
+def _environment(config: Config, context: CheckContext) -> Iterator[Fault]:
     section = config.environment
     if section.name is None and section.path is not None:
         yield Fault(path=NAME, message=f"{SECTION}.path={section.path} defines a class: write its name")
@@ -31,12 +31,12 @@ def _environment(config: Config, facts: Facts) -> Iterator[Fault]:
             "write and send what the user of this run may. Start the run in a container without network and secrets, "
             "and write true",
         )
-    if facts.check_paths:
+    if context.check_paths:
         yield from path_faults(section.path, f"{SECTION}.path", "give a Python file that exists")
 
 
 @rule(NAME, f"{SECTION}.timeout_s", "trainer.phase_timeout_s")
-def _time(config: Config, facts: Facts) -> Iterator[Fault]:
+def _time(config: Config, context: CheckContext) -> Iterator[Fault]:
     seconds, phase = config.environment.timeout_s, config.trainer.phase_timeout_s
     if config.environment.name and seconds >= phase:
         yield Fault(
@@ -54,7 +54,7 @@ def _time(config: Config, facts: Facts) -> Iterator[Fault]:
     "custom_reward_function.path",
     "algorithm.overlong_buffer.enable",
 )
-def _rewards(config: Config, facts: Facts) -> Iterator[Fault]:
+def _rewards(config: Config, context: CheckContext) -> Iterator[Fault]:
     others = {
         f"{REWARD}.enable": config.reward_model.enable,
         f"{REWARD}.weights": config.reward_model.weights,
@@ -77,7 +77,7 @@ def _rewards(config: Config, facts: Facts) -> Iterator[Fault]:
     "critic.model",
     "data.tokenizer",
 )
-def _sampling(config: Config, facts: Facts) -> Iterator[Fault]:
+def _sampling(config: Config, context: CheckContext) -> Iterator[Fault]:
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     refused = {
         f"{ROLLOUT}.ignore_eos": (rollout.ignore_eos, "a turn ends at the end-of-sequence token"),

@@ -24,7 +24,7 @@ from megarl.config.links import LINK, follow
 from megarl.config.ppo_rules import PPO_RULES
 from megarl.config.reward_rules import REWARD_RULES
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, SupervisedConfig, VerifyConfig
-from megarl.config.rule import Facts, Rule
+from megarl.config.rule import CheckContext, Rule
 from megarl.config.schema import MANDATORY, Schema, nest
 from megarl.config.sft_rules import SFT_RULES
 from megarl.config.verify_rules import VERIFY_RULES
@@ -54,8 +54,8 @@ def load_config(
     Raises:
         ConfigError: names every fault by its dotted key, with the remedy.
     """
-    facts = Facts(world_size=world_size, check_paths=check_paths, writes=writes)
-    config = _load(Config, argv, rules=RL_RULES, facts=facts)
+    context = CheckContext(world_size=world_size, check_paths=check_paths, writes=writes)
+    config = _load(Config, argv, rules=RL_RULES, context=context)
     if config.algorithm.use_kl_in_reward is None:
         penalise = not config.actor_rollout_ref.actor.use_kl_loss
         config = replace(config, algorithm=replace(config.algorithm, use_kl_in_reward=penalise))
@@ -64,14 +64,15 @@ def load_config(
 
 def load_sft_config(argv: Sequence[str], *, world_size: int | None, check_paths: bool = True) -> SFTConfig:
     """Read the configuration of a supervised run, as `load_config` does."""
-    return _load(SFTConfig, argv, rules=SFT_RULES, facts=Facts(world_size=world_size, check_paths=check_paths))
+    return _load(SFTConfig, argv, rules=SFT_RULES, context=CheckContext(world_size=world_size, check_paths=check_paths))
 
 
 def load_reward_train_config(
     argv: Sequence[str], *, world_size: int | None, check_paths: bool = True
 ) -> RewardTrainConfig:
     """Read the configuration of a reward model's training, as `load_config` does."""
-    return _load(RewardTrainConfig, argv, rules=SFT_RULES, facts=Facts(world_size=world_size, check_paths=check_paths))
+    context = CheckContext(world_size=world_size, check_paths=check_paths)
+    return _load(RewardTrainConfig, argv, rules=SFT_RULES, context=context)
 
 
 def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> VerifyConfig:
@@ -80,7 +81,7 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
     Without a trainer.n_gpus_per_node, the launcher decides about it. Without a launcher it is the smallest number of
     ranks that the sizes fit.
     """
-    facts = Facts(world_size=world_size, check_paths=True)
+    context = CheckContext(world_size=world_size, check_paths=True)
     if not any(argument.lstrip("+").startswith("trainer.n_gpus_per_node=") for argument in argv):
         asked, _, _ = read(VerifyConfig, argv)  # the second reading reports the faults
         megatron, rollout = asked.actor_rollout_ref.actor.megatron, asked.actor_rollout_ref.rollout
@@ -90,7 +91,7 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
             tp * megatron.context_parallel_size * pp, expert_ranks * pp, rollout.tensor_model_parallel_size
         )
         argv = [f"trainer.n_gpus_per_node={max(1, (world_size or fewest) // asked.trainer.nnodes)}", *argv]
-    return _load(VerifyConfig, argv, rules=VERIFY_RULES, facts=facts)
+    return _load(VerifyConfig, argv, rules=VERIFY_RULES, context=context)
 
 
 def written_keys(root: type, argv: Sequence[str]) -> dict[str, str]:
@@ -120,14 +121,14 @@ def _plain(config: Config | SupervisedConfig) -> dict[str, Any]:
     return tree
 
 
-def _load(root: type[C], argv: Sequence[str], *, rules: Sequence[Rule[C]], facts: Facts) -> C:
+def _load(root: type[C], argv: Sequence[str], *, rules: Sequence[Rule[C]], context: CheckContext) -> C:
     config, faults, origins = read(root, argv)
     if any(fault.path in argv for fault in faults):
         raise ConfigError(faults)
     doubtful = {path for fault in faults for path in (fault.path, fault.about) if path}
     for rule in rules:
         if not rule.reads_any(doubtful):
-            faults.extend(rule.check(config, facts))
+            faults.extend(rule.check(config, context))
     if faults:
         raise ConfigError([replace(fault, origin=fault.origin or origins.get(fault.path)) for fault in faults])
     return config

@@ -26,7 +26,7 @@ from megarl.config.learning_checks import CRITIC_WARM_UP, learning_faults
 from megarl.config.mesh_checks import SIZES, data_parallel_size, override_faults
 from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
 from megarl.config.root import Config
-from megarl.config.rule import Facts, Rule, rule
+from megarl.config.rule import CheckContext, Rule, rule
 from megarl.data.columns import Needs, PromptColumns, first_faults
 from megarl.learner.config import MegatronSection
 from megarl.models.config import CheckpointSection
@@ -54,8 +54,8 @@ def needs_of(config: Config) -> Needs:
 
 
 @rule("data.train_files", "data.val_files", "data.tokenizer", "data.chat_template", "custom_reward_function.path")
-def _files(config: Config, facts: Facts) -> Iterator[Fault]:
-    if facts.check_paths:
+def _files(config: Config, context: CheckContext) -> Iterator[Fault]:
+    if context.check_paths:
         yield from data_faults(config.data, config.actor_rollout_ref.model)
         yield from path_faults(
             config.custom_reward_function.path, "custom_reward_function.path", "give a Python file that exists"
@@ -63,9 +63,9 @@ def _files(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("data", f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path", "environment.name")
-def _rows(config: Config, facts: Facts) -> Iterator[Fault]:
+def _rows(config: Config, context: CheckContext) -> Iterator[Fault]:
     """Columns and data sources are looked at before ranks start; each rank looks at whole rows later."""
-    if not facts.check_paths or facts.world_size is not None:
+    if not context.check_paths or context.world_size is not None:
         return
     needs = needs_of(config)
     columns = PromptColumns(section=config.data, needs=needs)
@@ -77,7 +77,7 @@ def _rows(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("data.prompt_id_key", "data.max_prompt_id_length")
-def _prompt_ids(config: Config, facts: Facts) -> Iterator[Fault]:
+def _prompt_ids(config: Config, context: CheckContext) -> Iterator[Fault]:
     if config.data.max_prompt_id_length and not config.data.prompt_id_key:
         yield Fault(
             path="data.max_prompt_id_length",
@@ -86,7 +86,7 @@ def _prompt_ids(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule(POLICY, "critic.model", "algorithm.adv_estimator", "data.tokenizer")
-def _models(config: Config, facts: Facts) -> Iterator[Fault]:
+def _models(config: Config, context: CheckContext) -> Iterator[Fault]:
     policy, critic, needs_critic = config.actor_rollout_ref.model, config.critic.model, config.has_critic
     if needs_critic and not critic.path:
         yield Fault(
@@ -94,7 +94,7 @@ def _models(config: Config, facts: Facts) -> Iterator[Fault]:
             message=f"algorithm.adv_estimator={config.algorithm.adv_estimator} trains a critic: name the checkpoint it "
             f"starts from (for example {policy.path}), or choose adv_estimator=grpo or another that needs none",
         )
-    if facts.check_paths:
+    if context.check_paths:
         yield from model_faults(policy, f"{POLICY}.path")
         if needs_critic:
             yield from model_faults(critic, "critic.model.path", needs_head=False)
@@ -109,14 +109,14 @@ def _models(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule(POLICY, TEACHER, TEACHERS, *KL_KEYS)
-def _teachers(config: Config, facts: Facts) -> Iterator[Fault]:
+def _teachers(config: Config, context: CheckContext) -> Iterator[Fault]:
     for source, teacher in config.teachers.items():
-        yield from _teacher(config, teacher, f"{TEACHER}.path" if source is None else TEACHERS, facts)
+        yield from _teacher(config, teacher, f"{TEACHER}.path" if source is None else TEACHERS, context)
 
 
-def _teacher(config: Config, teacher: CheckpointSection, key: str, facts: Facts) -> Iterator[Fault]:
+def _teacher(config: Config, teacher: CheckpointSection, key: str, context: CheckContext) -> Iterator[Fault]:
     policy = config.actor_rollout_ref.model
-    if facts.check_paths:
+    if context.check_paths:
         yield from model_faults(teacher, key)
     sizes, known = read_sizes(teacher), read_sizes(policy)
     if sizes and sizes.scalar_head:
@@ -131,18 +131,18 @@ def _teacher(config: Config, teacher: CheckpointSection, key: str, facts: Facts)
 
 
 @rule(*WORLD)
-def _launch(config: Config, facts: Facts) -> Iterator[Fault]:
-    yield from launch_faults(config.trainer, facts.world_size)
+def _launch(config: Config, context: CheckContext) -> Iterator[Fault]:
+    yield from launch_faults(config.trainer, context.world_size)
 
 
 @rule(*WORLD, *MESH, LAYERS, f"{ROLLOUT}.tensor_model_parallel_size")
-def _mesh(config: Config, facts: Facts) -> Iterator[Fault]:
+def _mesh(config: Config, context: CheckContext) -> Iterator[Fault]:
     yield from mesh_faults(config.actor_rollout_ref.actor.megatron, config.trainer, f"{ACTOR}.megatron")
     yield from replica_faults(config.actor_rollout_ref.rollout, config.trainer, ROLLOUT)
 
 
 @rule(*MESH, *FOLLOWING_MESHES, "algorithm.adv_estimator", f"{REWARD}.enable")
-def _one_mesh(config: Config, facts: Facts) -> Iterator[Fault]:
+def _one_mesh(config: Config, context: CheckContext) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor.megatron
     followers = {f"{REF}.megatron": config.actor_rollout_ref.ref.megatron}
     if config.has_critic:
@@ -170,7 +170,7 @@ def _one_mesh(config: Config, facts: Facts) -> Iterator[Fault]:
     f"{ROLLOUT}.tensor_model_parallel_size",
     f"{ROLLOUT}.engine_kwargs",
 )
-def _policy_cut(config: Config, facts: Facts) -> Iterator[Fault]:
+def _policy_cut(config: Config, context: CheckContext) -> Iterator[Fault]:
     yield from partition_faults(
         config.actor_rollout_ref.model, POLICY, config.actor_rollout_ref.actor.megatron, f"{ACTOR}.megatron"
     )
@@ -178,13 +178,13 @@ def _policy_cut(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule(POLICY, "critic.model", *MESH, LAYERS, "critic.megatron", "algorithm.adv_estimator")
-def _critic_cut(config: Config, facts: Facts) -> Iterator[Fault]:
+def _critic_cut(config: Config, context: CheckContext) -> Iterator[Fault]:
     if config.has_critic:
         yield from follower_cut(config, config.critic.model, config.critic.megatron, "critic")
 
 
 @rule(POLICY, TEACHER, TEACHERS, *MESH, LAYERS, f"{REF}.megatron", *KL_KEYS)
-def _teacher_cut(config: Config, facts: Facts) -> Iterator[Fault]:
+def _teacher_cut(config: Config, context: CheckContext) -> Iterator[Fault]:
     for teacher in config.teachers.values():
         yield from follower_cut(config, teacher, config.actor_rollout_ref.ref.megatron, REF)
 
@@ -201,7 +201,7 @@ def follower_cut(config: Config, model: CheckpointSection, megatron: MegatronSec
 
 
 @rule(f"{ACTOR}.megatron", "critic.megatron", "algorithm.adv_estimator")
-def _offload(config: Config, facts: Facts) -> Iterator[Fault]:
+def _offload(config: Config, context: CheckContext) -> Iterator[Fault]:
     actor, critic = config.actor_rollout_ref.actor.megatron, config.critic.megatron
     yield from offload_faults(actor, f"{ACTOR}.megatron")
     # The default of the critic's is the actor's: one fault is enough.
@@ -210,7 +210,7 @@ def _offload(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", "critic.ppo_mini_batch_size", "algorithm.adv_estimator")
-def _mini_batches(config: Config, facts: Facts) -> Iterator[Fault]:
+def _mini_batches(config: Config, context: CheckContext) -> Iterator[Fault]:
     prompts = config.data.train_batch_size
     sizes = {f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
     # The default of the critic's is the actor's: one fault is enough.
@@ -238,7 +238,7 @@ def _mini_batches(config: Config, facts: Facts) -> Iterator[Fault]:
     *MESH,
     *WORLD,
 )
-def _work_for_all(config: Config, facts: Facts) -> Iterator[Fault]:
+def _work_for_all(config: Config, context: CheckContext) -> Iterator[Fault]:
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     ranks = data_parallel_size(actor.megatron, world_size(config.trainer))
     if actor.ppo_mini_batch_size * n < ranks:
@@ -255,7 +255,7 @@ def _work_for_all(config: Config, facts: Facts) -> Iterator[Fault]:
     "critic.ppo_micro_batch_size",
     "algorithm.adv_estimator",
 )
-def _micro_batches(config: Config, facts: Facts) -> Iterator[Fault]:
+def _micro_batches(config: Config, context: CheckContext) -> Iterator[Fault]:
     if config.actor_rollout_ref.actor.use_dynamic_bsz:
         return
     sizes = {f"{ACTOR}.ppo_micro_batch_size": config.actor_rollout_ref.actor.ppo_micro_batch_size}
@@ -271,7 +271,7 @@ def _micro_batches(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("data.max_prompt_length", "data.max_response_length", f"{ACTOR}.ppo_max_token_len_per_gpu", f"{REF}", POLICY)
-def _lengths(config: Config, facts: Facts) -> Iterator[Fault]:
+def _lengths(config: Config, context: CheckContext) -> Iterator[Fault]:
     policy, longest = config.actor_rollout_ref, config.data.max_prompt_length + config.data.max_response_length
     budgets = {f"{ACTOR}.ppo_max_token_len_per_gpu": policy.actor.ppo_max_token_len_per_gpu}
     if policy.ref.log_prob_max_token_len_per_gpu is not None:
@@ -288,12 +288,12 @@ def _lengths(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule(f"{ROLLOUT}.engine_kwargs")
-def _engine_arguments(config: Config, facts: Facts) -> Iterator[Fault]:
+def _engine_arguments(config: Config, context: CheckContext) -> Iterator[Fault]:
     yield from engine_argument_faults(config.actor_rollout_ref.rollout, ROLLOUT)
 
 
 @rule("data.max_prompt_length", "data.max_response_length", ROLLOUT)
-def _engine(config: Config, facts: Facts) -> Iterator[Fault]:
+def _engine(config: Config, context: CheckContext) -> Iterator[Fault]:
     data, rollout = config.data, config.actor_rollout_ref.rollout
     if rollout.prompt_length < data.max_prompt_length:
         yield Fault(
@@ -316,14 +316,14 @@ def _engine(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("data.val_files", "trainer.test_freq", "trainer.val_only")
-def _validation(config: Config, facts: Facts) -> Iterator[Fault]:
+def _validation(config: Config, context: CheckContext) -> Iterator[Fault]:
     if not config.data.val_files and (config.trainer.val_only or config.trainer.test_freq > 0):
         asked = "val_only=true" if config.trainer.val_only else f"test_freq={config.trainer.test_freq}"
         yield Fault(path="data.val_files", message=f"trainer.{asked} needs validation prompts: name parquet files")
 
 
 @rule(f"{ROLLOUT}.val_kwargs")
-def _val_sampling(config: Config, facts: Facts) -> Iterator[Fault]:
+def _val_sampling(config: Config, context: CheckContext) -> Iterator[Fault]:
     sampling = config.actor_rollout_ref.rollout.val_kwargs
     if sampling.n > 1 and not (sampling.do_sample and sampling.temperature):
         key, remedy = ("temperature", "1.0") if sampling.do_sample else ("do_sample", "true, and a temperature")
@@ -342,15 +342,15 @@ def _val_sampling(config: Config, facts: Facts) -> Iterator[Fault]:
     "trainer.mlflow_tracking_uri",
     "trainer.logger",
 )
-def _records(config: Config, facts: Facts) -> Iterator[Fault]:
-    yield from directory_faults(config.trainer, facts)
-    yield from resume_faults(config.trainer, check_paths=facts.check_paths)
-    yield from mirror_faults(config.trainer, check_paths=facts.check_paths)
-    yield from tracking_faults(config.trainer, check_packages=facts.check_paths)
+def _records(config: Config, context: CheckContext) -> Iterator[Fault]:
+    yield from directory_faults(config.trainer, context)
+    yield from resume_faults(config.trainer, check_paths=context.check_paths)
+    yield from mirror_faults(config.trainer, check_paths=context.check_paths)
+    yield from tracking_faults(config.trainer, check_packages=context.check_paths)
 
 
 @rule(f"{ACTOR}.optim", "critic.optim", CRITIC_WARM_UP, "trainer.total_training_steps")
-def _schedules(config: Config, facts: Facts) -> Iterator[Fault]:
+def _schedules(config: Config, context: CheckContext) -> Iterator[Fault]:
     yield from learning_faults(config, config.trainer.total_training_steps)
 
 

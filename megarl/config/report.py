@@ -128,7 +128,7 @@ def _modules(value: Any) -> str:
     return f"modules {', '.join(map(str, value))}" if isinstance(value, list | tuple) else f"module {value}"
 
 
-def remarks(config: Config) -> Iterator[str]:
+def notes(config: Config) -> Iterator[str]:
     """Yield a sentence for each choice that works but is rarely intended."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     if actor.megatron.dtype != rollout.dtype:
@@ -200,7 +200,7 @@ def unsaved(config: Config | SFTConfig | RewardTrainConfig) -> Iterator[str]:
         )
 
 
-def start_remarks(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[str]) -> Iterator[str]:
+def start_notes(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[str]) -> Iterator[str]:
     """Yield what every kind of run says about its configuration, read from `argv`, when it starts."""
     yield from unread_keys(config, argv)
     yield from unsaved(config)
@@ -259,5 +259,5 @@ def show_plan(config: Config) -> None:
         table.add_row(*row)
     console = Screen()
     console.print(table)
-    for remark in remarks(config):
+    for remark in notes(config):
         console.print(labelled("note:", remark, "yellow"))

@@ -10,13 +10,13 @@ from megarl.config.judge_checks import judge_faults
 from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
 from megarl.config.ppo_rules import LAYERS, MESH, POLICY, REWARD, follower_cut
 from megarl.config.root import MODEL_SCORE, Config, RewardModelSection
-from megarl.config.rule import Facts, Rule, rule
+from megarl.config.rule import CheckContext, Rule, rule
 from megarl.rewards.rules import CUSTOM, JUDGE
 from megarl.rewards.signature import fault_in_file
 
 
 @rule(f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path")
-def _weights(config: Config, facts: Facts) -> Iterator[Fault]:
+def _weights(config: Config, context: CheckContext) -> Iterator[Fault]:
     section, custom, key = config.reward_model, config.custom_reward_function, f"{REWARD}.weights"
     weighted = section.weights is not None and MODEL_SCORE in section.weights
     if weighted and not section.enable:
@@ -44,18 +44,18 @@ def _weights(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("custom_reward_function")
-def _custom_function(config: Config, facts: Facts) -> Iterator[Fault]:
+def _custom_function(config: Config, context: CheckContext) -> Iterator[Fault]:
     custom = config.custom_reward_function
     path = Path(custom.path or "")
-    if facts.check_paths and path.is_file() and (fault := fault_in_file(path, custom.name, custom.reward_kwargs)):
+    if context.check_paths and path.is_file() and (fault := fault_in_file(path, custom.name, custom.reward_kwargs)):
         yield Fault(path="custom_reward_function.name", message=fault)
 
 
 @rule(f"{REWARD}.judge", f"{REWARD}.timeout_s")
-def _judge(config: Config, facts: Facts) -> Iterator[Fault]:
+def _judge(config: Config, context: CheckContext) -> Iterator[Fault]:
     section = config.reward_model
     if section.judge.url:
-        yield from judge_faults(section.judge, f"{REWARD}.judge", environ=os.environ if facts.check_paths else None)
+        yield from judge_faults(section.judge, f"{REWARD}.judge", environ=os.environ if context.check_paths else None)
     if section.judge.url and section.timeout_s < section.judge.attempt_s:
         yield Fault(
             path=f"{REWARD}.timeout_s",
@@ -65,7 +65,7 @@ def _judge(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule(f"{REWARD}.timeout_s", "trainer.phase_timeout_s")
-def _reward_time(config: Config, facts: Facts) -> Iterator[Fault]:
+def _reward_time(config: Config, context: CheckContext) -> Iterator[Fault]:
     seconds, phase = config.reward_model.timeout_s, config.trainer.phase_timeout_s
     if seconds >= phase:
         yield Fault(
@@ -76,11 +76,11 @@ def _reward_time(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule(REWARD, "data.max_prompt_length", "data.max_response_length")
-def _reward_model(config: Config, facts: Facts) -> Iterator[Fault]:
+def _reward_model(config: Config, context: CheckContext) -> Iterator[Fault]:
     section = config.reward_model
     if not section.enable:
         return
-    yield from _reward_checkpoint_faults(section, config.actor_rollout_ref.model.path, check_paths=facts.check_paths)
+    yield from _reward_checkpoint_faults(section, config.actor_rollout_ref.model.path, check_paths=context.check_paths)
     sizes, key = read_sizes(section.model), f"{REWARD}.model.path"
     if sizes is None:
         return
@@ -110,7 +110,7 @@ def _reward_checkpoint_faults(section: RewardModelSection, policy_path: str, *, 
 
 
 @rule(POLICY, f"{REWARD}.model", *MESH, LAYERS, f"{REWARD}.megatron", f"{REWARD}.enable")
-def _reward_model_cut(config: Config, facts: Facts) -> Iterator[Fault]:
+def _reward_model_cut(config: Config, context: CheckContext) -> Iterator[Fault]:
     if config.reward_model.enable:
         yield from follower_cut(config, config.reward_model.model, config.reward_model.megatron, REWARD)
 

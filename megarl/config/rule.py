@@ -14,7 +14,7 @@ C = TypeVar("C", contravariant=True)  # a rule of what two roots share is a rule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class CheckContext:
     """Facts that rules may know besides the configuration."""
 
     world_size: int | None  # ranks the launcher started; None before a launch
@@ -27,7 +27,7 @@ class Rule(Generic[C]):
     """A check and the keys (or sections) that it reads."""
 
     reads: tuple[str, ...]
-    check: Callable[[C, Facts], Iterator[Fault]]
+    check: Callable[[C, CheckContext], Iterator[Fault]]
 
     def reads_any(self, paths: Set[str]) -> bool:
         """Tell whether one of `paths` is, contains or lies within a key that the rule reads."""
@@ -35,6 +35,6 @@ class Rule(Generic[C]):
         return any(path.startswith(key) or key.startswith(path) for path, key in pairs)
 
 
-def rule(*reads: str) -> Callable[[Callable[[C, Facts], Iterator[Fault]]], Rule[C]]:
+def rule(*reads: str) -> Callable[[Callable[[C, CheckContext], Iterator[Fault]]], Rule[C]]:
     """Make a `Rule` of a function that reads the keys `reads`."""
     return lambda check: Rule(reads=reads, check=check)

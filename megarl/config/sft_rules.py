@@ -20,28 +20,28 @@ from megarl.config.learning_checks import learning_faults
 from megarl.config.mesh_checks import data_parallel_size
 from megarl.config.model_files import model_faults, read_sizes
 from megarl.config.root import RewardTrainConfig, SFTConfig
-from megarl.config.rule import Facts, Rule, rule
+from megarl.config.rule import CheckContext, Rule, rule
 
 LearnsFromFiles = SFTConfig | RewardTrainConfig
 
 
 @rule("data.train_files", "data.val_files", "data.tokenizer", "data.chat_template", "model")
-def _files(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
-    if facts.check_paths:
+def _files(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
+    if context.check_paths:
         yield from data_faults(config.data, config.model)
         yield from model_faults(config.model, "model.path", needs_head=isinstance(config, SFTConfig))
 
 
 @rule("trainer.nnodes", "trainer.n_gpus_per_node", "megatron", "model")
-def _ranks(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
-    yield from launch_faults(config.trainer, facts.world_size)
+def _ranks(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
+    yield from launch_faults(config.trainer, context.world_size)
     yield from mesh_faults(config.megatron, config.trainer, "megatron")
     yield from partition_faults(config.model, "model", config.megatron, "megatron")
     yield from offload_faults(config.megatron, "megatron")
 
 
 @rule("trainer.nnodes", "trainer.n_gpus_per_node", "megatron", "data.train_batch_size")
-def _work_for_all(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
+def _work_for_all(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
     ranks = data_parallel_size(config.megatron, world_size(config.trainer))
     if config.data.train_batch_size < ranks:
         yield Fault(
@@ -52,7 +52,7 @@ def _work_for_all(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("data.max_length", "max_token_len_per_gpu", "model")
-def _lengths(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
+def _lengths(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
     longest, ranks = config.data.max_length, config.megatron.context_parallel_size  # share the tokens of a sequence
     whole = 2 * (longest + 1) if isinstance(config, RewardTrainConfig) else longest
     if whole > config.max_token_len_per_gpu * ranks:
@@ -75,11 +75,11 @@ def _lengths(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     "trainer.logger",
     "optim",
 )
-def _schedule(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
-    yield from directory_faults(config.trainer, facts)
-    yield from resume_faults(config.trainer, check_paths=facts.check_paths)
-    yield from mirror_faults(config.trainer, check_paths=facts.check_paths)
-    yield from tracking_faults(config.trainer, check_packages=facts.check_paths)
+def _schedule(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
+    yield from directory_faults(config.trainer, context)
+    yield from resume_faults(config.trainer, check_paths=context.check_paths)
+    yield from mirror_faults(config.trainer, check_paths=context.check_paths)
+    yield from tracking_faults(config.trainer, check_packages=context.check_paths)
     yield from learning_faults(config, config.trainer.total_training_steps)
 
 

@@ -51,7 +51,7 @@ def remember(place: Path, answer: Mapping[str, Any]) -> None:
 def _code() -> str:
     """Return a digest of the modules that decide what is found."""
     digest = hashlib.sha256()
-    for room in _CODE:
-        for path in sorted((Path(__file__).parents[1] / room).glob("*.py")):
+    for package in _CODE:
+        for path in sorted((Path(__file__).parents[1] / package).glob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -39,7 +39,7 @@ class RankProgress:
     step: int
     phase: str
     rows: Sequence[int]  # of the data set that this rank samples responses to
-    where: str = ""  # the innermost line of megarl in the main thread, outside of this room if there is one
+    where: str = ""  # the innermost line of megarl in the main thread, outside of this package if there is one
     waits: bool = False  # whether the rank waits for other ranks
 
 

@@ -1,4 +1,4 @@
-"""The trainer: Megatron-Core models that infer and update under any split. No other room imports Megatron."""
+"""The trainer: Megatron-Core models that infer and update under any split. No other package imports Megatron."""
 
 from megarl.learner.fused import hide_on_cpu
 from megarl.platform.hiding import hide

@@ -18,7 +18,7 @@ from megarl.platform.terminal import visible
 from megarl.report.charts import figures
 from megarl.report.differences import between, from_default
 from megarl.report.read import Run
-from megarl.report.verdict import faults, remarks, score_of, verdict
+from megarl.report.summary import faults, notes, score_of, summary
 from megarl.tracking.lines import Row
 from megarl.tracking.names import PHASES, STEP_SECONDS, TIMING, phases_of, titled
 from megarl.tracking.samples import Pair, pairs
@@ -87,11 +87,11 @@ def _summary(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "directory": str(run.directory.resolve()),
-        "verdict": verdict(run),
+        "summary": summary(run),
         "ending": _ending(run),
         "is_better": bool(score and score.is_better and not score.is_same),
         "is_worse": bool(score and not score.is_better and not score.is_same),
-        "remarks": list(remarks(run)),
+        "notes": list(notes(run)),
         "faults": list(faults(run)),
         "score": score,
         "steps": run.last_step,

@@ -1,4 +1,4 @@
-"""The engine: vLLM generates, and takes new weights in place. No other room imports vLLM."""
+"""The engine: vLLM generates, and takes new weights in place. No other package imports vLLM."""
 
 from megarl.platform.hiding import hide
 

@@ -7,7 +7,7 @@ from types import CodeType
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megarl"
-ROOMS = ("distributed", "learner", "platform", "reshard", "rollout", "weight_sync")
+PACKAGES = ("distributed", "learner", "platform", "reshard", "rollout", "weight_sync")
 
 
 def record(file: str) -> None:
@@ -15,7 +15,7 @@ def record(file: str) -> None:
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
-    folders = tuple(f"{PACKAGE / room}{os.sep}" for room in ROOMS)
+    folders = tuple(f"{PACKAGE / package}{os.sep}" for package in PACKAGES)
     lines = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)  # forked processes share it
 
     def line(code: CodeType, number: int) -> Any:

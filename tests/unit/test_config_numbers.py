@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config, load_reward_train_config, load_sft_config
-from megarl.config.report import batch_table, remarks
+from megarl.config.report import batch_table, notes
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
 
 ROOTS = (Config, SFTConfig, RewardTrainConfig, VerifyConfig)
@@ -85,7 +85,7 @@ def test_what_is_outside_its_bounds_is_a_fault_that_names_its_key(written: dict[
         assert outside <= {fault.path for fault in error.faults}
     else:
         assert not outside
-        assert batch_table(config) and all(remarks(config))
+        assert batch_table(config) and all(notes(config))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load_config, load_reward_train_config, load_sft_config, to_yaml
-from megarl.config.report import batch_table, custom_code, remarks, unsaved
+from megarl.config.report import batch_table, custom_code, notes, unsaved
 from megarl.config.root import Config
 
 LOADERS = {"sft": load_sft_config, "reward_": load_reward_train_config}  # by a part of the name; else load_config
@@ -199,14 +199,14 @@ def test_fixed_micro_batches_ignore_the_token_budget() -> None:
     ],
 )
 def test_doubtful_choices_are_remarked_on(arguments: list[str], remark: str) -> None:
-    (sentence,) = remarks(load(*arguments))
+    (sentence,) = notes(load(*arguments))
     assert remark in sentence
 
 
 def test_a_run_says_when_its_engine_is_not_compared_in_every_iteration() -> None:
     silent, other = load(f"{ROLLOUT}.top_p=0.9"), load(f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.temperature=0.7")
-    assert not any("no step compares" in sentence for sentence in remarks(silent))
-    assert any("at another temperature than 1" in sentence for sentence in remarks(other))
+    assert not any("no step compares" in sentence for sentence in notes(silent))
+    assert any("at another temperature than 1" in sentence for sentence in notes(other))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_run_says_what_it_will_not_save(arguments: list[str], expected: list[s
 
 
 def test_there_is_nothing_to_remark_on_the_defaults() -> None:
-    assert list(remarks(load())) == []
+    assert list(notes(load())) == []
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

@@ -124,13 +124,13 @@ def test_rows_that_cannot_teach_are_counted(looked: Look, tmp_path: Path) -> Non
     own = (f"custom_reward_function.path={reward}",)
     nothing = [row(truth, f"{truth}?") for truth in ("", " ", None, "NaN", "none", "null", float("nan"))]
     blank = [row("1", " \n"), row("1", [{"role": "user", "content": ""}])]
-    remarks = looked([*GOOD, *nothing, *blank], val=[GOOD[3], GOOD[3], row("1", "new")], more=own)
-    assert [remark.partition("; ")[0] for remark in remarks] == [
+    notes = looked([*GOOD, *nothing, *blank], val=[GOOD[3], GOOD[3], row("1", "new")], more=own)
+    assert [remark.partition("; ")[0] for remark in notes] == [
         "data.train_files: 7 of 29 rows: the ground truth is empty",
         "data.train_files: 2 of 29 rows: the prompt is blank",
         "data.val_files: 2 of 3 rows: the prompt is a training prompt too",
     ]
-    assert f"the first is {tmp_path / '0.jsonl'}, line 21" in remarks[0]
+    assert f"the first is {tmp_path / '0.jsonl'}, line 21" in notes[0]
     assert looked([{"prompt": "1"}, {"prompt": "2"}], more=own) == []  # a reward that needs no ground truth
 
 
@@ -166,11 +166,11 @@ def test_a_damaged_memory_is_no_memory(looked: Look, tmp_path: Path) -> None:
 
 def test_the_check_of_a_file_names_the_same_rows(looked: Look, tmp_path: Path) -> None:
     rows = [*GOOD, row("x"), row("1", " "), row("~1", source="math")]
-    remarks = looked(rows)
+    notes = looked(rows)
     report = check.examine(str(tmp_path / "0.jsonl"))
     assert [line.partition("jsonl, ")[2] for line in report.faults] == [
         "line 21, reward_model.ground_truth: 'x' does not fit the reward of 'gsm8k': "
         "the ground truth 'x' is not one number",
         "line 22, the prompt is blank",
     ]
-    assert all(any(line in remark for remark in remarks) for line in (report.faults[0], *report.remarks))
+    assert all(any(line in remark for remark in notes) for line in (report.faults[0], *report.notes))

@@ -214,8 +214,8 @@ def test_the_tree_names_every_package() -> None:
 
 
 def test_the_picture_of_the_packages_shows_the_imports_of_the_code() -> None:
-    drawn = re.findall(r'id="(\w+)-&gt;(\w+)"', (DOCS / "images" / "house.svg").read_text())
-    assert set(drawn) == find_arrows(read_layers()), "run: python scripts/pictures.py house"
+    drawn = re.findall(r'id="(\w+)-&gt;(\w+)"', (DOCS / "images" / "packages.svg").read_text())
+    assert set(drawn) == find_arrows(read_layers()), "run: python scripts/pictures.py packages"
 
 
 def test_the_picture_of_a_step_shows_the_phases_of_the_code() -> None:
@@ -226,7 +226,7 @@ def test_the_picture_of_a_step_shows_the_phases_of_the_code() -> None:
 
 def test_every_picture_can_be_drawn_again(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "scripts" / "pictures.py", "--out", tmp_path], check=True)
-    for picture in ("house", "step", "memory", "sync"):
+    for picture in ("packages", "step", "memory", "sync"):
         assert (tmp_path / f"{picture}.svg").read_text().rstrip().endswith("</svg>")
 
 

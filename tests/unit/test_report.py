@@ -18,8 +18,8 @@ from megarl.report.charts import CHARTS, figures, running_mean, thin
 from megarl.report.differences import between, from_default
 from megarl.report.page import library, render
 from megarl.report.read import Run, read_run
+from megarl.report.summary import faults, notes, score_of, summary
 from megarl.report.tracker import REPORT_FILE, ReportTracker
-from megarl.report.verdict import faults, remarks, score_of, verdict
 from megarl.tracking.history import History
 from megarl.tracking.jsonl import Jsonl, read_jsonl
 from megarl.tracking.metrics import describe
@@ -43,7 +43,7 @@ def test_every_metric_of_a_chart_is_recorded_by_a_run() -> None:
     ("event", "words"),
     [("start", "not finished"), ("resume", "not finished"), ("finished", "finished"), ("stopped", "stopped")],
 )
-def test_the_verdict_says_how_a_run_ended(event: str, words: str) -> None:
+def test_the_summary_says_how_a_run_ended(event: str, words: str) -> None:
     run = replace(run_with(critic__score__mean=[0.1, 0.2]), history=[{"event": event}])
     assert f"2 steps, {words};" in render([run])
 
@@ -127,8 +127,8 @@ def test_values_that_are_not_finite_are_no_points() -> None:
         ({"actor__lr": [0.1]}, "r has recorded no score yet."),
     ],
 )
-def test_the_verdict_is_one_sentence(metrics: dict[str, list[float]], said: str) -> None:
-    assert verdict(run_with(**metrics)) == said
+def test_the_summary_is_one_sentence(metrics: dict[str, list[float]], said: str) -> None:
+    assert summary(run_with(**metrics)) == said
 
 
 def test_the_best_of_a_loss_is_the_least() -> None:
@@ -150,14 +150,14 @@ def test_the_best_of_a_loss_is_the_least() -> None:
     ],
 )
 def test_what_a_person_should_look_at(metrics: dict[str, list[float]], said: str) -> None:
-    (found,) = remarks(run_with(**metrics))
+    (found,) = notes(run_with(**metrics))
     assert said in found
 
 
 def test_a_run_that_learns_gives_no_remark(tmp_path: Path) -> None:
-    assert list(remarks(run_with(sft__loss=[3.0, 1.0, 2.0]))) == []  # of its samples, which differ from step to step
-    assert list(remarks(run_with(critic__score__min=[0.0] * 4, critic__score__max=[0.0, 0.0, 1.0, 0.0]))) == []
-    assert list(remarks(read_run(write_run(tmp_path / "run", scores={0: 0.1, 4: 0.5})))) == []
+    assert list(notes(run_with(sft__loss=[3.0, 1.0, 2.0]))) == []  # of its samples, which differ from step to step
+    assert list(notes(run_with(critic__score__min=[0.0] * 4, critic__score__max=[0.0, 0.0, 1.0, 0.0]))) == []
+    assert list(notes(read_run(write_run(tmp_path / "run", scores={0: 0.1, 4: 0.5})))) == []
 
 
 def test_faults_are_counted(tmp_path: Path) -> None:

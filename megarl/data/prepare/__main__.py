@@ -192,7 +192,7 @@ def _custom_faults(arguments: argparse.Namespace) -> Iterator[str]:
 
 def _check(file: str, faults: Sequence[str], report: check.CheckReport) -> None:
     """Print the faults and remarks of a file; exit with 1 if there are faults."""
-    for lines, beginning in ((faults, ""), (report.remarks, "note: ")):
+    for lines, beginning in ((faults, ""), (report.notes, "note: ")):
         for line in lines[:SHOWN_FAULTS]:
             print(redact(f"{beginning}{line}"))
         if len(lines) > SHOWN_FAULTS:

@@ -34,7 +34,7 @@ class CheckReport:
 
     kind: Kind
     faults: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def examine(file: str, columns: PromptColumns = COLUMNS, kind: Kind | None = None) -> CheckReport:
@@ -44,7 +44,7 @@ def examine(file: str, columns: PromptColumns = COLUMNS, kind: Kind | None = Non
     except UserError as error:
         return CheckReport(kind or "rl", [str(error)])
     report = CheckReport(kind or _kind_of(found, columns))
-    report.remarks += [
+    report.notes += [
         f"{file}: the column {name} is not read: megarl trains on texts" for name in UNREAD if name in found
     ]
     conversations = next((name for name in CONVERSATIONS if name in found), None)
@@ -93,7 +93,7 @@ def _examine_prompts(file: str, columns: PromptColumns, report: CheckReport) -> 
         report.faults += [line for line in (str(error),) if line not in report.faults]
         return
     for kind in KINDS:
-        lines = report.remarks if kind == "text" else report.faults
+        lines = report.notes if kind == "text" else report.faults
         lines.extend(_lines(found, kind))
 
 

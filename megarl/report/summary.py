@@ -1,4 +1,4 @@
-"""The verdict on a run: one sentence on its score, and remarks on what a person should look at. Pure functions."""
+"""The summary of a run: one sentence on its score, and notes on curves that deserve a look. Pure functions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ COLLAPSED, SPIKE, LONG = 0.1, 10.0, 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """The curve that decides the verdict."""
+    """The curve that decides the summary."""
 
     title: str
     points: Points  # at least one
@@ -50,7 +50,7 @@ class Score:
 
 
 def score_of(run: Run) -> Score | None:
-    """Return the curve that decides the verdict: held-out before training, scores before losses. None without any."""
+    """Return the curve that decides the summary: held-out before training, scores before losses. None without any."""
     validation = [(row["step"], fmean(scores.values())) for row in run.rows if (scores := validation_of(row))]
     if validation:
         return Score(title="validation score", points=validation)
@@ -66,7 +66,7 @@ def score_of(run: Run) -> Score | None:
     return None
 
 
-def verdict(run: Run) -> str:
+def summary(run: Run) -> str:
     """Return a sentence: the score at the first and at the last step, and the best."""
     score = score_of(run)
     if score is None:
@@ -83,7 +83,7 @@ def verdict(run: Run) -> str:
     return f"The {score.title} {change}; the best is {best:.4g} at step {best_step}."
 
 
-def remarks(run: Run) -> Iterator[str]:
+def notes(run: Run) -> Iterator[str]:
     """Yield what a person should look at, each with its reason."""
     score = score_of(run)
     if score and score.is_held_out and not score.is_same and score.best[0] < score.points[-1][0]:
