@@ -46,7 +46,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     """Read the case, which has the number of ranks."""
-    directory, what = Path(argv[0]), argv[1]
+    directory = Path(argv[0])
+    what = argv[1]
     case = Case(**json.loads((directory / "case.json").read_text(encoding="utf-8")))
     num_ranks = Split.read(case.layout).num_ranks
     return Arguments(case, directory, what, TrainerSection(n_gpus_per_node=num_ranks, device=case.device))
@@ -92,7 +93,9 @@ def times(subject: "TrainerAndEngine", direct: "Direct", full: "FullTensors", *,
     """
     from benchmarks.ways import Exchange, PlainCopy, Repack
 
-    copy, exchange, repack = PlainCopy(subject), Exchange(direct.plan, subject.learner.device), Repack(subject)
+    copy = PlainCopy(subject)
+    exchange = Exchange(direct.plan, subject.learner.device)
+    repack = Repack(subject)
     ways: dict[str, Callable[[], None]] = {"megarl": direct.run, "mbridge": full.run}
     seconds: dict[str, list[float]] = {name: [] for name in (*ways, "copy", "exchange", "repack")}
     differences = []

@@ -139,7 +139,8 @@ def _save_async(store: "CheckpointStore", step: int) -> dict[str, float]:
     from megarl.distributed.exchange import together
 
     copies = timed(lambda: store.save(State(step=step)))
-    waits, start = copies, time.perf_counter()
+    waits = copies
+    start = time.perf_counter()
     while not all(together((store.directory / f"{STEP_PREFIX}{step}").exists)):
         time.sleep(STEP_S)
         waits += timed(store.advance)

@@ -156,7 +156,8 @@ def _remark(stage: Stage, result: Mapping[str, Any]) -> str:
         return str(result["error"]).split("\n", maxsplit=1)[0]
     found = result["found"]
     if "peaks" in found:
-        flops, copies = found["peaks"]["flops_per_second"], found["peaks"]["bytes_per_second"]
+        flops = found["peaks"]["flops_per_second"]
+        copies = found["peaks"]["bytes_per_second"]
         return f"{flops / 1e12:.0f} TFLOP/s, {copies / 1e12:.2f} TB/s"
     if stage.name.startswith("verify-"):
         apart = found["differences"]["trainer-engine"]

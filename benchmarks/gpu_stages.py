@@ -19,7 +19,8 @@ from megarl.platform.errors import UserError
 from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 TRAINED_STEPS = 3
 RESUMED_STEPS = 4
 VERIFIED_SEQUENCES = 16  # of the engine, which captures a graph for each number of them
@@ -63,7 +64,9 @@ TESTS: Mapping[str, str] = {  # pytest's -k, so that each part ends within a cal
     "eager": "rollout and not False",
     "graphs": "rollout and False",
 }
-PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 256, 256, 1024
+PROMPTS = 256
+PROMPT_TOKENS = 256
+RESPONSE_TOKENS = 1024
 REHEARSED = "llama-1m"
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -117,7 +120,8 @@ def stages() -> list[Stage]:
 def doctor(site: Site, stage: Stage) -> dict[str, Any]:
     """Report what the machine has and lacks, and measure its peaks."""
     with site.started(stage.name, "-m", "megarl", "doctor") as running:
-        shown, is_ready = running.finish(limit_s=stage.limit_s, expected=None), running.process.returncode == 0
+        shown = running.finish(limit_s=stage.limit_s, expected=None)
+        is_ready = running.process.returncode == 0
     found = {
         "machine": machine(site.device),
         "versions": versions(),
@@ -186,7 +190,8 @@ def small_config(family: str) -> dict[str, Any]:
 
 def train(size: Size, algorithm: Algorithm, site: Site, stage: Stage) -> dict[str, Any]:
     """Train for a few steps, with a trace of the last."""
-    directory, run = site.work / size.model, site.work / stage.name
+    directory = site.work / size.model
+    run = site.work / stage.name
     shutil.rmtree(run, ignore_errors=True)
     arguments = [
         *training_arguments(size, algorithm, site, directory),

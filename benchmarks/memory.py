@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
+RESET = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # proc(5), clear_refs
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_TRIM_THRESHOLD_": "0"}  # mallopt(3), bytes
 

@@ -47,7 +47,8 @@ class TransformerEngineNames:
 
     def __init__(self, module: Any, *, has_experts: bool) -> None:
         self.decoder = module.decoder
-        self._module, self._has_experts = module, has_experts
+        self._module = module
+        self._has_experts = has_experts
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """As in the module."""
@@ -82,7 +83,8 @@ class Exporter:
             self._bridge = AutoBridge.from_config(config, dtype=dtype)
         # mbridge's own model builder would set these.
         self._bridge.make_vocab_size_divisible_by = padded_vocab_size
-        self._bridge.vocab_size, self._bridge.padded_vocab_size = hf_config["vocab_size"], padded_vocab_size
+        self._bridge.vocab_size = hf_config["vocab_size"]
+        self._bridge.padded_vocab_size = padded_vocab_size
         self._has_experts = "num_experts" in hf_config
 
     def export(self, modules: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:

@@ -81,7 +81,8 @@ class Clock:
 
     def begin(self) -> None:
         """Begin a step."""
-        self.seconds, self.start = {}, time.perf_counter()
+        self.seconds = {}
+        self.start = time.perf_counter()
 
     def end(self) -> dict[str, float]:
         """Return the seconds of the phases since the beginning of the step."""
@@ -194,7 +195,8 @@ def turns(clock: Clock, out: TextIO) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             """Print the seconds of the step, and its tokens without padding."""
-            seconds, tokens = clock.end(), state.num_input_tokens_seen - self.num_tokens
+            seconds = clock.end()
+            tokens = state.num_input_tokens_seen - self.num_tokens
             self.num_tokens = state.num_input_tokens_seen
             print(json.dumps({"seconds": seconds, "tokens": tokens}), file=out)
 

@@ -113,7 +113,8 @@ def measure(arguments: Arguments, launch: Launch) -> None:
     from megarl.distributed.exchange import together
     from megarl.platform.versions import versions
 
-    case, is_main = arguments.case, launch.rank == 0
+    case = arguments.case
+    is_main = launch.rank == 0
     directory = Path(together(lambda: _write_config(case) if is_main else "")[0])
     try:
         subject = TrainerAndEngine.build(case, directory)

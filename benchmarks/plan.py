@@ -23,7 +23,8 @@ from megarl.platform.screen import Screen
 from megarl.reshard.planner import TransferSchedule, lower_bound, make_plan
 
 DTYPE = torch.bfloat16
-RANKS_PER_NODE, BUCKET_BYTES = 8, 512 << 20
+RANKS_PER_NODE = 8
+BUCKET_BYTES = 512 << 20
 COLUMNS = ("model", "split", "ranks", "seconds", "pickled MB", "pieces", "received GB", "bound GB", "busiest sender")
 
 # Sizes as in the published config.json of either model; DeepSeek's without its fp8 weights.

@@ -123,7 +123,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _row(case: dict[str, Any]) -> tuple[str, ...]:
-    seconds, received, peaks = case["seconds"], case["bytes_received_max"], case["peak_extra_bytes"]
+    seconds = case["seconds"]
+    received = case["bytes_received_max"]
+    peaks = case["peak_extra_bytes"]
     counted = (f"{peaks[way] / 1e6:.1f}" for way in ("megarl", "mbridge")) if peaks else ("-", "-")
     return (
         case["model"],

@@ -25,7 +25,9 @@ from megarl.platform.screen import Screen
 
 AXES = {"ranks": "ranks", "prompts": "prompts of a step", "response_tokens": "tokens of a response"}
 COLUMNS = ("model", "ranks", "prompts", "tokens of a response", "step s", "tokens/s", "times the first")
-INK, GREY, LINE = "#1f2933", "#e4e7eb", "#0b6e99"
+INK = "#1f2933"
+GREY = "#e4e7eb"
+LINE = "#0b6e99"
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ Step = Mapping[str, float]
 def main(argv: Sequence[str]) -> int:
     """Measure, and print the results."""
     options, overrides = step_parser().parse_known_args(argv)
-    command, runs = shlex.join(["megarl", "bench", "step", *argv]), []
+    command = shlex.join(["megarl", "bench", "step", *argv])
+    runs = []
     try:
         for lengths in options.lengths:
             workload = Workload(
@@ -83,7 +84,9 @@ def measure(
     if options.peer:
         step_trl.check(workload, [*overrides, *options.against])
     written = workload.write(directory)
-    steps, others, theirs = list[Step](), list[Step](), list[Step]()
+    steps = list[Step]()
+    others = list[Step]()
+    theirs = list[Step]()
     with step_trl.Trl(workload, directory, dtype=options.dtype) if options.peer else nullcontext() as trl:
         for number in range(ROUNDS if options.against or trl else 1):
             last = directory / f"run-{number}"

@@ -108,7 +108,8 @@ def _padded(samples: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, t
     """Return [b, L] token ids, which of them are no padding, and which belong to a response."""
     length = max(len(prompt) + len(response) for prompt, response in samples)
     ids = torch.zeros(len(samples), length, dtype=torch.int64)
-    is_token, is_response = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    is_token = torch.zeros_like(ids)
+    is_response = torch.zeros_like(ids, dtype=torch.bool)
     for row, (prompt, response) in enumerate(samples):
         whole = len(prompt) + len(response)
         ids[row, :whole] = torch.tensor(prompt + response)

@@ -34,7 +34,8 @@ def predict(arguments: Sequence[str], workload: Workload, peers: Mapping[str, An
     """
     from megarl.platform.device import local_device
 
-    on_cpu, num_ranks = local_device().type == "cpu", _num_ranks(arguments)
+    on_cpu = local_device().type == "cpu"
+    num_ranks = _num_ranks(arguments)
     share = num_ranks if on_cpu else 1
     speeds = peers["machine"]
     peaks = Peaks(
@@ -43,7 +44,8 @@ def predict(arguments: Sequence[str], workload: Workload, peers: Mapping[str, An
         narrow_flops={int(width): flops / share for width, flops in speeds["narrow_flops"].items()},
     )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // share
-    read, longest = peers["transformers"]["read"], peers["transformers"]["longest"]
+    read = peers["transformers"]["read"]
+    longest = peers["transformers"]["longest"]
     response = round(read["num_outputs"] / workload.num_samples)
     plan = Planner(
         [*arguments, *(["trainer.device=cpu"] if on_cpu else [])],

@@ -98,7 +98,8 @@ class Trl:
 
 def beside(steps: Sequence[Step], theirs: Sequence[Step], num_samples: int) -> dict[str, Any]:
     """Return TRL's times and throughput, and how many times as fast a token is in each phase of megarl."""
-    seconds, times_faster = {}, {}
+    seconds = {}
+    times_faster = {}
     for phase, ours in PHASES.items():
         seconds[phase] = report.spread([step[TIMING + phase] for step in theirs])
         per_token = median(sum(step.get(TIMING + name, 0.0) for name in ours) / step[TOKENS] for step in steps)

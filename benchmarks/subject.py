@@ -63,11 +63,13 @@ class TrainerAndEngine:
     def fill(self) -> None:
         """Draw every Hugging Face parameter from its own generator, so that all ranks have parts of one model."""
         shapes = hf_shapes(self.learner.architecture)
-        full, name = torch.empty(0), ""
+        full = torch.empty(0)
+        name = ""
         with self.learner.weights() as tensors:
             for piece in sorted(self.learner.layout(), key=lambda piece: piece.name):
                 if piece.name != name:
-                    full, name = draw(piece.name, shapes[piece.name], self.learner.device), piece.name
+                    full = draw(piece.name, shapes[piece.name], self.learner.device)
+                    name = piece.name
                 box = tuple(slice(low, high) for low, high in zip(piece.box.lo, piece.box.hi, strict=True))
                 piece.view(tensors[piece.param]).copy_(full[box])
 

@@ -26,10 +26,13 @@ class Direct:
     """The way of megarl: every box goes from the shard that has it to the shard that needs it."""
 
     def __init__(self, subject: TrainerAndEngine, *, bucket_bytes: int, ranks_per_node: int) -> None:
-        learner, engine = subject.learner, subject.engine
-        self._learner, self._engine = learner, engine
+        learner = subject.learner
+        engine = subject.engine
+        self._learner = learner
+        self._engine = engine
         rank = dist.get_rank()
-        sources, destinations = together(learner.layout), together(engine.weights.layout)
+        sources = together(learner.layout)
+        destinations = together(engine.weights.layout)
         self.plan = plan_between(
             sources, destinations, rank=rank, ranks_per_node=ranks_per_node, bucket_bytes=bucket_bytes
         )
@@ -59,7 +62,8 @@ class FullTensors:
 
     def __init__(self, subject: TrainerAndEngine, hf_config: Mapping[str, Any]) -> None:
         learner = subject.learner
-        self._learner, self._engine = learner, subject.engine
+        self._learner = learner
+        self._engine = subject.engine
         self._exporter = Exporter(
             dict(hf_config),
             dtype=learner.modules[0].config.params_dtype,

@@ -135,7 +135,8 @@ class Workload:
         from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
         fields: dict[str, Any] = dict(MODELS[self.model])
-        size, mean = fields["vocab_size"], MEAN_TOKENS[self.lengths]
+        size = fields["vocab_size"]
+        mean = MEAN_TOKENS[self.lengths]
         if mean:  # a random model draws every token about equally often
             fields["eos_token_id"] = list(range(size - size // mean, size))
         whole, directory = directory, directory.with_suffix(".part")  # so that an interrupted one is not used again

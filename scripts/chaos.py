@@ -74,7 +74,8 @@ def main() -> int:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", options.ranks]
     common = [*arguments(options.task, out / "world"), f"trainer.n_gpus_per_node={options.ranks}"]
     common += [f"trainer.total_training_steps={num_steps}"]
-    expected, found = out / "undisturbed", out / "killed"
+    expected = out / "undisturbed"
+    found = out / "killed"
     if not is_finished(expected, num_steps):
         call(
             "undisturbed",
@@ -168,9 +169,11 @@ def shuffled(items: Sequence[str], chance: random.Random) -> Iterator[str]:
 def report(out: Path, faults: Faults, odd: Sequence[str], *, num_kills: int, num_steps: int) -> int:
     """Print and write the table of the kills and a summary; return the exit code."""
     started = {life["number"]: life for life in faults.started()}
-    rows, again = [], 0
+    rows = []
+    again = 0
     for met in faults.met():
-        life, before = started.get(met["number"] + 1), started.get(met["number"])
+        life = started.get(met["number"] + 1)
+        before = started.get(met["number"])
         place = f"{met['step'] + 1} | {met['phase']}" if before else "- | start"
         resumed = (
             f"{life['step'] or 'none'} | {life['time'] - met['time']:.0f}" if life else "killed before it trained | -"

@@ -85,12 +85,14 @@ def run(site: Site, chosen: Sequence[Stage], *, budget_s: float) -> list[str]:
 
     A stage starts only if at least half of its limit is left.
     """
-    end, left = time.monotonic() + budget_s, []
+    end = time.monotonic() + budget_s
+    left = []
     for stage in chosen:
         path = site.out / "results" / f"{stage.name}.json"
         if path.exists() and json.loads(path.read_text(encoding="utf-8"))["done"]:
             continue
-        limit_s, remaining_s = stage.limit_s * (PATIENCE[site.device] if site.rehearses else 1), end - time.monotonic()
+        limit_s = stage.limit_s * (PATIENCE[site.device] if site.rehearses else 1)
+        remaining_s = end - time.monotonic()
         if remaining_s < limit_s / 2:
             left.append(stage.name)
             continue

@@ -28,9 +28,13 @@ from megarl.training.partial import Partial, draw_enough, staleness
 mpl.use("svg")
 mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.size": 9}
 ROOT = Path(__file__).resolve().parent.parent
-MEAN, LONGEST, PROMPTS, RESPONSES = 150, 1024, 32, 4
+MEAN = 150
+LONGEST = 1024
+PROMPTS = 32
+RESPONSES = 4
 STEPS, SETTLED = 60, 15  # steps in all, and those before the first that counts
-SHARES, ENGINE_STEPS = (0.9, 0.8, 0.7, 0.6, 0.5), (512, 384, 256, 192, 128)
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)
+ENGINE_STEPS = (512, 384, 256, 192, 128)
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,10 @@ class World:
 
     def open(self, *, step: int, keeps_stopped: bool) -> "World":
         """Begin a step."""
-        self.step, self.num_steps, self.num_running, self.most = step, 0, 0, 0
+        self.step = step
+        self.num_steps = 0
+        self.num_running = 0
+        self.most = 0
         return self
 
     @property
@@ -94,7 +101,8 @@ class World:
 
     def stop(self) -> dict[int, Group]:
         """Stop what is not complete."""
-        stopped, self._open = self._open, {}
+        stopped = self._open
+        self._open = {}
         return stopped
 
     def occupancy(self) -> float:
@@ -123,14 +131,21 @@ def length_of(row: int, sample: int) -> int:
 
 def count(stop_when: float, max_staleness: int = 20) -> Count:
     """Run the steps, and count. `stop_when: 1.0` is waiting."""
-    world, position, in_flight = World(), Position(), tuple[Group, ...]()
+    world = World()
+    position = Position()
+    in_flight = tuple[Group, ...]()
     partial = Partial(
         wanted=PROMPTS, section=PartialSection(enable=True, stop_when=stop_when, max_staleness=max_staleness)
     )
-    engine_steps, occupancy, lives, ages, learnt = list[int](), list[float](), list[int](), list[float](), list[int]()
+    engine_steps = list[int]()
+    occupancy = list[float]()
+    lives = list[int]()
+    ages = list[float]()
+    learnt = list[int]()
     for step in range(STEPS):
         drawn = draw_enough(partial, world, world, in_flight, position, step=step)  # type: ignore[arg-type]
-        in_flight, position = drawn.in_flight, drawn.position
+        in_flight = drawn.in_flight
+        position = drawn.position
         if step >= SETTLED:
             engine_steps.append(world.num_steps)
             occupancy.append(world.occupancy())

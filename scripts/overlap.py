@@ -18,7 +18,10 @@ from megarl.environments.config import EnvironmentSection
 from megarl.environments.episodes import Answer, proceed
 from megarl.rollout.session import WINDOW, SamplingSession
 
-EPISODES, SLOTS, TURNS, MEAN = 128, 32, 3, 75
+EPISODES = 128
+SLOTS = 32
+TURNS = 3
+MEAN = 75
 OVERLAPS = (0, 1, 2, 4, 8, 16)
 
 

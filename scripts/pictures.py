@@ -21,9 +21,16 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS, ERRORS = "commands", "megarl.platform.errors"
-BLUE, GREEN, ORANGE, GREY, VIOLET, RED = "#3b6fb6", "#4a9156", "#d98328", "#8a8f98", "#7d5ba6", "#b8484e"
-INK, PALE = "#22262d", "#d9dde3"
+COMMANDS = "commands"
+ERRORS = "megarl.platform.errors"
+BLUE = "#3b6fb6"
+GREEN = "#4a9156"
+ORANGE = "#d98328"
+GREY = "#8a8f98"
+VIOLET = "#7d5ba6"
+RED = "#b8484e"
+INK = "#22262d"
+PALE = "#d9dde3"
 GB = 1e9
 mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.size": 9, "text.color": INK}
 
@@ -253,8 +260,10 @@ def _example_plan() -> tuple[list[Any], Any, Any]:
         cut = Cut(tp_rank=rank, tp_size=num_ranks)
         return pieces(model, name, (16 // num_ranks, 8), param="linear_qkv", dtype=torch.float32, cut=cut)
 
-    held, needed = [layout(0, 2), layout(1, 2)], layout(0, 1)
-    source, destination = placement_of(held), placement_of([needed, needed])
+    held = [layout(0, 2), layout(1, 2)]
+    needed = layout(0, 1)
+    source = placement_of(held)
+    destination = placement_of([needed, needed])
     sizes_of_job: dict[str, Any] = {"rank": 0, "world_size": 2, "ranks_per_node": 2, "bucket_bytes": 512}
     return held, needed, make_plan(source, destination, held=held[0], needed=needed, **sizes_of_job)
 
@@ -265,7 +274,8 @@ def _stack(axes: Any, layout: Any, x: float, top: float, title: str) -> dict[str
     spots: dict[str, tuple[float, float]] = {}
     y = top
     for piece in layout:
-        rows, part = _rows(piece.box), piece.name.split(".")[-2]
+        rows = _rows(piece.box)
+        part = piece.name.split(".")[-2]
         height = ROW_HEIGHT * len(rows) * (0.8 if len(layout) > 3 else 1)
         axes.add_patch(Rectangle((x, y - height), 2.4, height, facecolor=PARTS[part], alpha=0.75, edgecolor="white"))
         axes.text(x + 1.2, y - height / 2, f"{part} rows {rows[0]}-{rows[-1]}", ha="center", va="center", size=8)
@@ -281,7 +291,8 @@ def _rows(box: Any) -> range:
 
 
 def _link(axes: Any, sources: Any, targets: Any, piece: Any, *, ls: str) -> None:
-    rows, part = _rows(piece.box), piece.name.split(".")[-2]
+    rows = _rows(piece.box)
+    part = piece.name.split(".")[-2]
     begin, end = (
         [sum(spots[f"{part}{row}"][place] for row in rows) / len(rows) for place in (0, 1)]
         for spots in (sources, targets)

@@ -30,7 +30,8 @@ from megarl.tracking.names import REWARD, validation_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
-MAX_NUMBER, MAX_TARGET = 24, 50
+MAX_NUMBER = 24
+MAX_TARGET = 50
 QUICK = ("matplotlib.figure", "pyarrow.parquet", "sentencepiece")  # imported to see what they need themselves
 SLOW = ("transformers", "megatron", "vllm")
 CARELESS = (
@@ -39,7 +40,8 @@ CARELESS = (
 MOST_WARM_UP = 20
 """The steps of warm-up in the configurations of the supervised runs."""
 SMOOTHING = 0.8  # weight of the past in the running mean of a curve
-_INK, _GREY = "#1f2933", "#9aa5b1"
+_INK = "#1f2933"
+_GREY = "#9aa5b1"
 _COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a")
 
 
@@ -93,7 +95,8 @@ def main() -> None:
     given = read_keys(arguments.keys)
     check_packages(loggers=given.get("trainer.logger", "mlflow"))
     keys = keys_of_machine(decide_device(given.get("trainer.device", "auto"))) | given
-    task, seed = TASKS[arguments.task], arguments.seed
+    task = TASKS[arguments.task]
+    seed = arguments.seed
     out = (arguments.out or Path(task.out)).resolve()
     out.mkdir(parents=True, exist_ok=True)
     files = [f"data.train_files={out}/data/train.parquet", f"data.val_files={out}/data/val.parquet"]

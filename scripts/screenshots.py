@@ -33,7 +33,8 @@ from megarl.tracking.mlflow_store import glance
 from megarl.tracking.run_id import RUN_ID_FILE, read_run_id
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS, LINES = 112, 40
+COLUMNS = 112
+LINES = 40
 SESSION = "megarl-screenshots"
 DRAWN_MS = 60_000
 """Time that a page has to fetch its data and to draw its charts."""

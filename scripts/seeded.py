@@ -106,7 +106,8 @@ def run(key: Key, command: list[str], directory: Path, measure: Measure) -> Resu
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     seconds = execute(command, directory / "printed.txt")
-    samples, curve = 0, []
+    samples = 0
+    curve = []
     for line in read_jsonl(directory / "metrics.jsonl"):
         samples += round(measure.samples * line.get("train/num_gen_batches", 1)) if line["step"] else 0
         if measure.score in line:

@@ -40,7 +40,8 @@ def tables() -> Iterator[str]:
     yield table(("folder", *(ROOT / name for name in FOLDERS)))
     packages = sorted(path for path in (ROOT / "megarl").iterdir() if (path / "__init__.py").exists())
     yield table(("package", *packages))
-    found, num_lines = Counter[str](), 0
+    found = Counter[str]()
+    num_lines = 0
     for file in (ROOT / "megarl").rglob("*.py"):
         source = file.read_text(encoding="utf-8")
         num_lines += source.count("\n")

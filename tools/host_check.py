@@ -127,7 +127,8 @@ def examine(group: HostGroup, say: Callable[[str], None]) -> dict[str, list[Find
 
     `say` tells a person what the host waits for.
     """
-    here, names = group.hosts[group.own_index], list(_names(group))
+    here = group.hosts[group.own_index]
+    names = list(_names(group))
     alone = [*names, *_interfaces(group), *_infiniband(_active_devices())]
     if group.own_index and names[0].verdict == "fault":
         return {here: alone}  # nothing leads to the first host
@@ -188,7 +189,8 @@ def _names(group: HostGroup) -> Iterator[Finding]:
             advice = "add it to the name server or to /etc/hosts; in Slurm, give the node a NodeAddr that resolves"
             yield Finding(f"name {host}", f"no address: {error}", advice, "fault")
             continue
-        found, loops = ", ".join(addresses), any(map(is_loopback, addresses))
+        found = ", ".join(addresses)
+        loops = any(map(is_loopback, addresses))
         if loops and place != group.own_index:
             advice = f"the name leads back to this host: give {host} its own address in /etc/hosts"
             yield Finding(f"name {host}", found, advice, "fault")
@@ -254,7 +256,8 @@ def _joined(group: HostGroup, met: Mapping[int, Any]) -> Iterator[Finding]:
 def _ports(group: HostGroup, met: Mapping[int, Any]) -> Iterator[Finding]:
     """Yield whether this host reaches ports that the other hosts have just opened, as gloo and NCCL open theirs."""
     for place in (place for place in group.others if place in met):
-        host, ports = group.hosts[place], met[place]["ports"]
+        host = group.hosts[place]
+        ports = met[place]["ports"]
         closed = [str(port) for port in ports if _ask(host, port) is None]
         if closed:
             advice = "gloo and NCCL choose their own ports: let all ports through between the hosts"
@@ -278,7 +281,8 @@ def _clocks(group: HostGroup, met: Mapping[int, Any]) -> Iterator[Finding]:
 
 def _shared(group: HostGroup, met: Mapping[int, Any]) -> Iterator[Finding]:
     """Yield whether this host sees the files that all hosts keep in the directory."""
-    subject, directory = f"directory {group.directory}", group.directory
+    subject = f"directory {group.directory}"
+    directory = group.directory
     if why_not := met[group.own_index]["why_not"]:
         yield Finding(subject, f"not writable: {why_not}", "name another with --directory", "fault")
         return

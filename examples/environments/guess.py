@@ -13,7 +13,9 @@ class Guess:
 
     def __init__(self, *, right: float = 1.0, wrong: float = 0.0) -> None:
         """Reward the right guess with `right`, and every other turn with `wrong`."""
-        self._right, self._wrong, self._number = right, wrong, 0
+        self._right = right
+        self._wrong = wrong
+        self._number = 0
 
     def reset(self, row: Row) -> Observation:
         """Return the row's prompt. UserError if its ground truth is no whole number."""

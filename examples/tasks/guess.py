@@ -44,8 +44,12 @@ def demonstration(rng: random.Random, largest: int, careless: float) -> list[dic
 
     A guess is anywhere in what is still possible, or, if it is `careless`, anywhere at all.
     """
-    number, low, high = rng.randint(1, largest), 1, largest
-    messages, turns, guess = _messages(largest), list[dict[str, Any]](), 0
+    number = rng.randint(1, largest)
+    low = 1
+    high = largest
+    messages = _messages(largest)
+    turns = list[dict[str, Any]]()
+    guess = 0
     while guess != number and len(turns) < MOST_TURNS:
         guess = rng.randint(1, largest) if rng.random() < careless else rng.randint(low, high)
         turns.append({"prompt": list(messages), "response": str(guess)})

@@ -30,12 +30,15 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of `train` and `val`. Raises UserError if there are too few problems."""
     if not 1 <= arguments.digits <= 9:
         raise UserError(f"--digits {arguments.digits}: give 1 to 9")
-    low, high = 10 ** (arguments.digits - 1), 10**arguments.digits
-    total, exist = arguments.train + arguments.val, (high - low) ** 2
+    low = 10 ** (arguments.digits - 1)
+    high = 10**arguments.digits
+    total = arguments.train + arguments.val
+    exist = (high - low) ** 2
     if total > exist:
         raise UserError(f"only {exist} problems exist, {total} were asked for: raise --digits, or ask for fewer")
     # distinct numbers of problems; drawn one by one, so that asking for more does not change the first problems
-    rng, seen = random.Random(arguments.seed), dict[int, None]()
+    rng = random.Random(arguments.seed)
+    seen = dict[int, None]()
     while len(seen) < total:
         seen.setdefault(rng.randrange(exist))
     factors = [(low + number // (high - low), low + number % (high - low)) for number in seen]

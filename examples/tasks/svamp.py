@@ -24,7 +24,8 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 def _row(source: str, problem: dict[str, Any], place: str, split: str, index: int) -> dict[str, Any]:
     try:
-        body, question = problem["Body"].strip(), problem["Question"].strip()
+        body = problem["Body"].strip()
+        question = problem["Question"].strip()
         number = Decimal(str(problem["Answer"]))
     except (KeyError, AttributeError, InvalidOperation) as error:
         raise UserError(f"{place}: a SVAMP problem has Body, Question, and a number as Answer") from error

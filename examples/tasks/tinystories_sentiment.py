@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of `train` and `val`. Raises UserError if the file is missing or has too few stories."""
-    score, rows = _sentiment(), []
+    score = _sentiment()
+    rows = []
     for index, problem in islice(problems_of(arguments.source), arguments.stories):
         if not isinstance(problem.get("text"), str):
             raise UserError(f"{arguments.source}, row {index}: a story is an object with its `text`")

@@ -51,7 +51,8 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, la
     Returns:
         Advantages `[B, T]` and returns `A + V` `[B, T]`, the critic's target.
     """
-    rewards, values = masked(token_rewards, mask), masked(values, mask)
+    rewards = masked(token_rewards, mask)
+    values = masked(values, mask)
     next_value = next_advantage = torch.zeros_like(values[:, 0])
     columns = []
     for t in reversed(range(mask.shape[1])):
@@ -176,7 +177,8 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     Returns:
         Advantages `[B, T]`.
     """
-    group, scores = _Groups(groups), scores.double()
+    group = _Groups(groups)
+    scores = scores.double()
     num_telling = int(group.differ(scores).sum())
     return _on_every_token((scores - group.mean(scores)) * len(scores) / max(num_telling, 1), mask)
 
@@ -195,7 +197,8 @@ def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     Returns:
         Advantages `[B, T]`.
     """
-    group, lengths = _Groups(groups), mask.sum(-1).double()
+    group = _Groups(groups)
+    lengths = mask.sum(-1).double()
     baselines = group.sum(lengths * scores.double()) / group.sum(lengths).clamp(min=1.0)
     return _on_every_token(scores.double() - baselines, mask)
 
@@ -218,11 +221,13 @@ def grpo_passk(scores: Tensor, groups: Tensor, mask: Tensor, *, norm_adv_by_std_
     Returns:
         Advantages `[B, T]`.
     """
-    group, scores = _Groups(groups), scores.double()
+    group = _Groups(groups)
+    scores = scores.double()
     ranked = scores.argsort(stable=True)
     ranked = ranked[group.member_of[ranked].argsort(stable=True)]  # group by group, the best of each at its end
     ends = group.counts.cumsum(0) - 1
-    best, second = ranked[ends], ranked[(ends - 1).clamp(min=0)]
+    best = ranked[ends]
+    second = ranked[(ends - 1).clamp(min=0)]
     gaps = (scores[best] - scores[second]).where(group.counts > 1, 0.0)
     if norm_adv_by_std_in_grpo:
         gaps = gaps / (group.std(scores)[best] + 1e-6)

@@ -68,7 +68,8 @@ if TYPE_CHECKING:
     AdvantageEstimator: TypeAlias = str
     LossMode: TypeAlias = str
 else:
-    AdvantageEstimator, LossMode = Literal[*ESTIMATORS], Literal[*LOSSES]
+    AdvantageEstimator = Literal[*ESTIMATORS]
+    LossMode = Literal[*LOSSES]
 K3: tuple[KLEstimator, ...] = ("low_var_kl", "k3")
 """The estimators that `kl_penalty_k3_bound` and `kl_loss_k3_bound` bound."""
 ALGORITHM = Change(Effect.CURVE, "the algorithm")

@@ -61,8 +61,11 @@ def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) ->
     A sample without a token counts nowhere.
     """
     samples = mask.any(-1)
-    log_probs, rollout_log_probs, mask = log_probs[samples], rollout_log_probs[samples], mask[samples]
-    log_ratio, lengths = _log_ratio(log_probs, rollout_log_probs, mask), mask.sum(-1)
+    log_probs = log_probs[samples]
+    rollout_log_probs = rollout_log_probs[samples]
+    mask = mask[samples]
+    log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
+    lengths = mask.sum(-1)
     training = -masked(log_probs, mask).double().sum(-1) / lengths
     rollout = -masked(rollout_log_probs, mask).double().sum(-1) / lengths
     of_tokens = {
@@ -95,7 +98,8 @@ def mismatch_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
     perplexities `training_ppl` and `rollout_ppl` of each sequence under either, their logarithms and differences, and
     `chi2_seq` of `exp(2 sum of d)`, less 1.
     """
-    tokens, sequences = sums["num_tokens"].clamp(min=1.0), sums["num_sequences"].clamp(min=1.0)
+    tokens = sums["num_tokens"].clamp(min=1.0)
+    sequences = sums["num_sequences"].clamp(min=1.0)
     means = {
         name: float(total / (tokens if name in ("kl", "k3_kl", "chi2_token") else sequences))
         for name, total in sums.items()

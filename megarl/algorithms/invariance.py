@@ -142,7 +142,9 @@ def _parts(
     loss: Callable[..., PolicyLoss], batch: Mapping[str, Tensor], cuts: list[Tensor], kwargs: Mapping[str, Any]
 ) -> _Part:
     mask = batch["mask"]
-    sums, gradient, counts = torch.zeros(len(mask)), torch.zeros(mask.shape), torch.zeros(len(_COUNTS))
+    sums = torch.zeros(len(mask))
+    gradient = torch.zeros(mask.shape)
+    counts = torch.zeros(len(_COUNTS))
     for rows in cuts:
         micro = {name: tensor[rows] for name, tensor in batch.items()}
         log_probs = micro["log_probs"].requires_grad_()

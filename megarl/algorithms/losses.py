@@ -167,7 +167,8 @@ def cispo(
         clip_low: how far the weight may fall below 1.
         clip_high: how far the weight may rise above 1.
     """
-    log_probs, advantages = masked(log_probs, mask), masked(advantages, mask)
+    log_probs = masked(log_probs, mask)
+    advantages = masked(advantages, mask)
     log_ratio = log_probs - masked(old_log_probs, mask)
     ratio = bounded_exp(log_ratio.detach())
     weights = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -257,7 +258,9 @@ def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
         mask: `[b, T]` bool.
         clip_range: how far a value may move in one step.
     """
-    values, old_values, returns = masked(values, mask), masked(old_values, mask), masked(returns, mask)
+    values = masked(values, mask)
+    old_values = masked(old_values, mask)
+    returns = masked(returns, mask)
     unclipped = (values - returns) ** 2
     clipped = (values.clamp(old_values - clip_range, old_values + clip_range) - returns) ** 2
     losses = 0.5 * torch.maximum(unclipped, clipped)

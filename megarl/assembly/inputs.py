@@ -32,7 +32,8 @@ TEXTS = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")
 WEIGHTS = ".safetensors"
 MARKERS = ("config.json", "tokenizer.json", "tokenizer_config.json")
 CHUNK_BYTES = 1 << 22
-NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 16
+NUM_BLOCKS = 64
+BLOCK_BYTES = 1 << 16
 
 
 def inputs_of(config: Config | SupervisedConfig) -> Inputs:

@@ -81,7 +81,8 @@ def make_actor(
     last_step: int,
 ) -> Model[Any]:
     """Make the policy that learns, with the configured parts of its loss."""
-    policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
+    policy = config.actor_rollout_ref
+    actor = config.actor_rollout_ref.actor
     logger.info("starting: the actor")
     objective = ActorObjective(actor, horizon=config.data.max_response_length, custom=custom_loss)
     learner = make_learner(
@@ -142,7 +143,8 @@ def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokeni
 
 def make_frozen(config: Config, source: Source, mesh: Mesh) -> Model[Any]:
     """Make a policy that never learns from the checkpoint in `source`."""
-    policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
+    policy = config.actor_rollout_ref
+    ref = config.actor_rollout_ref.ref
     logger.info("starting: the reference")
     learner = make_learner(
         source.directory,
@@ -167,7 +169,8 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
     critic = config.critic
     if not config.has_critic:
         return None
-    source, own = Source.read(critic.model), config.tokenizer_of_critic
+    source = Source.read(critic.model)
+    own = config.tokenizer_of_critic
     if own is None and tokenizer.vocab_size > source.architecture.vocab_size:
         raise UserError(
             f"critic.model.path: {source.directory} knows {source.architecture.vocab_size} tokens, the policy writes "

@@ -82,7 +82,9 @@ def make_checkpoints(
         export: writes the weights in Hugging Face's format into a checkpoint. Collective.
         mirrored: whether to use the mirror that `trainer` may name.
     """
-    trainer, code, inputs = config.trainer, custom_code(config), on_first_rank(lambda: inputs_of(config))
+    trainer = config.trainer
+    code = custom_code(config)
+    inputs = on_first_rank(lambda: inputs_of(config))
     checkpoints = CheckpointStore(
         directory=Path(trainer.default_local_dir),
         learners=learners,

@@ -71,7 +71,8 @@ class ResumePoint:
             return cls(checkpoint=None, state=State(step=0))
         contents = on_first_rank(lambda: Contents.read(checkpoint))
         found, other_versions = _compare(contents, config)
-        saved_ids, own_ids = contents.run_ids, on_first_rank(lambda: known_run_ids(run_dir))
+        saved_ids = contents.run_ids
+        own_ids = on_first_rank(lambda: known_run_ids(run_dir))
         is_foreign = trainer.resume_mode == "resume_path" and any(
             own_ids.get(name, run_id) != run_id for name, run_id in saved_ids.items()
         )
@@ -185,7 +186,8 @@ def mirror_of(trainer: TrainerSection) -> Mirror | None:
     """Return the mirror of a run's checkpoints, or None if the run has no mirror."""
     if trainer.default_hdfs_dir is None:
         return None
-    remote, run_dir = Remote(trainer.default_hdfs_dir), Path(trainer.default_local_dir)
+    remote = Remote(trainer.default_hdfs_dir)
+    run_dir = Path(trainer.default_local_dir)
     return Mirror(remote, run_dir, keep=trainer.max_ckpt_to_keep)
 
 
@@ -230,7 +232,8 @@ def _compare(
         found = code_differences(was.code, custom_code(config), found) + found
     if was.inputs is not None:
         found = input_differences(was.inputs, on_first_rank(lambda: inputs_of(config)), found) + found
-    old, now = was.versions, installed_versions()
+    old = was.versions
+    now = installed_versions()
     if old is None:
         return found, {}
     return found, {
@@ -246,7 +249,9 @@ def _show(checkpoint: Path, found: list[ConfigDifference], other_versions: Mappi
     if effective or other_versions:
         logger.info("changes since %s:", checkpoint)
     for each in effective:
-        was, now, effect = _cut(each.was), _cut(each.now), each.change.effect.value
+        was = _cut(each.was)
+        now = _cut(each.now)
+        effect = each.change.effect.value
         logger.info("  %s: %s -> %s (%s: %s)", each.key, was, now, effect, each.change.reason)
     for name, (was, now) in other_versions.items():
         logger.info("  %s: %s -> %s (another version: rounding or more)", name, was, now)
@@ -261,7 +266,8 @@ def _show(checkpoint: Path, found: list[ConfigDifference], other_versions: Mappi
 
 def _cut(value: Any) -> str:
     """Return a value as text. Keep both ends of a long value, because a digest comes last."""
-    text, half = str(value), (MAX_SHOWN - 3) // 2
+    text = str(value)
+    half = (MAX_SHOWN - 3) // 2
     return text if len(text) <= MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 

@@ -87,7 +87,8 @@ def make_reward(
     if section.model_weight is None:
         assert rules is not None, "nothing scores"
         return rules
-    source, given = Source.read(section.model), section.model.input_tokenizer
+    source = Source.read(section.model)
+    given = section.model.input_tokenizer
     if not source.architecture.scalar_head:
         raise UserError(f"reward_model.model.path: {source.directory} is no sequence classifier")
     if given is None and policy.vocab_size > source.architecture.vocab_size:

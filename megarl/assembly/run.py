@@ -95,7 +95,8 @@ class Inputs:
     @classmethod
     def read(cls, config: Config) -> "Inputs":
         """Read the inputs of a run. Collective. Raises UserError and ConfigError, as each of the parts does."""
-        policy, trainer = config.actor_rollout_ref, config.trainer
+        policy = config.actor_rollout_ref
+        trainer = config.trainer
         source = Source.read(policy.model)
         tokenizer = make_tokenizer(config.data, policy.model, source, trainer)
         prompts = training_prompts(config, tokenizer)
@@ -262,7 +263,9 @@ def make_job(
 
 def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
     """Return the passes of the models in each phase, and the peak speed of all devices."""
-    actor, critic, trainer = models.actor.learner, models.critic, config.trainer
+    actor = models.actor.learner
+    critic = models.critic
+    trainer = config.trainer
     policy = PerDataSource(other=actor.architecture)
     passes = {phase: [(policy, 1)] for phase in ("gen", "old_log_prob")}
     passes["update_actor"] = [(policy, UPDATE * config.actor_rollout_ref.actor.ppo_epochs)]
@@ -306,7 +309,9 @@ def make_schedule(
 
 def make_progress(config: Config, inputs: Inputs, resume_point: ResumePoint) -> Progress:
     """Return the progress that the first step starts from. Raises what `samples.in_flight.read` does."""
-    rollout, state, checkpoint = config.actor_rollout_ref.rollout, resume_point.state, resume_point.checkpoint
+    rollout = config.actor_rollout_ref.rollout
+    state = resume_point.state
+    checkpoint = resume_point.checkpoint
     file = checkpoint / IN_FLIGHT_FILE if checkpoint and rollout.partial.enable else None
     opened = partial(inputs.environments.open, max_tokens=rollout.prompt_length) if inputs.environments else None
     return Progress(

@@ -63,7 +63,8 @@ def validation_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream | N
 
 def make_engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngine:
     """Start this rank's part of a vLLM engine. It has no weights yet."""
-    policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    policy = config.actor_rollout_ref
+    rollout = config.actor_rollout_ref.rollout
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     logger.info("starting: the engine")
     prompts_per_replica = math.ceil(config.num_drawn * rollout.tensor_model_parallel_size / num_ranks)
@@ -93,7 +94,8 @@ def make_sampler(
     step_cache: StepCache | None = None,
 ) -> EngineSampler:
     """Plan the sync from actor to engine, and make the sampler that uses it. `step_cache` None: none is kept."""
-    policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    policy = config.actor_rollout_ref
+    rollout = config.actor_rollout_ref.rollout
     budget = make_budget(config, rollout.log_prob_micro_batch_size or policy.actor.ppo_micro_batch_size)
     plan = plan_sync(
         actor.architecture,
@@ -118,7 +120,8 @@ def make_step_cache(config: Config, prompts: PromptStream, resume_point: ResumeP
     """Make the files of complete responses. Return None if the run keeps none."""
     if not config.actor_rollout_ref.rollout.keep_complete:
         return None
-    run_dir, first_step = Path(config.trainer.default_local_dir), resume_point.state.step
+    run_dir = Path(config.trainer.default_local_dir)
+    first_step = resume_point.state.step
     schema = Schema.of(Config)
     what_matters = {
         path: value

@@ -28,7 +28,8 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     Raises:
         UserError: there are no validation files.
     """
-    trainer, policy = config.trainer, config.actor_rollout_ref
+    trainer = config.trainer
+    policy = config.actor_rollout_ref
     name_custom_code(config)
     source = Source.read(policy.model)
     tokenizer = make_tokenizer(config.data, policy.model, source, trainer)

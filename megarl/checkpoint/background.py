@@ -67,7 +67,8 @@ class Background:
     def _start_thread(self, task: Task, work: LocalWork | None) -> None:
         if work is None:
             return
-        self._task, self._result = task, Future()
+        self._task = task
+        self._result = Future()
         # A daemon does not keep the process alive: a run that fails loses the work it has started, and nothing else.
         Thread(target=_run, args=(work, self._result), name="megarl-background", daemon=True).start()
 

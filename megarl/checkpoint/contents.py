@@ -31,7 +31,10 @@ from megarl.tracking.run_id import RUN_ID_FILES, read_run_id
 
 T = TypeVar("T")
 
-VERSIONS_FILE, MODELS_FILE, CODE_FILE, INPUTS_FILE = "versions.json", "models.json", "code.json", "inputs.json"
+VERSIONS_FILE = "versions.json"
+MODELS_FILE = "models.json"
+CODE_FILE = "code.json"
+INPUTS_FILE = "inputs.json"
 HUGGINGFACE_FILES = ("huggingface/config.json", "huggingface/model.safetensors.index.json")
 RNG = "rng"
 MAX_CONFIG_BYTES = 1 << 20

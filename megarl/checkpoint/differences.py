@@ -44,7 +44,8 @@ def config_differences(
     """
     found = []
     for key, change in changes.items():
-        old, new = _find(was, key), _find(now, key)
+        old = _find(was, key)
+        new = _find(now, key)
         if old != new and _ABSENT not in (old, new):
             follows = key in _LENGTHS and (_rates_follow_the_length(was) or _rates_follow_the_length(now))
             found.append(ConfigDifference(key=key, was=old, now=new, change=_FOLLOWS if follows else change))
@@ -81,7 +82,8 @@ def input_differences(
     for key in sorted((was.keys() & now.keys()) - known):
         change = _INPUTS.get(key, _CONTENT)
         for name in sorted(was[key].keys() | now[key].keys()):
-            old, new = was[key].get(name, "no such file"), now[key].get(name, "no such file")
+            old = was[key].get(name, "no such file")
+            new = now[key].get(name, "no such file")
             if old != new:
                 differences.append(ConfigDifference(key=f"{key}: {name}", was=old, now=new, change=change))
     return differences

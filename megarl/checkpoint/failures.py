@@ -65,8 +65,10 @@ def require_space(directory: Path, num_bytes: int) -> None:
     Raises:
         WriteError: on all ranks, if some rank cannot reserve its share.
     """
-    probe, share = directory / f".room-{dist.get_rank()}", num_bytes // dist.get_world_size() + SMALL_BYTES
-    needed, free = _gb(share * dist.get_world_size()), _free(directory)
+    probe = directory / f".room-{dist.get_rank()}"
+    share = num_bytes // dist.get_world_size() + SMALL_BYTES
+    needed = _gb(share * dist.get_world_size())
+    free = _free(directory)
     what = f"a checkpoint of about {needed} GB in {directory.parent}, which has {free} GB free,"
 
     def try_share() -> None:

@@ -35,7 +35,8 @@ def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) 
         raise UserError(
             f"{remote} is not a complete checkpoint: it has no {MANIFEST_FILE}, or is not named {STEP_PREFIX}N"
         )
-    final, part = directory / name, directory / f".{name}.part"
+    final = directory / name
+    part = directory / f".{name}.part"
     if not find_damage(final):
         if on_first_rank(lambda: read_bytes(final / MANIFEST_FILE)) == manifest:
             return final

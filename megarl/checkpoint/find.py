@@ -70,7 +70,8 @@ def last_intact(directory: Path) -> Path | None:
     Raises:
         UserError: the ranks do not see the same steps.
     """
-    latest, saved = latest_step(directory), sorted(saved_steps(directory))
+    latest = latest_step(directory)
+    saved = sorted(saved_steps(directory))
     is_damaged = latest is None and os.path.lexists(directory / LATEST_FILE)
     agree({str(directory / LATEST_FILE): "damaged" if is_damaged else latest, f"{directory / STEP_PREFIX}*": saved})
     if is_damaged:
@@ -138,7 +139,8 @@ def _newer(mirror: Remote, directory: Path, than: int | None, waits: Sequence[fl
     except Exception as error:  # each file system has errors of its own
         problem = str(error)
     else:
-        problem, wanted = "", [step for step in steps if than is None or step > than]
+        problem = ""
+        wanted = [step for step in steps if than is None or step > than]
         for step in reversed(wanted):
             try:
                 fetched = fetch(mirror.checkpoint(step), directory, waits=waits)

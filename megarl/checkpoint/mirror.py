@@ -39,7 +39,9 @@ class Mirror:
         waits: Sequence[float] = WAITS_S,
         stalled_s: float = STALLED_S,
     ) -> None:
-        self._remote, self._directory, self._stalled_s = remote, directory, stalled_s
+        self._remote = remote
+        self._directory = directory
+        self._stalled_s = stalled_s
         self._uploader = Uploader(remote, directory, keep=keep, waits=waits)
         self._background = Background()
         self.uploading: int | None = None  # the step that is being uploaded
@@ -67,20 +69,23 @@ class Mirror:
     def advance(self) -> dict[str, float]:
         """Resume the upload if all ranks are ready, without waiting; return metrics of finished uploads."""
         self._background.advance()
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._metrics
+        self._metrics = {}
         return metrics
 
     def close(self) -> None:
         """Try once more to upload what is missing, wait while files arrive, and warn of what is still missing."""
         self._try_all()
-        before, since = None, time.monotonic()
+        before = None
+        since = time.monotonic()
         while self.uploading is not None:
             time.sleep(POLL_S)
             self._background.advance()
             watchdog.note(phase="mirror")
             now = together(lambda: (self._uploader.num_bytes, self._num_failures, time.monotonic()))
             if (progress := [rank[:2] for rank in now]) != before:
-                before, since = progress, now[0][2]
+                before = progress
+                since = now[0][2]
             elif now[0][2] - since > self._stalled_s:
                 break
         if self._pending and dist.get_rank() == 0:
@@ -103,7 +108,8 @@ class Mirror:
     def _upload_pending(self) -> Task:
         """Upload the pending checkpoints, the newest first, until each has been tried."""
         while (step := self._choose()) is not None:
-            self.uploading, begin = step, time.monotonic()
+            self.uploading = step
+            begin = time.monotonic()
             results = yield self._uploader.sending(step)
             num_bytes = sum(result.num_bytes for result in results)
             if not any(result.failure or result.is_deleted for result in results):

@@ -109,7 +109,8 @@ def _holder(path: Path) -> str:
 
 def _lock(file: TextIOWrapper, patience_s: float) -> bool:
     """Return whether the file was locked within `patience_s` seconds. OSError if the file system has no locks."""
-    until, has_reported = time.monotonic() + patience_s, False
+    until = time.monotonic() + patience_s
+    has_reported = False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # D123
@@ -117,7 +118,8 @@ def _lock(file: TextIOWrapper, patience_s: float) -> bool:
             if time.monotonic() > until:
                 return False
             if not has_reported:
-                holder, place = _holder(Path(file.name)), Path(file.name).parent
+                holder = _holder(Path(file.name))
+                place = Path(file.name).parent
                 logger.warning("%s is in use: waiting up to %g s for %s", place, patience_s, holder)
                 has_reported = True
             time.sleep(_ROUND_S)

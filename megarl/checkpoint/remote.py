@@ -71,12 +71,14 @@ class Remote:
         Raises:
             OSError: the file does not match `seal`, or its upload has another size.
         """
-        size, checksum = 0, 0
+        size = 0
+        checksum = 0
         with file.open("rb") as source, self._open_to_write(name) as target:
             while chunk := source.read(CHUNK_BYTES):
                 target.write(chunk)
                 count(len(chunk))
-                size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+                size = size + len(chunk)
+                checksum = zlib.crc32(chunk, checksum)
         if (size, checksum) != seal:
             raise OSError(f"{file} has another content than its manifest says")
         filesystem, root = self._opened
@@ -113,7 +115,8 @@ class Remote:
         Raises:
             UserError: there is a pointer, but no complete checkpoint up to it.
         """
-        last, steps = self.latest(), self.complete_steps()
+        last = self.latest()
+        steps = self.complete_steps()
         found = [step for step in steps if last is None or step <= last]
         if last is not None and not found:
             raise UserError(

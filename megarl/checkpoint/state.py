@@ -53,7 +53,8 @@ class State:
     @classmethod
     def read(cls, checkpoint: Path) -> "State":
         """Read the state in a checkpoint. Raises Damage, also for numbers that no run has and for another step."""
-        path, step = checkpoint / STATE_FILE, step_of_name(checkpoint.resolve().name)
+        path = checkpoint / STATE_FILE
+        step = step_of_name(checkpoint.resolve().name)
         state = read_json(path, cls)
         if fault := next(_faults(state), None):
             raise Damage.in_content(path, fault)
@@ -83,7 +84,8 @@ def best_checkpoint(run_dir: Path) -> Path:
         UserError: no validation is known, the best is that of the model before training, or its checkpoint is missing.
         Damage: the newest checkpoint has no readable state.
     """
-    steps, latest = saved_steps(run_dir), latest_step(run_dir)
+    steps = saved_steps(run_dir)
+    latest = latest_step(run_dir)
     if not steps:
         raise UserError(f"{run_dir} is no run with checkpoints: --best needs the directory of a run that validates")
     newest = run_dir / f"{STEP_PREFIX}{latest if latest in steps else max(steps)}"

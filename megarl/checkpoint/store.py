@@ -84,10 +84,16 @@ class CheckpointStore:
             is_async: whether files are written asynchronously to training.
             mirror: keeps a second copy of the checkpoints.
         """
-        self.directory, self.learners, self.mirror = directory, learners, mirror
-        self._keep, self._is_async = keep, is_async
-        self.write_huggingface, self._export, self._texts = write_huggingface, export, texts
-        self.background, self.failures = Background(), Failures()
+        self.directory = directory
+        self.learners = learners
+        self.mirror = mirror
+        self._keep = keep
+        self._is_async = is_async
+        self.write_huggingface = write_huggingface
+        self._export = export
+        self._texts = texts
+        self.background = Background()
+        self.failures = Failures()
         self._needed: set[Path] = set()  # the checkpoint that the run resumed from, until the run has saved its own
         self._best: int | None = None  # the step of the best validation, as the newest checkpoint has it
 
@@ -194,7 +200,8 @@ class CheckpointStore:
 
         Checkpoints that are being uploaded, or cannot be deleted now, are tried again after the next save.
         """
-        steps, latest = sorted(saved_steps(self.directory)), latest_step(self.directory)
+        steps = sorted(saved_steps(self.directory))
+        latest = latest_step(self.directory)
         for step in steps[: -self._keep] if self._keep else []:
             checkpoint = self.directory / f"{STEP_PREFIX}{step}"
             if step in (latest, self._best, self.mirror and self.mirror.uploading) or checkpoint in self._needed:

@@ -40,8 +40,10 @@ class Uploader:
     """Uploads from the local `directory` of a run to its mirror `remote`. Nothing here is collective."""
 
     def __init__(self, remote: Remote, directory: Path, *, keep: int | None, waits: Sequence[float]) -> None:
-        self.remote, self.directory = remote, directory
-        self._keep, self._waits = keep, waits
+        self.remote = remote
+        self.directory = directory
+        self._keep = keep
+        self._waits = waits
         self._uploaded: defaultdict[int, set[str]] = defaultdict(set)  # step -> files that this rank has uploaded
         self.best: int | None = None  # the step of the best validation
         self._arrived_best: int | None = None  # the last one that the mirror had

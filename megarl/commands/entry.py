@@ -78,7 +78,8 @@ def run(
     guard_output()
     ignore_broken_pipe()
     early.install_signal_handlers()
-    rank, is_first_here = os.environ.get("RANK", "0"), True
+    rank = os.environ.get("RANK", "0")
+    is_first_here = True
     show_on_console(int(rank) if rank.isdecimal() else 0)
 
     def read(launch: Launch | None) -> C:
@@ -91,7 +92,8 @@ def run(
     try:
         launched = detect(os.environ)
         launch = launched or _start(module, argv, lambda: read(None).trainer, imports)
-        rank, is_first_here = str(launch.rank), launch.local_rank == 0
+        rank = str(launch.rank)
+        is_first_here = launch.local_rank == 0
         show_on_console(launch.rank)
         config = read(launch)
     except ConfigError as error:
@@ -167,9 +169,11 @@ def _run_watched(config: C, launch: Launch, body: Callable[[C, Launch], None]) -
     from megarl.distributed import signals
     from megarl.distributed.exchange import together
 
-    trainer, code = config.trainer, 0
+    trainer = config.trainer
+    code = 0
     name = together(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")[0]
-    reports, timeout_s = Path(trainer.default_local_dir) / name, trainer.phase_timeout_s
+    reports = Path(trainer.default_local_dir) / name
+    timeout_s = trainer.phase_timeout_s
     with watching(reports, rank=launch.rank, world_size=launch.world_size, timeout_s=timeout_s):
         try:
             body(config, launch)

@@ -69,7 +69,8 @@ def as_configuration(argument: str) -> list[str]:
     directory = Path(argument)
     if "=" in argument or directory.suffix in YAML:
         return [argument]
-    config, is_checkpoint = directory / CONFIG_FILE, step_of_name(directory.resolve().name) is not None
+    config = directory / CONFIG_FILE
+    is_checkpoint = step_of_name(directory.resolve().name) is not None
     if not config.is_file():
         why = f"has no {CONFIG_FILE}" if directory.is_dir() else f"is no directory{others(directory)}"
         remedy = similar(directory) or ": name a run's directory, a checkpoint in it, or a configuration"

@@ -37,7 +37,8 @@ LOADERS: Mapping[type, Callable[..., Any]] = {
     VerifyConfig: load_verify_config,
 }
 BY_COMMAND = {command.replace("_", "-"): root for root, (_, command) in ROOTS.items()}
-MOST_COLUMNS, SIMILAR = 120, 0.6
+MOST_COLUMNS = 120
+SIMILAR = 0.6
 MOST_ALIGNED = 80
 """Characters of `key = value` that others are aligned with."""
 
@@ -100,7 +101,8 @@ def explain(name: str, root: type, found: Values) -> Iterator[str]:
     Raises:
         ConfigError: there is none; names the nearest.
     """
-    keys, sections = keys_of(root), sections_of(root)
+    keys = keys_of(root)
+    sections = sections_of(root)
     if name in sections:
         yield from (name, _text(sections[name], 2), "")
         yield from _section(name, keys, sections, found)
@@ -117,7 +119,8 @@ def explain(name: str, root: type, found: Values) -> Iterator[str]:
 
 def contents(root: type) -> Iterator[str]:
     """Yield a line for each section, and for each key outside of sections."""
-    keys, sections = keys_of(root), sections_of(root)
+    keys = keys_of(root)
+    sections = sections_of(root)
     yield f"The sections of `megarl {ROOTS[root][1].replace('_', '-')}`; `megarl config SECTION` lists the keys."
     yield ""
     for path, text in sections.items():

@@ -50,7 +50,8 @@ def train(config: SFTConfig, launch: Launch) -> None:
     from megarl.training.objectives import SFTObjective
     from megarl.training.supervised import SupervisedTask, mean_loss
 
-    data, source = config.data, Source.read(config.model)
+    data = config.data
+    source = Source.read(config.model)
     tokenizer = make_tokenizer(data, config.model, source, config.trainer)
     budget = Budget(max_tokens=config.max_token_len_per_gpu, max_sequences=data.micro_batch_size)
     val_pairs = PairStream(data, data.val_files, tokenizer) if data.val_files else None

@@ -52,7 +52,8 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     from megarl.training.objectives import PreferenceObjective
     from megarl.training.supervised import SupervisedTask, preference_metrics
 
-    data, source = config.data, Source.read(config.model)
+    data = config.data
+    source = Source.read(config.model)
     tokenizer = make_tokenizer(data, config.model, source, config.trainer)
     reader = Conversations(tokenizer=tokenizer, pad_token_id=source.pad_token_id(tokenizer), max_length=data.max_length)
     budget = Budget(

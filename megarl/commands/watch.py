@@ -36,7 +36,8 @@ MAX_TEXT = 600  # characters of a prompt or response shown
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Show the run until it ends or the user stops watching."""
-    directory, console = parse(WATCH, argv)["run"], Screen()
+    directory = parse(WATCH, argv)["run"]
+    console = Screen()
     try:
         if not console.is_terminal:
             console.print(picture(read_run(directory), read_mapping(directory / STATUS_FILE), time.time()))
@@ -67,7 +68,8 @@ def picture(run: Run, status: dict[str, Any], now: float) -> RenderableType:
 def headline(run: Run, status: dict[str, Any], now: float) -> str:
     """Return the state, the step and the phase of a run in one line."""
     step = f"step {max(run.last_step, status.get('step', 0))}/{status.get('total_steps', '?')}"
-    state, silent = status.get("state", "unknown"), now - status.get("time", now)
+    state = status.get("state", "unknown")
+    silent = now - status.get("time", now)
     if state == "running" and silent > SILENT_S:
         return f"{step}  silent for {silent:.0f} s: the job may be dead"
     return f"{step}  {status.get('phase') or state}" if state == "running" else f"{step}  {state}"
@@ -78,7 +80,8 @@ def sparkline(points: Points, width: int = WIDTH) -> str:
     size = -(-len(points) // width) or 1
     values = [value for _, value in points]
     means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
-    low, high = min(means, default=0.0), max(means, default=0.0)
+    low = min(means, default=0.0)
+    high = max(means, default=0.0)
     if high == low:
         return BARS[len(BARS) // 2] * len(means)
     return "".join(BARS[round((mean - low) / (high - low) * (len(BARS) - 1))] for mean in means)

@@ -20,7 +20,8 @@ ALL_TOKENS = {"do_sample": True, "top_p": 1.0, "top_k": -1}  # of `rollout`: eve
     "trainer.critic_warmup",
 )
 def _estimator(config: Config, context: CheckContext) -> Iterator[Fault]:
-    rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
+    rollout = config.actor_rollout_ref.rollout
+    estimator = config.algorithm.adv_estimator
     comparing = f"algorithm.adv_estimator={estimator}" if config.algorithm.estimator.compares else None
     if config.algorithm.filter_groups.enable and not comparing:
         comparing = "algorithm.filter_groups"
@@ -72,7 +73,8 @@ def _overlong(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 @rule("algorithm.rollout_correction", *(f"{ROLLOUT}.{key}" for key in ("calculate_log_probs", *ALL_TOKENS)))
 def _correction(config: Config, context: CheckContext) -> Iterator[Fault]:
-    correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
+    correction = config.algorithm.rollout_correction
+    rollout = config.actor_rollout_ref.rollout
     asked = correction.rollout_is or correction.rollout_rs
     if asked and not rollout.calculate_log_probs:
         yield Fault(

@@ -61,7 +61,8 @@ def mesh_faults(megatron: MegatronSection, trainer: TrainerSection, where: str) 
 
 def replica_faults(rollout: RolloutSection, trainer: TrainerSection, where: str) -> Iterator[Fault]:
     """Check that the ranks form complete replicas of the engine."""
-    tp, world = rollout.tensor_model_parallel_size, world_size(trainer)
+    tp = rollout.tensor_model_parallel_size
+    world = world_size(trainer)
     if world % tp:
         yield Fault(
             path=f"{where}.tensor_model_parallel_size",
@@ -99,7 +100,8 @@ def cut_faults(sizes: Architecture, model: str, tp_key: str, tp: int) -> Iterato
 
 def expert_faults(experts: Experts | None, model: str, megatron: MegatronSection, where: str) -> Iterator[Fault]:
     """Check that the trainer's ranks can share the experts of the model at the key `model`."""
-    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    ep = megatron.expert_model_parallel_size
+    etp = megatron.expert_tensor_parallel_size
     if experts is None:
         if ep > 1:
             yield Fault(
@@ -131,7 +133,8 @@ def expert_faults(experts: Experts | None, model: str, megatron: MegatronSection
 def engine_cut_faults(model: CheckpointSection, key: str, rollout: RolloutSection, where: str) -> Iterator[Fault]:
     """Check that the engine's ranks can share the model at `key`."""
     if sizes := read_sizes(model):
-        tp_key, tp = f"{where}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
+        tp_key = f"{where}.tensor_model_parallel_size"
+        tp = rollout.tensor_model_parallel_size
         yield from cut_faults(sizes, f"{key}.path", tp_key, tp)
         if (rows := padded_vocabulary(sizes.vocab_size)) % tp:
             yield Fault(
@@ -212,7 +215,8 @@ def data_faults(data: TextSection, model: CheckpointSection) -> Iterator[Fault]:
             check_template(data.chat_template)
         except UserError as error:
             yield Fault(path="data.chat_template", message=str(error))
-    place, remedy = data.tokenizer, "give a directory, a .model file, a URI or a HF id"
+    place = data.tokenizer
+    remedy = "give a directory, a .model file, a URI or a HF id"
     yield from tokenizer_faults(place, "data.tokenizer", remedy)
     if place is None and is_without_tokenizer(Path(model.path)):
         yield Fault(path="data.tokenizer", message=f"is not set, and {model.path} has no tokenizer: {remedy}")
@@ -220,7 +224,8 @@ def data_faults(data: TextSection, model: CheckpointSection) -> Iterator[Fault]:
 
 def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterator[Fault]:
     """Check that the weights name existing rules, and that the user's own rule and the judge have a weight."""
-    key, weights = "reward_model.weights", section.weights
+    key = "reward_model.weights"
+    weights = section.weights
     own = {
         CUSTOM: (custom.path, "custom_reward_function.path"),
         JUDGE: (section.judge.url, "reward_model.judge.url"),
@@ -273,7 +278,8 @@ def path_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
 def directory_faults(trainer: TrainerSection, context: CheckContext) -> Iterator[Fault]:
     """Check that the directory of the run, and that of its samples elsewhere, can be made and take files."""
     if context.check_paths and context.writes:
-        run, samples = Path(trainer.default_local_dir), trainer.rollout_data_dir
+        run = Path(trainer.default_local_dir)
+        samples = trainer.rollout_data_dir
         places = {"trainer.default_local_dir": run}
         if samples and not Path(samples).is_relative_to(run):
             places["trainer.rollout_data_dir"] = Path(samples)
@@ -317,7 +323,8 @@ def resume_faults(trainer: TrainerSection, *, check_paths: bool) -> Iterator[Fau
 
 def mirror_faults(trainer: TrainerSection, *, check_paths: bool) -> Iterator[Fault]:
     """Check that the mirror is a place other than the run's own directory, and that something opens it."""
-    key, mirror = "trainer.default_hdfs_dir", trainer.default_hdfs_dir
+    key = "trainer.default_hdfs_dir"
+    mirror = trainer.default_hdfs_dir
     if mirror == "":
         yield Fault(path=key, message="is empty: name a directory or a URI, or write null")
         return

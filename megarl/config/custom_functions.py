@@ -11,7 +11,8 @@ from typing import Any
 from megarl.algorithms.config import NEEDS, CustomEstimatorSection, PolicyLossSection
 from megarl.platform.functions import takes, unmet
 
-ESTIMATOR, LOSS = "algorithm.custom_estimator", "actor_rollout_ref.actor.policy_loss"
+ESTIMATOR = "algorithm.custom_estimator"
+LOSS = "actor_rollout_ref.actor.policy_loss"
 SAMPLES = ("token_rewards", "scores", "mask")
 """The arguments of every estimator; the others are `NEEDS`."""
 LOSS_ARGUMENTS = ("log_probs", "old_log_probs", "advantages", "mask")

@@ -11,7 +11,8 @@ from megarl.config.rule import CheckContext, Rule, rule
 from megarl.platform.errors import UserError
 from megarl.platform.functions import signature_in
 
-ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", f"{LOSS}.loss_mode"
+ESTIMATOR_KEY = "algorithm.adv_estimator"
+LOSS_KEY = f"{LOSS}.loss_mode"
 
 
 @rule(ESTIMATOR_KEY, ESTIMATOR)
@@ -29,7 +30,8 @@ def _custom_loss(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 def _faults(chooser: str, is_chosen: bool, call: Call, context: CheckContext) -> Iterator[Fault]:
     """Check that a function is both named and chosen, and that it accepts its arguments."""
-    key, path = f"{call.key}.path", Path(call.path)
+    key = f"{call.key}.path"
+    path = Path(call.path)
     if is_chosen and not call.path:
         yield Fault(path=key, message=f"{chooser}=custom is a function of yours: name its Python file")
     if call.path and not is_chosen:

@@ -37,7 +37,8 @@ def _environment(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 @rule(NAME, f"{SECTION}.timeout_s", "trainer.phase_timeout_s")
 def _time(config: Config, context: CheckContext) -> Iterator[Fault]:
-    seconds, phase = config.environment.timeout_s, config.trainer.phase_timeout_s
+    seconds = config.environment.timeout_s
+    phase = config.trainer.phase_timeout_s
     if config.environment.name and seconds >= phase:
         yield Fault(
             path=f"{SECTION}.timeout_s",
@@ -78,7 +79,8 @@ def _rewards(config: Config, context: CheckContext) -> Iterator[Fault]:
     "data.tokenizer",
 )
 def _sampling(config: Config, context: CheckContext) -> Iterator[Fault]:
-    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    rollout = config.actor_rollout_ref.rollout
+    algorithm = config.algorithm
     refused = {
         f"{ROLLOUT}.ignore_eos": (rollout.ignore_eos, "a turn ends at the end-of-sequence token"),
         "algorithm.adv_estimator": (

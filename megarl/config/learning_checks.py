@@ -48,7 +48,8 @@ def schedule_faults(optim: OptimSection, where: str, num_updates: int | None) ->
         return
     if num_updates is None:
         return
-    warm_up, length = optim.num_warm_up(num_updates), optim.length(num_updates)
+    warm_up = optim.num_warm_up(num_updates)
+    length = optim.length(num_updates)
     if 0 < num_updates <= warm_up:
         key = "lr_warmup_steps_ratio" if optim.lr_warmup_steps is None else "lr_warmup_steps"
         yield Fault(

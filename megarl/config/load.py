@@ -84,8 +84,10 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
     context = CheckContext(world_size=world_size, check_paths=True)
     if not any(argument.lstrip("+").startswith("trainer.n_gpus_per_node=") for argument in argv):
         asked, _, _ = read(VerifyConfig, argv)  # the second reading reports the faults
-        megatron, rollout = asked.actor_rollout_ref.actor.megatron, asked.actor_rollout_ref.rollout
-        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        megatron = asked.actor_rollout_ref.actor.megatron
+        rollout = asked.actor_rollout_ref.rollout
+        tp = megatron.tensor_model_parallel_size
+        pp = megatron.pipeline_model_parallel_size
         expert_ranks = megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp)
         fewest = math.lcm(
             tp * megatron.context_parallel_size * pp, expert_ranks * pp, rollout.tensor_model_parallel_size
@@ -96,7 +98,8 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
 
 def written_keys(root: type, argv: Sequence[str]) -> dict[str, str]:
     """Return the keys of `root` that the files and arguments in `argv` set, each with its last origin."""
-    schema, layers = _schema(root), read_layers(argv)[0]
+    schema = _schema(root)
+    layers = read_layers(argv)[0]
     return {key: layer.origin for layer in layers for key in recognise(layer, schema)[0] if key in schema.leaves}
 
 

@@ -17,7 +17,8 @@ SIZES = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+FIRST = "num_layers_in_first_pipeline_stage"
+LAST = "num_layers_in_last_pipeline_stage"
 OTHER_LAYOUTS = (
     "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
@@ -33,11 +34,9 @@ def data_parallel_size(megatron: MegatronSection, world: int) -> int:
 
 def size_faults(megatron: MegatronSection, world: int, where: str) -> Iterator[Fault]:
     """Check that the ranks form complete replicas, of the model and of its experts."""
-    tp, pp, cp = (
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        megatron.context_parallel_size,
-    )
+    tp = megatron.tensor_model_parallel_size
+    pp = megatron.pipeline_model_parallel_size
+    cp = megatron.context_parallel_size
     remedy = f"does not divide the world of {world} ranks (trainer.nnodes x trainer.n_gpus_per_node): choose sizes"
     if world % (tp * pp * cp):
         context = f" x context {cp}" if cp > 1 else ""
@@ -45,7 +44,8 @@ def size_faults(megatron: MegatronSection, world: int, where: str) -> Iterator[F
             path=f"{where}.tensor_model_parallel_size",
             message=f"tensor {tp} x pipeline {pp}{context} = {tp * pp * cp} {remedy} whose product does",
         )
-    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    ep = megatron.expert_model_parallel_size
+    etp = megatron.expert_tensor_parallel_size
     if (ep > 1 or etp is not None) and world % ((etp or tp) * ep * pp):
         yield Fault(
             path=f"{where}.expert_model_parallel_size",
@@ -61,7 +61,8 @@ def size_faults(megatron: MegatronSection, world: int, where: str) -> Iterator[F
 
 def override_faults(megatron: MegatronSection, where: str) -> Iterator[Fault]:
     """Check that overrides hold no sizes, which have keys of their own, and no layout that megarl does not read."""
-    override, path = megatron.override_transformer_config, f"{where}.override_transformer_config"
+    override = megatron.override_transformer_config
+    path = f"{where}.override_transformer_config"
     for key in SIZES:
         if key in override:
             yield Fault(path=path, message=f"{key} does not belong here: write {where}.{key}")
@@ -91,9 +92,11 @@ def stage_faults(num_layers: int, model: str, megatron: MegatronSection, where: 
 
     Expects a section without `override_faults`.
     """
-    stages, override = megatron.pipeline_model_parallel_size, megatron.override_transformer_config
+    stages = megatron.pipeline_model_parallel_size
+    override = megatron.override_transformer_config
     given = [override[key] for key in (FIRST, LAST) if override.get(key) is not None]
-    rest, between = num_layers - sum(given), stages - len(given)
+    rest = num_layers - sum(given)
+    between = stages - len(given)
     if given and (rest != 0 if between == 0 else rest < between or rest % between):
         yield Fault(
             path=f"{where}.override_transformer_config",

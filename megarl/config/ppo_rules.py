@@ -87,7 +87,9 @@ def _prompt_ids(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 @rule(POLICY, "critic.model", "algorithm.adv_estimator", "data.tokenizer")
 def _models(config: Config, context: CheckContext) -> Iterator[Fault]:
-    policy, critic, needs_critic = config.actor_rollout_ref.model, config.critic.model, config.has_critic
+    policy = config.actor_rollout_ref.model
+    critic = config.critic.model
+    needs_critic = config.has_critic
     if needs_critic and not critic.path:
         yield Fault(
             path="critic.model.path",
@@ -98,7 +100,8 @@ def _models(config: Config, context: CheckContext) -> Iterator[Fault]:
         yield from model_faults(policy, f"{POLICY}.path")
         if needs_critic:
             yield from model_faults(critic, "critic.model.path", needs_head=False)
-            own, place = config.tokenizer_of_critic, "critic.model.tokenizer_path"
+            own = config.tokenizer_of_critic
+            place = "critic.model.tokenizer_path"
             yield from tokenizer_faults(own, place, "give a directory, a .model file, a URI, a HF id or null")
     sizes = read_sizes(policy)
     if sizes and sizes.scalar_head:
@@ -118,7 +121,8 @@ def _teacher(config: Config, teacher: CheckpointSection, key: str, context: Chec
     policy = config.actor_rollout_ref.model
     if context.check_paths:
         yield from model_faults(teacher, key)
-    sizes, known = read_sizes(teacher), read_sizes(policy)
+    sizes = read_sizes(teacher)
+    known = read_sizes(policy)
     if sizes and sizes.scalar_head:
         yield Fault(path=key, message=f"{teacher.path} scores sequences and predicts no tokens: name a language model")
     elif sizes and known and config.divergence_kinds & {*EXACT} and sizes.vocab_size != known.vocab_size:
@@ -151,7 +155,8 @@ def _one_mesh(config: Config, context: CheckContext) -> Iterator[Fault]:
         followers[f"{REWARD}.megatron"] = config.reward_model.megatron
     for where, megatron in followers.items():
         for key in SIZES:
-            size, wanted = getattr(megatron, key), getattr(actor, key)
+            size = getattr(megatron, key)
+            wanted = getattr(actor, key)
             if size != wanted:
                 yield Fault(
                     path=f"{where}.{key}",
@@ -192,7 +197,8 @@ def _teacher_cut(config: Config, context: CheckContext) -> Iterator[Fault]:
 def follower_cut(config: Config, model: CheckpointSection, megatron: MegatronSection, where: str) -> Iterator[Fault]:
     """As `partition_faults`, of a model that is cut as the actor's is; what the actor's own check says is left out."""
     policy = config.actor_rollout_ref
-    sizes, known = read_sizes(model), read_sizes(policy.model)
+    sizes = read_sizes(model)
+    known = read_sizes(policy.model)
     if megatron.override_transformer_config != policy.actor.megatron.override_transformer_config:
         yield from partition_faults(model, f"{where}.model", megatron, f"{where}.megatron")
     elif sizes and not (known and sizes.with_scalar_head() == known.with_scalar_head()):
@@ -202,7 +208,8 @@ def follower_cut(config: Config, model: CheckpointSection, megatron: MegatronSec
 
 @rule(f"{ACTOR}.megatron", "critic.megatron", "algorithm.adv_estimator")
 def _offload(config: Config, context: CheckContext) -> Iterator[Fault]:
-    actor, critic = config.actor_rollout_ref.actor.megatron, config.critic.megatron
+    actor = config.actor_rollout_ref.actor.megatron
+    critic = config.critic.megatron
     yield from offload_faults(actor, f"{ACTOR}.megatron")
     # The default of the critic's is the actor's: one fault is enough.
     if config.has_critic and not any(offload_faults(actor, "")):
@@ -239,7 +246,8 @@ def _mini_batches(config: Config, context: CheckContext) -> Iterator[Fault]:
     *WORLD,
 )
 def _work_for_all(config: Config, context: CheckContext) -> Iterator[Fault]:
-    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    actor = config.actor_rollout_ref.actor
+    n = config.actor_rollout_ref.rollout.n
     ranks = data_parallel_size(actor.megatron, world_size(config.trainer))
     if actor.ppo_mini_batch_size * n < ranks:
         yield Fault(
@@ -272,7 +280,8 @@ def _micro_batches(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 @rule("data.max_prompt_length", "data.max_response_length", f"{ACTOR}.ppo_max_token_len_per_gpu", f"{REF}", POLICY)
 def _lengths(config: Config, context: CheckContext) -> Iterator[Fault]:
-    policy, longest = config.actor_rollout_ref, config.data.max_prompt_length + config.data.max_response_length
+    policy = config.actor_rollout_ref
+    longest = config.data.max_prompt_length + config.data.max_response_length
     budgets = {f"{ACTOR}.ppo_max_token_len_per_gpu": policy.actor.ppo_max_token_len_per_gpu}
     if policy.ref.log_prob_max_token_len_per_gpu is not None:
         budgets[f"{REF}.log_prob_max_token_len_per_gpu"] = policy.ref.log_prob_max_token_len_per_gpu
@@ -294,7 +303,8 @@ def _engine_arguments(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 @rule("data.max_prompt_length", "data.max_response_length", ROLLOUT)
 def _engine(config: Config, context: CheckContext) -> Iterator[Fault]:
-    data, rollout = config.data, config.actor_rollout_ref.rollout
+    data = config.data
+    rollout = config.actor_rollout_ref.rollout
     if rollout.prompt_length < data.max_prompt_length:
         yield Fault(
             path=f"{ROLLOUT}.prompt_length",

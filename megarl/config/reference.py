@@ -99,7 +99,8 @@ def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
 
 
 def _keys(cls: type, prefix: str, schema: Schema, root: type, *, section: str = "") -> Iterator[Key]:
-    hints, texts = get_type_hints(cls, include_extras=True), _docstrings(cls)
+    hints = get_type_hints(cls, include_extras=True)
+    texts = _docstrings(cls)
     for field in fields(cls):
         if (path := prefix + field.name) in schema.leaves:
             yield Key(
@@ -152,7 +153,8 @@ def _default(path: str, schema: Schema, root: type) -> str:
 
 def _kind(hint: Any) -> str:
     """Describe a type in words."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (Union, UnionType):

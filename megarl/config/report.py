@@ -26,7 +26,8 @@ TOKENIZERS = {
     "reward_model.model": "reward_model.model.input_tokenizer",
 }
 """Section of a model -> the key of a tokenizer that may be elsewhere and is trusted as the model is."""
-REFERENCE, TEACHERS = "actor_rollout_ref.ref.model", "actor_rollout_ref.ref.teachers."
+REFERENCE = "actor_rollout_ref.ref.model"
+TEACHERS = "actor_rollout_ref.ref.teachers."
 """The section whose keys are also those of the teachers, and the prefix of their keys."""
 OWN_FILES = ("custom_reward_function.path", "environment.path", f"{ESTIMATOR}.path", f"{LOSS}.path")
 """The keys of files of the user; `name` in the same section is the function or the class."""
@@ -42,15 +43,17 @@ class BatchRow(NamedTuple):
 
 def batch_table(config: Config) -> list[BatchRow]:
     """Return how the prompts of a step become samples, mini-batches, micro-batches and shares of ranks."""
-    policy, prompts = config.actor_rollout_ref, config.data.train_batch_size
-    megatron, rollout, world = policy.actor.megatron, policy.rollout, world_size(config.trainer)
-    tp, pp, cp = (
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        megatron.context_parallel_size,
-    )
+    policy = config.actor_rollout_ref
+    prompts = config.data.train_batch_size
+    megatron = policy.actor.megatron
+    rollout = policy.rollout
+    world = world_size(config.trainer)
+    tp = megatron.tensor_model_parallel_size
+    pp = megatron.pipeline_model_parallel_size
+    cp = megatron.context_parallel_size
     context = f" x context {cp}" if cp > 1 else ""
-    ranks, engines = data_parallel_size(megatron, world), world // rollout.tensor_model_parallel_size
+    ranks = data_parallel_size(megatron, world)
+    engines = world // rollout.tensor_model_parallel_size
     rows = [
         BatchRow("ranks", f"{world}", f"trainer: tensor {tp} x pipeline {pp}{context} x data {ranks}"),
         BatchRow(
@@ -86,7 +89,8 @@ def batch_table(config: Config) -> list[BatchRow]:
 
 def _further_samples(config: Config) -> Iterator[BatchRow]:
     """Yield the samples besides one batch of prompts."""
-    prompts, section = config.data.train_batch_size, config.algorithm.filter_groups
+    prompts = config.data.train_batch_size
+    section = config.algorithm.filter_groups
     if section.enable:
         yield BatchRow(
             "generation batches",
@@ -130,7 +134,8 @@ def _modules(value: Any) -> str:
 
 def notes(config: Config) -> Iterator[str]:
     """Yield a sentence for each choice that works but is rarely intended."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    actor = config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
     if actor.megatron.dtype != rollout.dtype:
         yield (
             f"rollout.dtype={rollout.dtype} differs from actor.megatron.dtype={actor.megatron.dtype}: "
@@ -177,7 +182,8 @@ def notes(config: Config) -> Iterator[str]:
 
 def unsaved(config: Config | SFTConfig | RewardTrainConfig) -> Iterator[str]:
     """Yield a sentence for each way in which a run can lose what it has learnt."""
-    trainer, learns_from_rewards = config.trainer, isinstance(config, Config)
+    trainer = config.trainer
+    learns_from_rewards = isinstance(config, Config)
     if trainer.val_only:
         return
     names_best = isinstance(config, Config) and config.validates_after_steps
@@ -217,7 +223,8 @@ def unwritten_keys(config: Config, argv: Sequence[str]) -> Iterator[str]:
 
 
 def _update_rows(config: Config, model: str, mini_batch: int, epochs: int, micro_batch: int | None) -> list[BatchRow]:
-    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    actor = config.actor_rollout_ref.actor
+    n = config.actor_rollout_ref.rollout.n
     count = config.data.train_batch_size // mini_batch
     ranks = data_parallel_size(actor.megatron, world_size(config.trainer))
     share = ceil(mini_batch * n / ranks)

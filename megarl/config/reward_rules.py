@@ -17,7 +17,9 @@ from megarl.rewards.signature import fault_in_file
 
 @rule(f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path")
 def _weights(config: Config, context: CheckContext) -> Iterator[Fault]:
-    section, custom, key = config.reward_model, config.custom_reward_function, f"{REWARD}.weights"
+    section = config.reward_model
+    custom = config.custom_reward_function
+    key = f"{REWARD}.weights"
     weighted = section.weights is not None and MODEL_SCORE in section.weights
     if weighted and not section.enable:
         yield Fault(
@@ -31,9 +33,13 @@ def _weights(config: Config, context: CheckContext) -> Iterator[Fault]:
             message=f"gives the reward model no weight: add {MODEL_SCORE}: 1.0, or set {REWARD}.enable=false",
         )
     elif section.enable and not section.rules and (custom.path or section.judge.url):
-        other, name, place = custom.path, CUSTOM, "custom_reward_function.path"
+        other = custom.path
+        name = CUSTOM
+        place = "custom_reward_function.path"
         if not other:
-            other, name, place = section.judge.url, JUDGE, f"{REWARD}.judge.url"
+            other = section.judge.url
+            name = JUDGE
+            place = f"{REWARD}.judge.url"
         yield Fault(
             path=key,
             message=f"lets the reward model score alone, so that {other} is never called: weigh both, as in "
@@ -66,7 +72,8 @@ def _judge(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 @rule(f"{REWARD}.timeout_s", "trainer.phase_timeout_s")
 def _reward_time(config: Config, context: CheckContext) -> Iterator[Fault]:
-    seconds, phase = config.reward_model.timeout_s, config.trainer.phase_timeout_s
+    seconds = config.reward_model.timeout_s
+    phase = config.trainer.phase_timeout_s
     if seconds >= phase:
         yield Fault(
             path=f"{REWARD}.timeout_s",
@@ -81,7 +88,8 @@ def _reward_model(config: Config, context: CheckContext) -> Iterator[Fault]:
     if not section.enable:
         return
     yield from _reward_checkpoint_faults(section, config.actor_rollout_ref.model.path, check_paths=context.check_paths)
-    sizes, key = read_sizes(section.model), f"{REWARD}.model.path"
+    sizes = read_sizes(section.model)
+    key = f"{REWARD}.model.path"
     if sizes is None:
         return
     if not sizes.scalar_head:

@@ -143,13 +143,15 @@ class Config:
     @property
     def num_drawn(self) -> int:
         """Return the number of prompts that the engine draws at once."""
-        partial, num_prompts = self.actor_rollout_ref.rollout.partial, self.data.train_batch_size
+        partial = self.actor_rollout_ref.rollout.partial
+        num_prompts = self.data.train_batch_size
         return partial.num_drawn(num_prompts) if partial.enable else num_prompts
 
     @property
     def num_in_flight(self) -> int:
         """Return the most prompts that continue in the next step."""
-        partial, num_prompts = self.actor_rollout_ref.rollout.partial, self.data.train_batch_size
+        partial = self.actor_rollout_ref.rollout.partial
+        num_prompts = self.data.train_batch_size
         if partial.enable and partial.num_engine_steps:
             return num_prompts - 1
         return self.num_drawn - num_prompts
@@ -160,9 +162,11 @@ class Config:
 
         The actor then takes one optimizer step on all samples, and nothing before this step needs the numbers.
         """
-        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        actor = self.actor_rollout_ref.actor
+        algorithm = self.algorithm
         takes_one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.data.train_batch_size
-        correction, mode = algorithm.rollout_correction, actor.policy_loss.loss_mode
+        correction = algorithm.rollout_correction
+        mode = actor.policy_loss.loss_mode
         is_needed = (
             self.kl_of_reward or correction.rollout_is or correction.rollout_rs or mode in ("clip_cov", "kl_cov")
         )

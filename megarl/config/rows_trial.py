@@ -52,7 +52,8 @@ def _look(config: Config, columns: PromptColumns) -> Mapping[str, TruthFindings]
     kept = remembered.recall(place)
     if kept is not None:
         return {key: TruthFindings.of(value) for key, value in kept.items()}
-    found, prompts = dict[str, TruthFindings](), None
+    found = dict[str, TruthFindings]()
+    prompts = None
     for key, names in files.items():
         found[key], own = look(columns, names, training_prompts=prompts)
         prompts = own if prompts is None else prompts

@@ -30,7 +30,8 @@ class Schema:
         """Add the keys of `cls`; their defaults are the values of `section`, if that is an instance."""
         hints = get_type_hints(cls)
         for key in fields(cls):
-            path, kind = prefix + key.name, hints[key.name]
+            path = prefix + key.name
+            kind = hints[key.name]
             default = getattr(section, key.name) if isinstance(section, cls) else _default(key)
             conditions = (*outer, *(one.at(prefix, path) for one in key.metadata.get("read_if", ())))
             self.read_if[path] = tuple(one for one in conditions if one.concerns(path))

@@ -101,7 +101,8 @@ def try_reward(config: Config) -> Iterator[str]:
     Raises:
         ConfigError: a step with such rewards would stop the run, or the rows cannot be read.
     """
-    section, custom = config.rules, config.custom_reward_function
+    section = config.rules
+    custom = config.custom_reward_function
     if section is None or not section.trial_rows:
         return
     key = "custom_reward_function" if custom.path else "reward_model"

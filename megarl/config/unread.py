@@ -25,7 +25,8 @@ def unread_keys(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[s
 
 def reasons(config: Config | SFTConfig | RewardTrainConfig, written: Collection[str]) -> dict[str, str]:
     """Return why nothing reads a key, for each of `written` that nothing reads."""
-    read_if, leaves = Schema.of(type(config)).read_if, dict(flatten(asdict(config)))
+    read_if = Schema.of(type(config)).read_if
+    leaves = dict(flatten(asdict(config)))
     found = {}
     for key in sorted(written):
         if failed := next((one for one in read_if[key] if not holds(one, config)), None):

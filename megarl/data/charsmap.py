@@ -45,7 +45,8 @@ def table_normalizer(table: bytes) -> normalizers.Normalizer:
     Raises:
         UserError: no normalizer expresses the rules of the table.
     """
-    keys, rules = _Keys(table), _rules(table)
+    keys = _Keys(table)
+    rules = _rules(table)
     steps: list[normalizers.Normalizer] = [normalizers.Replace(Regex(_CUTS), CUT), normalizers.Precompiled(table)]
     if later := later_characters(table):
         joints = "|".join(f"(?<={before})(?={after})" for before, after in keys.joints())

@@ -19,7 +19,8 @@ from megarl.rewards.configured import make_rules
 from megarl.rewards.rules import known_data_source
 from megarl.sandbox.wire import pack
 
-REWARD_MODEL, EXTRA_INFO = "reward_model", "extra_info"
+REWARD_MODEL = "reward_model"
+EXTRA_INFO = "extra_info"
 NO_SOURCE = "default"
 """The data source of a row without one."""
 SHOWN_SOURCES = 5
@@ -132,7 +133,8 @@ class PromptColumns:
         return extracts_answers(self.source(row))
 
     def _id_faults(self, row: DataRow) -> Iterator[str]:
-        name, limit = self.prompt_id(row), self.section.max_prompt_id_length
+        name = self.prompt_id(row)
+        limit = self.section.max_prompt_id_length
         if name is not None and limit and len(name) > limit:
             yield (
                 f"{self.section.prompt_id_key}: {name!r} has {len(name)} characters, data.max_prompt_id_length is "

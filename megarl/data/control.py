@@ -38,7 +38,8 @@ class ControlTokens:
             source: its name in messages.
             written: the chat template, and texts that it makes.
         """
-        self._tokenizer, self._source = tokenizer, source
+        self._tokenizer = tokenizer
+        self._source = source
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
         named = {
             token.content: number
@@ -103,7 +104,8 @@ class ControlTokens:
         Raises:
             UserError: the template changes a text that spells a special token.
         """
-        text, guarded = render(messages), self._guarded(messages)
+        text = render(messages)
+        guarded = self._guarded(messages)
         if guarded == messages:
             return self.mark(text)
         broken = render(guarded)
@@ -115,7 +117,8 @@ class ControlTokens:
 
     def encode_marked(self, marked: str) -> list[int]:
         """Return the ids of a text whose control tokens are marked. Raises UserError as `encode` does."""
-        own, text = self._marked_name.findall(marked), self.unmark(marked)
+        own = self._marked_name.findall(marked)
+        text = self.unmark(marked)
         num_own = len(own) - sum(name in self._ordinary for name in own)
         if self._name.findall(text) == own:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
@@ -144,7 +147,8 @@ class ControlTokens:
         may put two texts next to each other.
         """
         places = {found.start() for found in self._start.finditer(text)} if self._name.search(text) else set[int]()
-        start, stop = len(text) - len(text.lstrip()), len(text.rstrip())
+        start = len(text) - len(text.lstrip())
+        stop = len(text.rstrip())
         inner = text[start:stop]
         for length in range(1, min(self._longest, len(inner)) + 1):
             if inner[-length:] in self._beginnings:

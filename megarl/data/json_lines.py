@@ -25,7 +25,8 @@ from megarl.data.table import DataRow, WantedColumns
 from megarl.data.uri import Location, Pinned
 from megarl.platform.errors import UserError
 
-LINES, LIST = (".jsonl", ".ndjson"), ".json"
+LINES = (".jsonl", ".ndjson")
+LIST = ".json"
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 GROUP_BYTES = 4 << 20
 """Approximate size of the groups of lines that are read together."""
@@ -80,7 +81,8 @@ class JsonTable:
 
     def groups(self) -> "Iterator[LineGroup]":
         """Yield groups of neighbouring records."""
-        start, ends = 0, self.spans[:, 1]
+        start = 0
+        ends = self.spans[:, 1]
         while start < len(ends):
             stop = max(start + 1, int(np.searchsorted(ends, self.spans[start, 0] + GROUP_BYTES, side="right")))
             yield LineGroup(self, range(start, stop))
@@ -185,7 +187,8 @@ def _find_records(
 def _find_lines(source: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the spans of all lines that are not blank, and their numbers, counted from 1."""
     ends, printed = [], []  # of each line: the byte after it, and the number of printed characters up to there
-    position, so_far = 0, 0
+    position = 0
+    so_far = 0
     for block in iter(partial(source.read, _BLOCK_BYTES), b""):
         characters = np.frombuffer(block, np.uint8)
         breaks = np.flatnonzero(characters == ord("\n"))
@@ -193,7 +196,8 @@ def _find_lines(source: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         counted = so_far + np.cumsum((characters > ord(" ")) | (characters == 0))
         ends.append(position + breaks)
         printed.append(counted[breaks])
-        position, so_far = position + len(block), int(counted[-1])
+        position = position + len(block)
+        so_far = int(counted[-1])
     stops = np.concatenate([*ends, [position]]).astype(np.int64)
     starts = np.concatenate([[0], stops[:-1] + 1])
     has_text = np.diff(np.concatenate([[0], *printed, [so_far]])) > 0

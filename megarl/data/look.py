@@ -21,7 +21,9 @@ def select_rows(rows: Rows, keeps: Callable[[DataRow], bool]) -> NDArray[np.int6
     """
 
     def check(share: range) -> tuple[list[int], list[str], int]:
-        kept, faults, num_faults = list[int](), list[str](), 0
+        kept = list[int]()
+        faults = list[str]()
+        num_faults = 0
         scanned = rows.scan(share)
         for number in share:
             try:

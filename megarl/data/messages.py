@@ -34,7 +34,8 @@ def _message_faults(message: object) -> Iterator[str]:
     if not isinstance(message, dict):
         yield f"{shown(message)} is not {{role, content}}"
         return
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if role not in ROLES:
         yield f"role {shown(role)} is none of {', '.join(ROLES)}"
     if isinstance(content, str):

@@ -45,7 +45,10 @@ class Order:
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
         """Set up the order; a `batch_size` of None means all rows."""
-        self._chunks, self._shuffle, self._seed, self._window_bytes = chunks, shuffle, seed % 2**32, window_bytes
+        self._chunks = chunks
+        self._shuffle = shuffle
+        self._seed = seed % 2**32
+        self._window_bytes = window_bytes
         self._starts = np.cumsum([0, *(chunk.num_rows for chunk in chunks)])
         self.num_rows = int(self._starts[-1])
         self.batch_size = batch_size or self.num_rows
@@ -69,9 +72,11 @@ class Order:
         """
         count = self.batch_size if count is None else count
         self._require(count)
-        epoch, start = position.epoch, position.offset
+        epoch = position.epoch
+        start = position.offset
         if start + count > self.num_rows:
-            epoch, start = epoch + 1, 0
+            epoch = epoch + 1
+            start = 0
         stop = start + count
         rest_fills_a_batch = self.num_rows - stop >= self.batch_size
         return self._rows(epoch, start, stop), Position(epoch, stop) if rest_fills_a_batch else Position(epoch + 1)

@@ -33,7 +33,8 @@ class PairStream:
         *,
         longest: str = "data.max_length",
     ) -> None:
-        self._section, self._longest = section, longest
+        self._section = section
+        self._longest = longest
         self._tokenizer = tokenizer
         remedies = {getattr(section, key): f"data.{key} names another" for key in ("prompt_key", "response_key")}
         self._rows = Rows(files, columns=list(remedies), remedies=remedies)
@@ -79,7 +80,8 @@ class PairStream:
 
     def _encode(self, row: DataRow) -> tuple[list[int], list[int]]:
         """Return the ids of prompt and response. Raises UserError for an invalid row."""
-        prompt, response = row[self._section.prompt_key], row[self._section.response_key]
+        prompt = row[self._section.prompt_key]
+        response = row[self._section.response_key]
         for fault in text_faults(response):
             raise UserError(f"column {self._section.response_key}: {fault}")
         try:
@@ -87,7 +89,8 @@ class PairStream:
         except UserError as error:
             raise UserError(f"column {self._section.prompt_key}: {error}") from error
         response_ids = self._tokenizer.encode(response, add_special_tokens=False) + [self._tokenizer.eos_token_id]
-        length, limit = len(prompt_ids) + len(response_ids), self._section.max_length
+        length = len(prompt_ids) + len(response_ids)
+        limit = self._section.max_length
         if length > limit:
             raise UserError(
                 f"column {self._section.response_key}: prompt and response have {length} tokens, but "

@@ -55,7 +55,8 @@ class PreferenceStream:
         """Describe how the model reads the first preferred response of a step, and remark on all rows."""
         rows, _ = self._order.take(self._order.position_of(step), 1)
         row = self._rows[rows[0]]
-        token_ids, tokenizer = self._read(row, row[self._section.chosen_key]), self._reader.tokenizer
+        token_ids = self._read(row, row[self._section.chosen_key])
+        tokenizer = self._reader.tokenizer
         what = "the first prompt with its preferred response"
         return f"{as_read(what, row[self._section.prompt_key], token_ids, tokenizer)}{self._remark}"
 
@@ -79,7 +80,8 @@ class PreferenceStream:
         return 0.0 if self._section.margin_key is None else row[self._section.margin_key]
 
     def _record(self, indices: Sequence[int]) -> Preferences:
-        sequences, margins = [], []
+        sequences = []
+        margins = []
         for index in indices:
             row = self._rows[index]
             for key in (self._section.chosen_key, self._section.rejected_key):

@@ -87,7 +87,8 @@ class PromptDataset:
         """Return whether a row is kept. Raises UserError for an invalid row."""
         if faults := list(self._columns.faults(row)):
             raise UserError("; ".join(f"column {fault}" for fault in faults))
-        token_ids, limit = self._encode(row), self._section.max_prompt_length
+        token_ids = self._encode(row)
+        limit = self._section.max_prompt_length
         length = len(token_ids)
         self._census.see(row[self._section.prompt_key])
         if length <= limit or self._section.filter_overlong_prompts:
@@ -102,7 +103,8 @@ class PromptDataset:
 
     def _cut(self, row: DataRow, token_ids: list[int]) -> list[int]:
         """Cut a prompt that is too long. UserError if what every prompt needs does not fit."""
-        prompt, limit = row[self._section.prompt_key], self._section.max_prompt_length
+        prompt = row[self._section.prompt_key]
+        limit = self._section.max_prompt_length
         if len(token_ids) <= limit:
             return token_ids
         begin, end = frame(prompt, token_ids, self._tokenizer)
@@ -121,7 +123,8 @@ class PromptDataset:
 
     def _raw(self, row: DataRow) -> DataRow:
         """Return the forms of the prompt that reward functions receive in `extra_info`."""
-        prompt, forms = row[self._section.prompt_key], {}
+        prompt = row[self._section.prompt_key]
+        forms = {}
         if self._section.return_raw_chat:
             forms["raw_chat"] = prompt
         if self._section.return_raw_input_ids:

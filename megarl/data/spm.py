@@ -33,8 +33,15 @@ PROBES = ("3 apples", "it is 1234", " and", "two  blanks", "a\nb", "a ")
 """Converters of SentencePiece models differ on these texts."""
 MOST_NAMED = 5  # pieces
 # the enumerations of sentencepiece_model.proto
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-UNIGRAM, BPE, CHAR = 1, 2, 4
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
+UNIGRAM = 1
+BPE = 2
+CHAR = 4
 
 
 def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
@@ -239,7 +246,8 @@ def _normalizer(model: Any, table: normalizers.Normalizer) -> normalizers.Normal
     The longest user-defined symbol at a place is a unit: the table rewrites no part of it, and no blanks vanish from it
     but those at its start after another blank. So its end is cut from what follows, and its blanks have stand-ins.
     """
-    spec, symbols = model.normalizer_spec, _pieces(model, USER_DEFINED)
+    spec = model.normalizer_spec
+    symbols = _pieces(model, USER_DEFINED)
     spaced = [symbol for symbol in symbols if " " in symbol and spec.remove_extra_whitespaces]
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(PREFIX)] if spec.add_dummy_prefix else []
     if is_cut := bool(spaced or (symbols and spec.precompiled_charsmap)):

@@ -236,20 +236,25 @@ class Tokenizer:
         starts = (place for place in range(len(before) - 1, -1, -1) if not self.decode(before[place:]).startswith(HALF))
         context = before[next(starts, 0) :]  # starts at a complete character, and fixes how the first token decodes
         ids = [*context, *ids]
-        start, known, complete, reached = 0, len(context), 0, [0]
+        start = 0
+        known = len(context)
+        complete = 0
+        reached = [0]
         for end in range(known + 1, len(ids) + 1):
             text = self.decode(ids[start:end])
             if text.endswith(HALF):
                 reached.append(complete + half)
                 continue
             complete += max(0, len(text) - len(self.decode(ids[start:known])))
-            start, known = known, end
+            start = known
+            known = end
             reached.append(complete)
         return reached
 
     def differences(self, other: "Tokenizer") -> str:
         """Describe the tokens that have another number, or none, in `other`; empty if all are the same."""
-        own, theirs = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
+        own = self._tokenizer.get_vocab()
+        theirs = other._tokenizer.get_vocab()
         differing = sorted(token for token in own if theirs.get(token) != own[token])
         if not differing:
             return ""

@@ -28,7 +28,8 @@ class Translation:
     """
 
     def __init__(self, *, writer: Tokenizer, reader: Tokenizer) -> None:
-        self.writer, self.reader = writer, reader
+        self.writer = writer
+        self.reader = reader
         self._reader_of_responses = reader.of_observations()
         self._last: Rollouts | None = None
 
@@ -50,7 +51,8 @@ class Translation:
 
     def _read(self, batch: Rollouts, sample: int) -> tuple[list[int], list[int]]:
         """Return the reader's tokens of a sample, and the place of the last one before each token of the response."""
-        prompt, response = batch.prompt_of(sample), batch.response_ids(sample)
+        prompt = batch.prompt_of(sample)
+        response = batch.response_ids(sample)
         before = [] if self.writer.templates(prompt.raw_prompt) else prompt.token_ids
         try:
             read_prompt = encode_prompt(prompt.raw_prompt, self.reader)

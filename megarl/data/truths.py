@@ -80,7 +80,8 @@ def look(
     Raises UserError if the files cannot be read.
     """
     rows = columns.open(files)
-    findings, prompts = TruthFindings(len(rows)), set[int]()
+    findings = TruthFindings(len(rows))
+    prompts = set[int]()
     num_given = 0
     empty = list[int]()
     limits = WorkerLimits(
@@ -127,7 +128,8 @@ class _Trials:
         self._messages: dict[int, tuple[Kind, str]] = {}
 
     def add(self, columns: PromptColumns, row: DataRow, rules: Sequence[str], index: int) -> None:
-        truth, info = columns.ground_truth(row), columns.extra_info(row)
+        truth = columns.ground_truth(row)
+        info = columns.extra_info(row)
         for rule in rules:
             inputs = info if rule.startswith(SOURCE_PREFIX) else None  # the other rules read the ground truth alone
             digest = hash((rule, repr(truth), repr(inputs)))

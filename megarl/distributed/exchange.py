@@ -51,7 +51,8 @@ def wait_for_all() -> None:
 def seconds_waited() -> float:
     """Return the seconds that this rank has waited for other ranks since the last call."""
     global _waited
-    seconds, _waited = _waited, 0.0
+    seconds = _waited
+    _waited = 0.0
     return seconds
 
 
@@ -70,7 +71,8 @@ def together(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None
     try:
         mine: T | _Failure = compute()
     except Exception as error:
-        failure, mine = error, _Failure(_portable(error))
+        failure = error
+        mine = _Failure(_portable(error))
     if group is None:
         wait_for_all()
     results: list[Any] = [None] * dist.get_world_size(group)
@@ -103,7 +105,8 @@ def in_shares(count: int, work: Callable[[range], T]) -> list[T]:
 
 def share(count: int) -> range:
     """Return this rank's share of `range(count)`, which is cut into equal runs."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     return range(rank * count // size, (rank + 1) * count // size)
 
 

@@ -43,7 +43,8 @@ class WaitReports:
     """The schedule of reports of a waiting job: every REPORT_INTERVAL_S seconds, on one rank per host."""
 
     def __init__(self, launch: Launch) -> None:
-        self._reports, self._next = launch.local_rank == 0, time.monotonic() + REPORT_INTERVAL_S
+        self._reports = launch.local_rank == 0
+        self._next = time.monotonic() + REPORT_INTERVAL_S
 
     def wait(self) -> bool:
         """Sleep for a moment; return whether a report is due."""
@@ -89,7 +90,8 @@ def await_listener(host: str, port: int, launch: Launch, *, timeout_s: float) ->
         UserError: the name has no address, or leads to this host and nobody listens here, or nobody listens within
             `timeout_s` seconds.
     """
-    reports, since = WaitReports(launch), time.monotonic()
+    reports = WaitReports(launch)
+    since = time.monotonic()
     while True:
         addresses = resolve(host)
         if launch.rank == launch.local_rank and (own := own_address(host, launch)) not in addresses:
@@ -175,7 +177,9 @@ def find_announced(path: Path, launch: Launch, *, timeout_s: float) -> tuple[str
     Raises:
         UserError: rank 0 does not listen within `timeout_s` seconds.
     """
-    reports, until, found = WaitReports(launch), time.monotonic() + timeout_s, ""
+    reports = WaitReports(launch)
+    until = time.monotonic() + timeout_s
+    found = ""
     while time.monotonic() < until:
         try:
             found = path.read_text(encoding="utf-8")
@@ -200,7 +204,8 @@ def gather(store: Store, host: str, launch: Launch, *, timeout_s: float) -> Seat
     mine = Seat(socket.gethostname(), route_to(host))
     store.set(_seat(launch.rank), json.dumps(asdict(mine)))
     store.add("megarl/seated", 1)
-    reports, until = WaitReports(launch), time.monotonic() + timeout_s
+    reports = WaitReports(launch)
+    until = time.monotonic() + timeout_s
     while store.add("megarl/seated", 0) < launch.world_size:
         if time.monotonic() > until:
             raise UserError(f"{_describe_missing(store, launch)}; {REMEDY}")
@@ -270,6 +275,7 @@ def describe_failure(error: Exception, host: str, port: int) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the name of this host's network interface that has `address`; None if none has."""
-    interfaces, plain = psutil.net_if_addrs().items(), address.partition("%")[0]
+    interfaces = psutil.net_if_addrs().items()
+    plain = address.partition("%")[0]
     names = [name for name, known in interfaces if plain in (entry.address.partition("%")[0] for entry in known)]
     return names[0] if names else None

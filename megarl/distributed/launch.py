@@ -152,7 +152,8 @@ def init_process_groups(launch: Launch, timeout_s: float) -> Store:
                 "(trainer.n_gpus_per_node) and let each see them all (Slurm: --gpus-per-node, not --gpus-per-task)"
             )
         torch.cuda.set_device(launch.local_rank)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     store = meet(launch, host, port, timeout_s=timeout_s)
     choose_interface(store, gather(store, host, launch, timeout_s=timeout_s), launch)
     try:

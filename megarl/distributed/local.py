@@ -52,7 +52,8 @@ def fork_ranks(num_ranks: int, imports: Sequence[str]) -> Launch:
     sizes = {name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     os.environ |= sizes | {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     failures, reason_of = os.pipe()
-    ranks, parent = dict[int, int](), os.getpid()
+    ranks = dict[int, int]()
+    parent = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for rank in range(num_ranks):
         if (pid := fork()) == 0:
@@ -86,7 +87,8 @@ def report_first(rank: int, code: int, reason: str = "") -> int:
         code: its exit code as Python counts it.
         reason: the line that a failing rank has left, if any.
     """
-    is_killed, code = code < 0, as_shell(code)
+    is_killed = code < 0
+    code = as_shell(code)
     if code != EXIT_CODE:  # otherwise a rank has printed the reason
         plain = f"megarl: rank {rank} failed first (exit code {code}); its own messages are above"
         print(plain if is_killed else reason or plain, file=sys.stderr)

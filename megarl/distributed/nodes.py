@@ -30,7 +30,8 @@ def once_a_node(work: Callable[[ReportProgress], T], *, phase: str) -> T:
     if not dist.is_initialized():
         return work(lambda _: None)
     task = _Background(work) if os.environ.get("LOCAL_RANK", "0") == "0" else None
-    before, done = watchdog.note(phase=phase), -1
+    before = watchdog.note(phase=phase)
+    done = -1
     while True:
         turns = together(lambda: task.wait() if task else (True, 0))
         if (now := sum(amount for _, amount in turns)) > done:
@@ -50,7 +51,8 @@ class _Background(Generic[T]):
     def __init__(self, work: Callable[[ReportProgress], T]) -> None:
         self._results: list[T] = []
         self._error: Exception | None = None
-        self._amount, self._lock = 0, threading.Lock()
+        self._amount = 0
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, args=[work], name="megarl-node", daemon=True)
         self._thread.start()
 

@@ -36,7 +36,8 @@ def meet(launch: Launch, host: str, port: int, *, timeout_s: float) -> Store:
         RuntimeError: other ranks did not join in time.
         UserError: the host cannot be found or reached, or its port is in use.
     """
-    timeout, rank = timedelta(seconds=timeout_s), launch.rank
+    timeout = timedelta(seconds=timeout_s)
+    rank = launch.rank
     is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = rank == 0 and not is_of_agent
     resolve(host)  # torch would try for minutes

@@ -110,8 +110,10 @@ class Watchdog:
     """A thread that ends the job if this rank stays in one phase for `timeout_s` seconds."""
 
     def __init__(self, directory: Path, *, rank: int, world_size: int, timeout_s: float, grace_s: float) -> None:
-        self._directory, self._world_size = directory, world_size
-        self._timeout_s, self._grace_s = timeout_s, grace_s
+        self._directory = directory
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._grace_s = grace_s
         self._report = RankProgress(rank=rank, host=socket.gethostname(), num_phases=0, step=0, phase="start", rows=())
         self.holds_up: Callable[[], bool] | None = None  # None: the stack of the main thread tells
         self._since = time.monotonic()
@@ -162,7 +164,8 @@ class Watchdog:
             self._write(self._directory / f"rank_{self._report.rank}.json")
             reports = self._wait_for_reports()
             if self._report.rank == min(reports):
-                found, size = list(reports.values()), self._world_size
+                found = list(reports.values())
+                size = self._world_size
                 words = summary(found, world_size=size, timeout_s=self._timeout_s, directory=self._directory)
                 print(words, file=sys.stderr, flush=True)
             else:

@@ -56,7 +56,8 @@ class Observer:
 
     def _added(self, messages: Sequence[Message]) -> str:
         """Return the text between a response and the next one, if `messages` are between them. UserError if none."""
-        before, after = self._tokenizer.render([USER]) + RESPONSES[0], [USER, _response(RESPONSES[0]), *messages]
+        before = self._tokenizer.render([USER]) + RESPONSES[0]
+        after = [USER, _response(RESPONSES[0]), *messages]
         if not (text := self._tokenizer.render(after)).startswith(before):
             raise UserError(
                 f"the chat template does not append {shown(messages)} to a conversation: it makes {self._shown(text)}"
@@ -81,7 +82,8 @@ class Observer:
                 if (found := self._tokenizer.render(conversation)) != text:
                     made, read = map(self._shown, (found, text))
                     return f"it makes {made} of a conversation that the policy has read as {read}"
-        ids, last = self._tokenizer.chat(conversation), self._tokenizer.encode_rendered(added)
+        ids = self._tokenizer.chat(conversation)
+        last = self._tokenizer.encode_rendered(added)
         if not last or ids[-len(last) :] != last:
             return "the tokens of what it adds depend on the text before"
         return None

@@ -53,14 +53,18 @@ def proceed(generation: Generation, answer: Answer, section: EnvironmentSection,
         section: the limits.
         max_tokens: of an episode.
     """
-    start, end, num_observed = start_of_turn(generation), len(generation.token_ids), len(answer.observation)
+    start = start_of_turn(generation)
+    end = len(generation.token_ids)
+    num_observed = len(answer.observation)
     if not (answer.fault or generation.truncated or _is_sum_finite(generation, answer.reward)):
         answer = _failed(StopReason.FAILED, "the rewards of its turns add up to more than float32 can hold")
-    reward, reason = answer.reward, answer.fault
+    reward = answer.reward
+    reason = answer.fault
     if reason:
         reward = section.default_score if section.on_failure == "score" else 0.0
     elif generation.truncated:
-        reward, reason = section.default_score, StopReason.TOKENS
+        reward = section.default_score
+        reason = StopReason.TOKENS
     elif answer.done:
         reason = StopReason.DONE
     elif len(generation.turns) + 1 == section.max_turns:
@@ -69,7 +73,8 @@ def proceed(generation: Generation, answer: Answer, section: EnvironmentSection,
         reason = StopReason.TOKENS
     if reason:
         turns = (*generation.turns, Turn(start, end, reward))
-        is_cut, fault = reason is StopReason.TOKENS, answer.detail if answer.fault else None
+        is_cut = reason is StopReason.TOKENS
+        fault = answer.detail if answer.fault else None
         return replace(generation, turns=turns, stop_reason=reason, truncated=is_cut, fault=fault, complete=True)
     turns = (*generation.turns, Turn(start, end, reward, num_observed=num_observed, observation=answer.text))
     return replace(
@@ -125,9 +130,13 @@ class Environments:
             max_memory=int(section.max_memory_gb * 1e9),
             isolation="process",  # it keeps the episode between two turns
         )
-        self.section, self.tokenizer, self.observer, self.written = section, tokenizer, observer, written
+        self.section = section
+        self.tokenizer = tokenizer
+        self.observer = observer
+        self.written = written
         self._pools = [Pool(host, limits) for _ in range(section.num_workers)]
-        self._numbers, self._seed = count(), seed
+        self._numbers = count()
+        self._seed = seed
 
     def open(self, prompts: Prompts, *, max_tokens: int) -> Prompts:
         """Return the prompts that the environment makes of rows, of at most `max_tokens`. Collective.
@@ -138,7 +147,8 @@ class Environments:
             UserError: on all ranks alike, if the environment fails and `on_failure` is stop, or if a prompt is too
                 long; names the row.
         """
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        num_ranks = dist.get_world_size()
         futures = {
             place: self.submit(prompt, next(self._numbers), [], [])
             for place, prompt in enumerate(prompts.prompts)
@@ -205,7 +215,9 @@ class Episodes:
     """The episodes of a session."""
 
     def __init__(self, environments: Environments, numbers: "count[int]", *, max_tokens: int) -> None:
-        self._environments, self._numbers, self._max_tokens = environments, numbers, max_tokens
+        self._environments = environments
+        self._numbers = numbers
+        self._max_tokens = max_tokens
         self._playing = dict[Key, _Episode]()
         self._asked = dict[Key, Future[ScoringResult]]()
 
@@ -237,7 +249,8 @@ class Episodes:
         mine = {key: self._asked.pop(key) for key in keys if key in self._asked}
         num = sum(together(lambda: len(mine)))
         assert num >= sum(not each.truncated for each in generation), "a turn that no rank has asked about"
-        answers, section = gather(mine, num, self._read), self._environments.section
+        answers = gather(mine, num, self._read)
+        section = self._environments.section
         return [
             proceed(each, answers.get((each.prompt, each.sample), Answer()), section, max_tokens=self._max_tokens)
             for each in generation
@@ -263,7 +276,8 @@ class Episodes:
         reward = result.numbers["score"]
         if result.pred is None:
             return Answer(reward=reward, done=bool(result.numbers[DONE]))
-        episode, limit = self._playing[key], self._environments.section.max_observation_length
+        episode = self._playing[key]
+        limit = self._environments.section.max_observation_length
         observer = self._environments.observer
         try:
             tokens = observer.encode(json.loads(result.pred), prompt=episode.prompt.raw_prompt, last=episode.last)

@@ -46,7 +46,9 @@ class OpenEnv:
             num_attempts: most attempts to play a turn.
             api_key_variable: environment variable that holds the server's key.
         """
-        self._url, self._action, self._observation = url.rstrip("/"), action, observation
+        self._url = url.rstrip("/")
+        self._action = action
+        self._observation = observation
         self._fields = reset or {}
         self._server = _server(attempt_s, num_attempts, api_key_variable)
         self._start: Mapping[str, Any] = {}

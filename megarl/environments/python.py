@@ -32,7 +32,8 @@ class Python:
 
     def __init__(self, *, seconds: float = 4.0, max_output: int = 1000) -> None:
         """Stop a program after `seconds`; show at most the last `max_output` characters that it prints."""
-        self._seconds, self._max_output = seconds, max_output
+        self._seconds = seconds
+        self._max_output = max_output
         self._row: Row | None = None
 
     def reset(self, row: Row) -> Observation:

@@ -14,7 +14,8 @@ class ReasoningGym:
 
     def __init__(self, *, right: float = 1.0, feedback: str = "This is wrong. Try again.") -> None:
         """Say `feedback` after each turn whose score is below `right`; a score of `right` ends the episode."""
-        self._right, self._feedback = right, feedback
+        self._right = right
+        self._feedback = feedback
         self._row: Row | None = None
         self._best = 0.0
 
@@ -22,7 +23,8 @@ class ReasoningGym:
         """Return the row's prompt. UserError if the row is of no task of reasoning-gym."""
         if not row.data_source.startswith(SOURCE_PREFIX):
             raise UserError(f"the data source {row.data_source!r} is no task of reasoning-gym ({SOURCE_PREFIX}NAME)")
-        self._row, self._best = row, 0.0
+        self._row = row
+        self._best = 0.0
         return row.prompt
 
     def step(self, response: str) -> Step:
@@ -30,5 +32,6 @@ class ReasoningGym:
         row = self._row
         assert row, "reset comes first"
         score = compute_score(row.data_source, response, row.ground_truth, row.extra_info)
-        earned, self._best = max(0.0, score - self._best), max(self._best, score)
+        earned = max(0.0, score - self._best)
+        self._best = max(self._best, score)
         return Step(self._feedback, earned, done=score >= self._right)

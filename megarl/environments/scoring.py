@@ -16,7 +16,8 @@ class EpisodeScorer:
     """The reward of episodes: the sum of the rewards of their turns."""
 
     def __init__(self, section: EnvironmentSection, tokenizer: Tokenizer) -> None:
-        self._section, self._tokenizer = section, tokenizer
+        self._section = section
+        self._tokenizer = tokenizer
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
         """Do nothing: the environment has judged the turns."""
@@ -71,7 +72,8 @@ class EpisodeScorer:
 def metrics_of(rollouts: Rollouts) -> dict[str, float]:
     """Return metrics of episodes: their turns, why they end, and how much of them the environment said."""
     assert rollouts.num_turns is not None and rollouts.stop_reasons and rollouts.observed is not None
-    turns, reasons = rollouts.num_turns.double(), list(rollouts.stop_reasons)
+    turns = rollouts.num_turns.double()
+    reasons = list(rollouts.stop_reasons)
     return {
         "episode/turns/mean": float(turns.mean()),
         "episode/turns/max": float(turns.max()),

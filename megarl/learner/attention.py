@@ -56,7 +56,8 @@ class PackedAttention(torch.nn.Module):
         if query.is_cuda and query.dtype != torch.float32 and self.cp_group.size() == 1:
             return _varlen(query, key, value, packed_seq_params, self.scale).flatten(1)
         if query.is_cuda:  # the CPU's kernel groups heads; on CUDA, only torch's slowest kernel does in float32
-            key, value = _repeated(key, query), _repeated(value, query)
+            key = _repeated(key, query)
+            value = _repeated(value, query)
         groups = _groups.get(bounds, partial(Groups, packed_seq_params.lengths, self.cp_group, query.device))
         return groups.attend(query, key, value, self.scale).flatten(1)
 
@@ -118,12 +119,15 @@ class Groups:
         order = lengths.argsort(descending=True, stable=True)
         counts = similar(lengths[order].tolist())
         shares = lengths // cp_size
-        self._queries, self._keys = _Order(shares, order, counts, device), _Order(lengths, order, counts, device)
+        self._queries = _Order(shares, order, counts, device)
+        self._keys = _Order(lengths, order, counts, device)
         self._groups = []
         sizes = self._queries.sizes
         positions = to_device(places_of(lengths[order], cp_group.rank(), cp_size)[1], device).split(sizes)
         for chosen, of_queries in zip(order.split(counts), positions, strict=True):
-            queries, keys, visible = PaddedRows(shares[chosen], device), PaddedRows(lengths[chosen], device), None
+            queries = PaddedRows(shares[chosen], device)
+            keys = PaddedRows(lengths[chosen], device)
+            visible = None
             if cp_size > 1:
                 reach = queries.spread(of_queries[:, None, None])
                 visible = torch.arange(int(lengths[chosen].max()), device=device) <= reach
@@ -219,7 +223,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float
     if _groups_heads():
         grouping["enable_gqa"] = query.shape[1] != key.shape[1]
     else:
-        key, value = _repeated(key, query), _repeated(value, query)
+        key = _repeated(key, query)
+        value = _repeated(value, query)
     bounds = packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv
     out: Tensor = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(-1, 0), **grouping)  # type: ignore[arg-type, assignment]
     return out

@@ -34,7 +34,9 @@ class Batching:
     """
 
     def __init__(self, mesh: Mesh, config: Any, device: torch.device, *, balance: bool) -> None:
-        self._mesh, self._device, self._balance = mesh, device, balance
+        self._mesh = mesh
+        self._device = device
+        self._balance = balance
         self._num_parts = mesh.tp_size if config.sequence_parallel else 1
 
     def divide(self, batch: Rollouts, budget: Budget) -> list[list[int]]:
@@ -42,7 +44,9 @@ class Batching:
 
         Every data-parallel rank has the same number of micro-batches, because expert parallelism may span these ranks.
         """
-        mesh, lengths, size = self._mesh, batch.lengths().tolist(), budget.num_together
+        mesh = self._mesh
+        lengths = batch.lengths().tolist()
+        size = budget.num_together
         units = [range(first, min(first + size, len(lengths))) for first in range(0, len(lengths), size)]
         tokens = [sum(lengths[sample] for sample in unit) for unit in units]
         costs = tokens if self._balance else [1] * len(units)

@@ -45,8 +45,12 @@ class ForwardPass:
         mesh: Mesh,
         device: torch.device,
     ) -> None:
-        self._models, self._head, self._batching = models, head, batching
-        self._offload, self._mesh, self._device = offload, mesh, device
+        self._models = models
+        self._head = head
+        self._batching = batching
+        self._offload = offload
+        self._mesh = mesh
+        self._device = device
 
     def infer(
         self,

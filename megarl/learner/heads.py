@@ -46,8 +46,10 @@ class VocabParallelLogProbs(torch.autograd.Function):
         keeps: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """See `vocab_parallel_log_probs`; `keeps`: keep the logits of all tokens for the backward pass."""
-        found, kept = [], []
-        first_row, factor = dist.get_rank(group) * weight.shape[0], _factor(weight)
+        found = []
+        kept = []
+        first_row = dist.get_rank(group) * weight.shape[0]
+        factor = _factor(weight)
         for chunk, chunk_targets in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
             logits = _logits(chunk, factor, temperature, valid_rows)
             found.append(moments(logits, chunk_targets - first_row, with_entropy=with_entropy))
@@ -70,7 +72,9 @@ class VocabParallelLogProbs(torch.autograd.Function):
         """Return the gradients of this rank's slice; the caller's region sums the gradient of `hidden` over ranks."""
         hidden, weight, targets, normalizer, entropy, *kept = ctx.saved_tensors
         temperature, valid_rows, first_row = ctx.settings
-        total, grad_hidden, factor = WeightGradient(weight), [], _factor(weight)
+        total = WeightGradient(weight)
+        grad_hidden = []
+        factor = _factor(weight)
         per_token = [hidden, targets - first_row, normalizer, grad_log_probs / temperature]
         if entropy is not None:
             per_token += [entropy, grad_entropy / temperature]
@@ -159,7 +163,10 @@ class VocabParallelDivergence(torch.autograd.Function):
         group: Any,
     ) -> Tensor:
         """See `vocab_parallel_divergence`."""
-        totals, shifts, factor, ref_factor = [], [], _factor(weight), _factor(ref_weight)
+        totals = []
+        shifts = []
+        factor = _factor(weight)
+        ref_factor = _factor(ref_weight)
         for chunk, ref_chunk in zip(hidden.split(CHUNK_TOKENS), ref_hidden.split(CHUNK_TOKENS), strict=True):
             logits = _logits(chunk, factor, temperature, valid_rows)
             ref_logits = _logits(ref_chunk, ref_factor, temperature, valid_rows)
@@ -181,8 +188,10 @@ class VocabParallelDivergence(torch.autograd.Function):
         """Return the gradients of this rank's slice; the caller's region sums the gradient of `hidden` over ranks."""
         hidden, weight, ref_hidden, ref_weight, *per_token = ctx.saved_tensors
         divergence, temperature, valid_rows = ctx.settings
-        total, grad_hidden = WeightGradient(weight), []
-        factor, ref_factor = _factor(weight), _factor(ref_weight)
+        total = WeightGradient(weight)
+        grad_hidden = []
+        factor = _factor(weight)
+        ref_factor = _factor(ref_weight)
         per_token = [hidden, ref_hidden, grad_divergence / temperature, *per_token]
         for chunk, ref_chunk, *values in zip(*(x.split(CHUNK_TOKENS) for x in per_token), strict=True):
             grad, slope, maximum, ref_maximum, log_sum, ref_log_sum = values

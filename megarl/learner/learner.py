@@ -68,8 +68,12 @@ class Learner:
         device: torch.device,
         balance: bool = True,  # spread samples over data-parallel ranks by length; False: by number
     ) -> None:
-        self.models, self.optimizer, self.offload = models, optimizer, offload
-        self.mesh, self.architecture, self.device = mesh, architecture, device
+        self.models = models
+        self.optimizer = optimizer
+        self.offload = offload
+        self.mesh = mesh
+        self.architecture = architecture
+        self.device = device
         self._head = OutputHead(self.modules[-1], architecture, mesh, temperature=temperature)
         batching = Batching(mesh, self.modules[0].config, device, balance=balance)
         self.forward = ForwardPass(models, self._head, batching, offload=offload, mesh=mesh, device=device)

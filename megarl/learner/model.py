@@ -181,7 +181,8 @@ def transformer_config(
     settings |= _recomputation(recompute)
     make: Any = TransformerConfig
     if latent := architecture.latent:
-        make, settings = MLATransformerConfig, settings | latent_settings(architecture, latent)
+        make = MLATransformerConfig
+        settings = settings | latent_settings(architecture, latent)
     if experts := architecture.experts:
         settings |= expert_settings(experts, architecture.num_layers)
         settings["moe_grouped_gemm"] = has_transformer_engine()

@@ -39,7 +39,8 @@ class Normalization(torch.autograd.Function):
             from megarl.learner.kernels import norm as kernels
 
             return *kernels.gradients(x, weight, scale, gradient), None
-        x32, of_normalised = x.float(), (gradient * weight).float()
+        x32 = x.float()
+        of_normalised = (gradient * weight).float()
         of_weight = (gradient * (x32 * scale).to(x.dtype)).flatten(0, -2).sum(0)
         slope = (of_normalised * x32).mean(-1, keepdim=True).mul_(scale.pow(3))
         of_x = of_normalised.mul_(scale).addcmul_(x32, slope, value=-1)

@@ -37,7 +37,9 @@ class Offload:
 
     def __init__(self, models: tuple[Any, ...], optimizer: Any | None, section: MegatronSection) -> None:
         """Take the chunks, each a GPTModel or Megatron's DistributedDataParallel around it, and a MegatronOptimizer."""
-        self._models, self._optimizer, self._section = models, optimizer, section
+        self._models = models
+        self._optimizer = optimizer
+        self._section = section
         self._host = RestingMemory()
         self._side = SideStream() if optimizer is not None and section.optimizer_offload and on_cuda() else None
         self._is_fetched = False  # whether the optimizer's state is on the device, or on its way there

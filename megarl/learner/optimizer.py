@@ -22,7 +22,9 @@ class Optimizer:
         self, megatron: Any, schedule: OptimizerParamScheduler, models: Sequence[DistributedDataParallel]
     ) -> None:
         """Take a MegatronOptimizer and the chunks whose weights it changes."""
-        self.megatron, self.schedule, self._models = megatron, schedule, models
+        self.megatron = megatron
+        self.schedule = schedule
+        self._models = models
 
     @property
     def lr(self) -> float:

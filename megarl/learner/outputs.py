@@ -34,7 +34,9 @@ class OutputHead:
     """The computation behind a model's last layer; `module` is the model's last chunk on this rank."""
 
     def __init__(self, module: Any, architecture: Architecture, mesh: Mesh, *, temperature: float) -> None:
-        self._module, self._architecture, self._mesh = module, architecture, mesh
+        self._module = module
+        self._architecture = architecture
+        self._mesh = mesh
         self._temperature = temperature
 
     @property
@@ -64,7 +66,8 @@ class OutputHead:
             with_entropy: whether a policy reports entropies too.
             temperature: divides the logits; None: the temperature of the model.
         """
-        states, weight = self._states(hidden, packed), self._weight()
+        states = self._states(hidden, packed)
+        weight = self._weight()
         if not self.is_policy:
             values = torch.nn.functional.linear(states.float(), weight.float())[:, 0]
             return self._whole(packed.unpack(values)[None])
@@ -93,7 +96,8 @@ class OutputHead:
     def logit_factors(self, hidden: Tensor, *, packed: Packed, divergence: Divergence) -> LogitFactors:
         """Keep of [1, N, hidden_size] hidden states what another policy needs for its divergence from this policy."""
         # The weight is not copied: this storage stays on the device when the model's parameters are offloaded.
-        states, weight = to_host(self._states(hidden, packed)), self._weight().detach()
+        states = to_host(self._states(hidden, packed))
+        weight = self._weight().detach()
         return LogitFactors(divergence=divergence, hidden=states, weight=weight)
 
     def _states(self, hidden: Tensor, packed: Packed) -> Tensor:

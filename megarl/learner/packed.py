@@ -64,15 +64,19 @@ def pack_samples(
     reads, pads the row. Without samples the row is only such a sequence; a rank that has no samples for a micro-batch
     still takes part in it.
     """
-    step, index = sequence_multiple(cp_size), torch.tensor(samples, dtype=torch.int64)
+    step = sequence_multiple(cp_size)
+    index = torch.tensor(samples, dtype=torch.int64)
     batch = batch.select(index)
-    tokens, used = batch.tokens(torch.arange(len(index))), batch.lengths() - 1
+    tokens = batch.tokens(torch.arange(len(index)))
+    used = batch.lengths() - 1
     has_next = torch.ones_like(tokens, dtype=torch.bool)
     has_next[(used + 1).cumsum(0) - 1] = False
     lengths = used + -used % step
-    total, multiple = int(lengths.sum()), lcm(step, cp_size * num_parts)
+    total = int(lengths.sum())
+    multiple = lcm(step, cp_size * num_parts)
     if missing := -total % multiple if total else multiple:
-        used, lengths = torch.nn.functional.pad(used, (0, 1)), torch.nn.functional.pad(lengths, (0, 1), value=missing)
+        used = torch.nn.functional.pad(used, (0, 1))
+        lengths = torch.nn.functional.pad(lengths, (0, 1), value=missing)
     whole = _laid_out(tokens[has_next], used, lengths)
 
     mask = batch.mask
@@ -128,7 +132,8 @@ def places_of(lengths: Tensor, cp_rank: int, cp_size: int, num_places: int | Non
         Two [N / cp_size] int64 tensors, in the rank's order of tokens: the places in the row of N tokens, ascending,
         and the positions within the sequences.
     """
-    starts, shares = lengths.cumsum(0) - lengths, lengths // cp_size
+    starts = lengths.cumsum(0) - lengths
+    shares = lengths // cp_size
     sequence = torch.arange(len(lengths), device=lengths.device).repeat_interleave(shares, output_size=num_places)
     position = torch.arange(len(sequence), device=lengths.device) - (shares.cumsum(0) - shares)[sequence]
     if cp_size > 1:

@@ -28,7 +28,8 @@ class PerDataSource(Generic[T]):
 
     def shares(self, batch: Rollouts) -> list[tuple[T, Tensor]]:
         """Return the readers that have samples in `batch`, and the samples of each (int64 `[b]`, ascending)."""
-        readers, number = [self.other, *self.named.values()], dict(zip(self.named, count(1), strict=False))
+        readers = [self.other, *self.named.values()]
+        number = dict(zip(self.named, count(1), strict=False))
         of_prompt = torch.tensor([number.get(prompt.data_source, 0) for prompt in batch.prompts])
         of_sample = of_prompt[batch.groups]
         shares = [(of_sample == place).nonzero()[:, 0] for place in range(len(readers))]

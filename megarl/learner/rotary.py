@@ -28,7 +28,8 @@ class Rotation(torch.autograd.Function):
             from megarl.learner.kernels import rotary as kernels
 
             return kernels.rotate(x, cosines, sines, from_neighbours=neighbours, to_neighbours=False)
-        out, size = torch.empty_like(x), 2 * cosines.shape[-1]
+        out = torch.empty_like(x)
+        size = 2 * cosines.shape[-1]
         (a, b), (c, d) = _pairs(x, size, neighbours), _pairs(out, size)
         torch.mul(a, cosines, out=c).addcmul_(b, sines, value=-1)
         torch.mul(b, cosines, out=d).addcmul_(a, sines)
@@ -44,7 +45,8 @@ class Rotation(torch.autograd.Function):
 
             back = kernels.rotate(gradient, cosines, -sines, from_neighbours=False, to_neighbours=ctx.neighbours)
             return back, None, None, None
-        out, size = torch.empty_like(gradient), 2 * cosines.shape[-1]
+        out = torch.empty_like(gradient)
+        size = 2 * cosines.shape[-1]
         (a, b), (c, d) = _pairs(out, size, ctx.neighbours), _pairs(gradient, size)
         torch.mul(c, cosines, out=a).addcmul_(d, sines)
         torch.mul(d, cosines, out=b).addcmul_(c, sines, value=-1)

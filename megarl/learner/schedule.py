@@ -63,7 +63,8 @@ def run_schedule(
         return hidden, read
 
     progress.announce(len(micro_batches) * len(models), "micro-batches")
-    config, stage = models[0].config, parallel_state.get_pipeline_model_parallel_rank()
+    config = models[0].config
+    stage = parallel_state.get_pipeline_model_parallel_rank()
     arriving = partial(shapes_of_arrivals, [micro_batch.row for micro_batch in micro_batches], config)
     activations = arriving(leads=stage == 0)
     gradients = [] if forward_only else arriving(leads=stage == config.pipeline_model_parallel_size - 1)

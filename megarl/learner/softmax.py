@@ -60,7 +60,8 @@ def gradient(
         from megarl.learner.kernels import softmax as kernels
 
         return kernels.gradient(logits, targets, normalizer, grad_log_probs, of_entropy, dtype)
-    log_p, slope = logits.sub_(normalizer[:, None]), grad_log_probs[:, None]
+    log_p = logits.sub_(normalizer[:, None])
+    slope = grad_log_probs[:, None]
     if of_entropy and of_entropy[1].any():  # the loss has an entropy term
         entropy, grad_entropy = of_entropy
         slope = slope + grad_entropy[:, None] * (log_p + entropy[:, None])

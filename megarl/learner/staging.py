@@ -84,7 +84,8 @@ def copy_optimizer(part: Any, staging: Staging, name: str) -> tuple[dict[Any, An
     Returns the result of `get_parameter_state_dp_zero`, which is None except on the first data-parallel rank, and a
     function. The tensors are complete when all data-parallel ranks have called the function, from any thread.
     """
-    size, rank = part.data_parallel_group.size(), part.data_parallel_group.rank()
+    size = part.data_parallel_group.size()
+    rank = part.data_parallel_group.rank()
     group = staging.group(tuple(dist.get_process_group_ranks(part.data_parallel_group))) if size > 1 else None
     state: dict[Any, Any] = {"buckets_coalesced": True}
     shards: list[tuple[Tensor, int, int]] = []  # for each bucket: memory, offset, length of a shard

@@ -55,7 +55,8 @@ def loss_head(terms: Sequence[LossTerm], outputs: OutputHead, *, with_entropy: b
     entropies = [term.needs_entropy or (with_entropy and number == 0) for number, term in enumerate(terms)]
 
     def head(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, MicroLoss]:
-        number, row = micro_batch.term, micro_batch.row
+        number = micro_batch.term
+        row = micro_batch.row
         term = terms[number]
         found = outputs.token_outputs(
             hidden,

@@ -39,7 +39,8 @@ class ProductByExpert(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the states and, as far as they are not yet added, of the weights."""
         hidden, *weights = ctx.saved_tensors
-        of_hidden, of_weights = None, list[Tensor | None]([None] * len(weights))
+        of_hidden = None
+        of_weights = list[Tensor | None]([None] * len(weights))
         by_expert = grad_out.split(ctx.counts)
         if ctx.needs_input_grad[0]:
             of_hidden = torch.empty_like(hidden)
@@ -66,7 +67,8 @@ class Projection(torch.nn.Module):
     def __init__(self, linears: Sequence[torch.nn.Module], counts: Sequence[int]) -> None:
         """Take the number of rows of each expert, and the experts' linear layers; a call of one returns its weight."""
         super().__init__()
-        self._linears, self._counts = tuple(linears), counts
+        self._linears = tuple(linears)
+        self._counts = counts
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         """Project [N, columns] states; there is no bias."""

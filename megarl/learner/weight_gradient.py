@@ -14,7 +14,8 @@ class WeightGradient:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self._weight, main = weight, getattr(weight, "main_grad", None)
+        self._weight = weight
+        main = getattr(weight, "main_grad", None)
         self._is_added = main is not None
         self._sum = torch.zeros_like(weight, dtype=torch.float32) if main is None else main
 

@@ -18,7 +18,8 @@ from megarl.models.unsupported import unsupported
 from megarl.platform.errors import UserError
 
 ODD = "must be even, because positions rotate pairs of numbers"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 SCORE = "score.weight"  # the scalar head in a checkpoint
 VOCAB_MULTIPLE = 64  # the rows of a complete engine's padded vocabulary are a multiple of this
 
@@ -150,7 +151,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def _attention_shapes(a: Architecture) -> Shapes:
-    query, key_value = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+    query = a.num_attention_heads * a.head_dim
+    key_value = a.num_key_value_heads * a.head_dim
     projections = {"q": query, "k": key_value, "v": key_value}
     shapes: Shapes = {f"self_attn.{x}_proj.weight": (rows, a.hidden_size) for x, rows in projections.items()}
     if a.qkv_bias:
@@ -225,7 +227,8 @@ def _is_classifier(config: Fields) -> bool:
 
 def _heads(config: Fields, latent: LatentAttention | None) -> tuple[int, int, int]:
     """Return the number of query heads and of key/value heads, and the size of a head of queries and keys."""
-    num_heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
+    num_heads = config.size("num_attention_heads")
+    hidden_size = config.size("hidden_size")
     if latent:  # every head has its own keys and values
         return num_heads, num_heads, latent.qk_nope_head_dim + latent.qk_rope_head_dim
     num_key_value_heads = config.size("num_key_value_heads", num_heads)

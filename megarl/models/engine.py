@@ -106,7 +106,8 @@ class _Cut:
         """Return this rank's slice of the rows. With fewer parts than ranks, neighbours have the same slice."""
         num_parts = num_parts or self.tp_size
         box = self.whole(name)[1]
-        size, part = _share(box.hi[0], num_parts, name), self.tp_rank * num_parts // self.tp_size
+        size = _share(box.hi[0], num_parts, name)
+        part = self.tp_rank * num_parts // self.tp_size
         return name, Box((part * size, *box.lo[1:]), ((part + 1) * size, *box.hi[1:]))
 
     def columns(self, name: str) -> NamedBox:
@@ -119,7 +120,8 @@ class _Cut:
         """Return this rank's slice of the padded rows; nothing if all of its rows are padding."""
         rows, columns = self.whole(name)[1].hi
         size = _share(padded_vocabulary(rows), self.tp_size, name)
-        first, end = self.tp_rank * size, min((self.tp_rank + 1) * size, rows)
+        first = self.tp_rank * size
+        end = min((self.tp_rank + 1) * size, rows)
         return [(name, Box((first, 0), (end, columns)))] if first < end else []
 
 
@@ -146,14 +148,16 @@ def _outside(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
 
 def _layer(cut: _Cut, dtype: torch.dtype, *, sparse: bool, latent_fused: bool) -> Iterator[Piece]:
     """Yield a layer without its experts."""
-    a, o_proj = cut.architecture, "self_attn.o_proj.weight"
+    a = cut.architecture
+    o_proj = "self_attn.o_proj.weight"
     yield from _copies(cut, ["input_layernorm.weight", "post_attention_layernorm.weight"], dtype)
     yield from _latent(cut, a.latent, dtype, fused=latent_fused) if a.latent else _attention(cut, dtype)
     yield from _stacked(o_proj, [cut.columns(o_proj)], dtype)
     if not sparse or a.experts is None:
         yield from _swiglu("mlp.", cut, dtype)
         return
-    block, shared = a.expert_names.block, a.expert_names.shared
+    block = a.expert_names.block
+    shared = a.expert_names.shared
     yield from _copies(cut, [f"{block}.gate.weight"], dtype)
     if a.experts.router_bias:
         yield from _copies(cut, [f"{block}.gate.e_score_correction_bias"], torch.float32)
@@ -176,7 +180,8 @@ def _attention(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
 
 def _latent(cut: _Cut, latent: LatentAttention, dtype: torch.dtype, *, fused: bool) -> Iterator[Piece]:
     """Yield latent attention; every rank has complete down-projections."""
-    down, up = ["self_attn.kv_a_proj_with_mqa.weight"], ["self_attn.kv_b_proj.weight"]
+    down = ["self_attn.kv_a_proj_with_mqa.weight"]
+    up = ["self_attn.kv_b_proj.weight"]
     norms = ["self_attn.kv_a_layernorm.weight"]
     if latent.q_lora_rank is None:
         up.append("self_attn.q_proj.weight")

@@ -14,7 +14,8 @@ from megarl.models.architecture import EMBEDDING, HEAD, SCORE, Architecture, hf_
 
 UPDATE = 3
 """Forward passes that a forward and a backward pass cost: for each product, the gradients of both of its factors."""
-EXPERT, ATTENTION = ".experts.", ".self_attn."
+EXPERT = ".experts."
+ATTENTION = ".self_attn."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,8 @@ class Grid:
         return [range(start, start + chunk_sizes[stage]) for start in turns]
 
     def _stage_sizes(self, num_layers: int) -> list[int]:
-        first, last = self.num_layers_in_first_stage, self.num_layers_in_last_stage
+        first = self.num_layers_in_first_stage
+        last = self.num_layers_in_last_stage
         between = self.pp - (first is not None) - (last is not None)
         rest = num_layers - (first or 0) - (last or 0)
         sizes = [rest // between if between else 0] * self.pp

@@ -52,7 +52,8 @@ def rope_parameters(config: Fields) -> Fields:
         if config.values.get(name) is not None:
             raise UserError(f"config.json: {name}: vLLM reads it as {meant}, and transformers does not: write {meant}")
     outside = {key: config.values[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
-    old, new = _settings(config, "rope_scaling"), _settings(config, "rope_parameters")
+    old = _settings(config, "rope_scaling")
+    new = _settings(config, "rope_parameters")
     if old and new and old != {key: value for key, value in new.items() if key in old or key != "rope_theta"}:
         raise UserError("config.json: rope_scaling and rope_parameters differ: keep rope_parameters alone")
     settings = old | new
@@ -80,7 +81,8 @@ def _settings(config: Fields, table: str) -> dict[str, Any]:
 
 def rope_scaling(rope: Fields, *, latent: bool) -> RopeScaling | Yarn | None:
     """Return the scaling of a family with or without latent attention. Raises UserError if it is not supported."""
-    kind, supported = rope.values.get("rope_type", "default"), "yarn" if latent else "llama3"
+    kind = rope.values.get("rope_type", "default")
+    supported = "yarn" if latent else "llama3"
     if kind == "default":
         _refuse_unread(rope, kind, COMMON)
         return None

@@ -44,7 +44,8 @@ def parameter_shapes(
         fused_norms: Transformer Engine's names, which fuse a norm into the linear layer behind it.
         vocab_multiple: the padded vocabulary is a multiple of this on every rank.
     """
-    stage, cut = grid.stage(rank), grid.cut(rank)
+    stage = grid.stage(rank)
+    cut = grid.cut(rank)
     vocabulary = _vocabulary(architecture, grid.tp, vocab_multiple)
     kinds = [_layer(architecture, cut, sparse=False, fused_norms=fused_norms)]
     if experts := architecture.experts:
@@ -110,7 +111,8 @@ def _latent(a: Architecture, latent: LatentAttention, cut: Cut, *, fused_norms: 
 
 def _layer(a: Architecture, cut: Cut, *, sparse: bool, fused_norms: bool) -> Shapes:
     """Return a layer without its experts, by name after the layer's prefix."""
-    attention, experts = _attention(a, cut, fused_norms=fused_norms), a.experts
+    attention = _attention(a, cut, fused_norms=fused_norms)
+    experts = a.experts
     if not sparse or experts is None:
         norm = "mlp.linear_fc1.layer_norm_weight" if fused_norms else "pre_mlp_layernorm.weight"
         feed_forward = _swiglu("mlp.linear_fc{}.weight", a, a.ffn_hidden_size // cut.tp_size)
@@ -214,7 +216,8 @@ def _ends(
     """Return the holdings of parameters outside the layers; `ranks` by stage and tensor coordinate."""
     cuts = [Cut(tp_rank=rank, tp_size=grid.tp) for rank in range(grid.tp)]
     vocabulary = _vocabulary(architecture, grid.tp, vocab_multiple)
-    first, last = ranks[0], ranks[-1]
+    first = ranks[0]
+    last = ranks[-1]
     if architecture.tied_embeddings and grid.pp > 1:
         first = [[*front, *back] for front, back in zip(first, last, strict=True)]
     at_last: Shapes = {FINAL_NORM: (architecture.hidden_size,)}
@@ -228,7 +231,8 @@ def _expert_holdings(
     architecture: Architecture, grid: Grid, layer: int, dtype: torch.dtype
 ) -> list[dict[str, ShardedBoxes]]:
     """Return the holdings of each stage's experts, by name after the layer's; `layer` is any layer with experts."""
-    experts, block = architecture.experts, architecture.expert_names.block
+    experts = architecture.experts
+    block = architecture.expert_names.block
     assert experts is not None
     layouts = []
     for rank in range(grid.etp):

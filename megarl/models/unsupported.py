@@ -115,7 +115,8 @@ def _count_fault(given: Mapping[str, Any]) -> tuple[bool, str]:
 
 
 def _qwen_faults(config: Fields) -> Faults:
-    step, dense = config.values.get("decoder_sparse_step", 1), config.items("mlp_only_layers")
+    step = config.values.get("decoder_sparse_step", 1)
+    dense = config.items("mlp_only_layers")
     alone = config.values["model_type"] == "qwen2_moe" and not config.values.get("shared_expert_intermediate_size")
     return [
         _fixed_fault(config, "qk_norm", supported=False, why="norms of queries and keys follow from model_type"),
@@ -126,8 +127,10 @@ def _qwen_faults(config: Fields) -> Faults:
 
 
 def _deepseek_faults(config: Fields) -> Faults:
-    method, groups = config.values.get("topk_method"), config.size("n_group", 1)
-    score, frequency = config.values.get("scoring_func"), config.values.get("moe_layer_freq", 1)
+    method = config.values.get("topk_method")
+    groups = config.size("n_group", 1)
+    score = config.values.get("scoring_func")
+    frequency = config.values.get("moe_layer_freq", 1)
     faults = [
         (frequency != 1, f"moe_layer_freq {frequency}: every layer after the dense layers has experts here"),
         (not config.flag("rope_interleave", default=True), "rope_interleave false: rotary pairs are neighbours here"),

@@ -154,13 +154,15 @@ class FusedQKV:
     def regions(self, shard: Shard) -> Iterator[Region]:
         """Yield one region per projection and group in the slice, in local order."""
         sizes = shard.architecture
-        num_groups, key = sizes.num_key_value_heads, sizes.head_dim
+        num_groups = sizes.num_key_value_heads
+        key = sizes.head_dim
         query = sizes.num_attention_heads // num_groups * key
         first, end = shard.slice_of(num_groups * (query + 2 * key))
         begin = 0  # the fused row where the projection of the group begins
         for group in range(num_groups):
             for projection, rows in (("q", query), ("k", key), ("v", key)):
-                low, high = max(first, begin), min(end, begin + rows)
+                low = max(first, begin)
+                high = min(end, begin + rows)
                 if low < high:
                     name = f"self_attn.{projection}_proj.{self.suffix}"
                     to_row = group * rows - begin
@@ -295,7 +297,8 @@ def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cu
     if not layer:
         tables = (SCALAR_HEAD, MODEL) if architecture.scalar_head else (MODEL,)
         return _known(tables, name, name), Shard(architecture, "", shape, cut.tp_rank, cut.tp_size)
-    prefix, rest = f"model.layers.{layer[1]}.", layer[2]
+    prefix = f"model.layers.{layer[1]}."
+    rest = layer[2]
     attention = LATENT_ATTENTION if architecture.latent else ATTENTION
     if experts := architecture.experts:
         names = architecture.expert_names

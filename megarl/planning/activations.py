@@ -19,7 +19,8 @@ from megarl.planning.states import DTYPE_BYTES, FLOAT32
 
 # Float32 numbers per logit that `learner/heads.py` has at its fullest moment, forward (logits, their exponentials, the
 # product of both, the logits before the division) and backward (log p, p, their products and the gradient).
-HEAD_FORWARD, HEAD_BACKWARD = 4, 5
+HEAD_FORWARD = 4
+HEAD_BACKWARD = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,8 @@ def layer_bytes(
     by TP under sequence parallelism), then, divided by TP, queries, keys, values and the output of the attention with
     its normaliser, and 3 f of the feed-forward (gate, up and their product).
     """
-    a, tp = architecture, section.tensor_model_parallel_size
+    a = architecture
+    tp = section.tensor_model_parallel_size
     hidden = 4 * a.hidden_size / (tp if section.sequence_parallel else 1)
     attention, replicated = _attention(a)
     elements = hidden + replicated + attention / tp
@@ -101,7 +103,8 @@ def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Ph
     the output embedding by one chunk comes before its sum with the others. A value head has one logit. The exact
     divergence adds the hidden states and the logits of the reference, and in training another gradient of the states.
     """
-    itemsize, tp = DTYPE_BYTES[section.dtype], section.tensor_model_parallel_size
+    itemsize = DTYPE_BYTES[section.dtype]
+    tp = section.tensor_model_parallel_size
     states = (3 if training else 2) * work.num_tokens * architecture.hidden_size * itemsize
     if work.role == "value":
         return states

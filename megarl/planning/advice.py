@@ -8,7 +8,8 @@ from megarl.planning.host import host_memory
 from megarl.planning.memory import PHASES, Phase, RankMemory
 from megarl.planning.workload import REWARD_MODEL, TrainerModel, Workload
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 SECTIONS = {
     "actor": ACTOR,
     "critic": "critic",
@@ -66,7 +67,8 @@ def remedies(workload: Workload, memory: RankMemory, device_bytes: int, trial: T
     def attempt(*overrides: str) -> Remedy | None:
         if (tried := trial(overrides)) is None:
             return None
-        missing, host = _total(*tried, device_bytes), host_memory(*tried).total
+        missing = _total(*tried, device_bytes)
+        host = host_memory(*tried).total
         return Remedy(overrides=overrides, missing=missing, host_bytes=host)
 
     return _choose(candidates(workload, memory, device_bytes), attempt, now=_total(workload, memory, device_bytes))
@@ -135,7 +137,8 @@ def faster(
 
 def _other_splits(workload: Workload) -> Iterator[tuple[str, ...]]:
     """Yield the changes to other tensor- and pipeline-parallel sizes, powers of two, the fewest parts first."""
-    trainer, now = workload.config.trainer, workload.grid
+    trainer = workload.config.trainer
+    now = workload.grid
     pairs = [
         (tp, pp)
         for tp in _powers_of_two(trainer.n_gpus_per_node)
@@ -162,7 +165,8 @@ def _with_least_recomputation(
         for amount in ("false", "selective", "true"):
             more = () if amount == str(configured).lower() else (f"{key}={amount}",)
             if (tried := trial((*changes, *more))) and not _total(*tried, device_bytes):
-                changes, found = (*changes, *more), tried
+                changes = (*changes, *more)
+                found = tried
                 break
         else:
             return None
@@ -208,7 +212,8 @@ def _choose(changes: Iterator[str], attempt: Callable[..., Remedy | None], *, no
 def candidates(workload: Workload, memory: RankMemory, device_bytes: int) -> Iterator[str]:
     """Yield changes worth trying, as `a.b.c=value`, the least costly in time first."""
     policy = workload.config.actor_rollout_ref
-    actor, rollout = policy.actor, policy.rollout
+    actor = policy.actor
+    rollout = policy.rollout
     if not rollout.free_cache_engine:
         yield f"{ROLLOUT}.free_cache_engine=true"
     if not actor.megatron.use_distributed_optimizer:
@@ -238,7 +243,8 @@ def _splits(workload: Workload) -> Iterator[str]:
 
 def _shares(workload: Workload, memory: RankMemory, device_bytes: int) -> Iterator[str]:
     """Yield the share of the device that the models at rest leave to the engine, or that the engine needs."""
-    share, engine = workload.config.actor_rollout_ref.rollout.gpu_memory_utilization, memory.engine
+    share = workload.config.actor_rollout_ref.rollout.gpu_memory_utilization
+    engine = memory.engine
     at_rest = memory.fullest["generate"].total - engine.weights - engine.activations - engine.kv_cache
     left = (device_bytes - at_rest) * SHARES // device_bytes / SHARES
     needed = -(-(engine.budget + engine.shortfall(workload.longest)) * SHARES // device_bytes) / SHARES

@@ -68,7 +68,9 @@ def step_bytes(architecture: Architecture, section: RolloutSection) -> int:
     `max_num_seqs` of them have logits over the whole vocabulary, in the weights' type, in float32, and as float32
     log-probabilities.
     """
-    a, tp, itemsize = architecture, section.tensor_model_parallel_size, DTYPE_BYTES[section.dtype]
+    a = architecture
+    tp = section.tensor_model_parallel_size
+    itemsize = DTYPE_BYTES[section.dtype]
     heads = 2 * (a.num_attention_heads + a.num_key_value_heads) * a.head_dim / tp  # queries, keys, values and output
     widths = [heads, 3 * a.ffn_hidden_size / tp]  # gate, up and their product
     if experts := a.experts:

@@ -73,7 +73,8 @@ def main(num_layers: int, dtype: Any) -> None:
     from megarl.rollout.config import RolloutSection
     from megarl.rollout.engine import RolloutEngine
 
-    config, section = TINY | {"num_hidden_layers": num_layers}, RolloutSection(dtype=dtype, max_num_seqs=max(SAMPLES))
+    config = TINY | {"num_hidden_layers": num_layers}
+    section = RolloutSection(dtype=dtype, max_num_seqs=max(SAMPLES))
     prompts = [
         Prompt(index=number, token_ids=[3, 4, 5], text="", data_source="", ground_truth=None, extra_info={})
         for number in range(max(SAMPLES))

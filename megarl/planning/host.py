@@ -69,7 +69,8 @@ def record_bytes(config: Config) -> int:
 
     All samples are counted, and those that continue in the next step.
     """
-    rollout, num_prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
+    rollout = config.actor_rollout_ref.rollout
+    num_prompts = config.data.train_batch_size
     token_bytes = sum(TOKEN_FIELDS.values()) + (sum(EPISODE_FIELDS.values()) if config.environment.name else 0)
     responses = num_prompts * token_bytes + config.num_in_flight * IN_FLIGHT_TOKEN_BYTES
     prompts = (num_prompts + config.num_in_flight) * PROMPT_TOKEN_BYTES

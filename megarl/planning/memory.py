@@ -126,7 +126,8 @@ def _moments(
     if not workload.config.actor_rollout_ref.rollout.free_cache_engine:
         parked |= weights | cache
     for model in workload.models:
-        present, activations = states[model.name], f"{model.name} activations"
+        present = states[model.name]
+        activations = f"{model.name} activations"
         here = parked | {f"{model.name} weights": present.weights}
         if model.name == REWARD_MODEL and workload.config.algorithm.filter_groups.enable:
             here |= weights | cache  # dynamic sampling has samples scored before it draws more
@@ -147,7 +148,8 @@ def _reading(
     workload: Workload, reference: TrainerModel, stage: int, states: States, work: PhaseWork, here: Mapping[str, int]
 ) -> Moment:
     """Return the moment in which a reference reads a mini-batch of an update; its hidden states go to host memory."""
-    name, section = reference.name, reference.section
+    name = reference.name
+    section = reference.section
     work = replace(work, role="value")  # like a value model it computes no logits
     size = inference_bytes(reference.architecture, section, workload.grid, stage=stage, work=work)
     parts = {**here, f"{name} weights": states.weights, f"{name} activations": size}
@@ -160,7 +162,8 @@ def _kept_of_references(workload: Workload, stage: int, work: PhaseWork, here: M
         return {}
     kept = {}
     for reference in workload.references:
-        a, name = reference.architecture, f"{reference.name} weights"
+        a = reference.architecture
+        name = f"{reference.name} weights"
         rows = -(-a.vocab_size // workload.grid.tp)
         kept[name] = max(here[name], rows * a.hidden_size * DTYPE_BYTES[reference.section.dtype])
     return kept

@@ -33,7 +33,8 @@ def forward_bytes(architecture: Architecture, tokens: Tokens, *, dtype: str) -> 
 
 def _of_layer(a: Architecture, layer: int) -> int:
     """Return the numbers that a layer reads and writes for a token."""
-    hidden, value_dim = a.hidden_size, a.latent.v_head_dim if a.latent else a.head_dim
+    hidden = a.hidden_size
+    value_dim = a.latent.v_head_dim if a.latent else a.head_dim
     queries, keys, values = (
         heads * size
         for heads, size in (

@@ -85,7 +85,10 @@ class Planner:
         engine: EngineCost | None = None,
         lengths: Lengths | None = None,
     ) -> None:
-        self._argv, self._device_bytes, self._host_bytes, self._links = argv, device_bytes, host_bytes, links
+        self._argv = argv
+        self._device_bytes = device_bytes
+        self._host_bytes = host_bytes
+        self._links = links
         self._workload = self._load([])
         self._ranks_per_node = ranks_per_node or self._workload.config.trainer.n_gpus_per_node
         self._bucket_bytes = 0
@@ -105,7 +108,8 @@ class Planner:
         workload = self._workload
         self._check_files(workload.config)
         traffic, memory = self._traffic_and_memory()
-        missing, host = shortfalls(workload, memory, self._device_bytes), host_memory(workload, memory)
+        missing = shortfalls(workload, memory, self._device_bytes)
+        host = host_memory(workload, memory)
         host_bytes = self._host_bytes or own_host_bytes(workload.config.trainer)
         lacks_host = host_bytes is not None and host.total > host_bytes
         return Plan(
@@ -158,7 +162,8 @@ class Planner:
 
     def _options(self, workload: Workload) -> Iterator[Option]:
         """Yield every possible engine size up to the size of a node, and Megatron's other rank order."""
-        grid, current = workload.grid, workload.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        grid = workload.grid
+        current = workload.config.actor_rollout_ref.rollout.tensor_model_parallel_size
         for size in range(1, max(self._ranks_per_node, current) + 1):
             change = f"{ENGINE_TP}={size}"
             if size == current or grid.num_ranks % size or (tried := self._try([change])) is None:

@@ -21,7 +21,8 @@ NOTICEABLE = 0.95  # of the seconds as configured: an option that saves less get
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan in plain types: bytes, seconds, and ratios, which are null if nothing travels."""
-    grid, memory = plan.workload.grid, plan.memory
+    grid = plan.workload.grid
+    memory = plan.memory
     return {
         "fits": not plan.shortfalls and not plan.host_missing,
         "gpu_memory_bytes": plan.device_bytes,
@@ -72,7 +73,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 def show(plan: Plan, console: Screen) -> None:
     """Print the tables of memory and traffic and the verdict."""
     console.print(_memory_table(plan))
-    engine, longest = plan.memory.engine, plan.workload.longest
+    engine = plan.memory.engine
+    longest = plan.workload.longest
     console.print(
         f"KV cache of an engine replica: {engine.num_tokens:,} tokens, {engine.num_tokens // longest:,} sequences of "
         f"{longest:,} at a time"
@@ -173,7 +175,9 @@ def _traffic_table(plan: Plan) -> Table:
 
 def _time_table(plan: Plan) -> Table:
     """Return the least seconds of each phase of a step."""
-    peaks, lengths, time = plan.machine.peaks, plan.lengths, plan.time
+    peaks = plan.machine.peaks
+    lengths = plan.lengths
+    time = plan.time
     table = Table(title="the least time of a step")
     speeds = f"{peaks.flops_per_second / 1e12:.4g} TFLOP/s, {peaks.bytes_per_second / 1e12:.3g} TB/s"
     table.add_column(f"{lengths.prompt:,} + {lengths.response:,} tokens at {speeds}", no_wrap=True)

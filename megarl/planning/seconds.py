@@ -91,7 +91,8 @@ def step_time(
     workload: Workload, memory: RankMemory, machine: Machine, lengths: Lengths, *, sync_seconds: float
 ) -> StepTime:
     """Return the least time of a step of `workload`, whose fullest rank is `memory`."""
-    config, grid = workload.config, workload.grid
+    config = workload.config
+    grid = workload.grid
     num_samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     tokens = _tokens(num_samples, lengths)
     flops = forward_flops(workload.policy, tokens)
@@ -108,7 +109,8 @@ def step_time(
     for model in workload.models:
         if model.updates:
             section = config.actor_rollout_ref.actor if model.name == "actor" else config.critic
-            states, num_passes = memory.states[model.name], UPDATE * section.ppo_epochs
+            states = memory.states[model.name]
+            num_passes = UPDATE * section.ppo_epochs
             num_updates = section.ppo_epochs * -(-config.data.train_batch_size // section.ppo_mini_batch_size)
             seconds[f"update {model.name}"] = (
                 _passes(workload, model, model.updates, machine, tokens, num_passes=num_passes)
@@ -135,7 +137,8 @@ def _generation(workload: Workload, memory: RankMemory, machine: Machine, length
     has begun all that its cache holds. Partial rollouts draw more samples at once, and equally many tokens in a step;
     no step waits for the longest response. The prefill of responses that continue is left out.
     """
-    config, a = workload.config, workload.policy
+    config = workload.config
+    a = workload.policy
     rollout = config.actor_rollout_ref.rollout
     tp = rollout.tensor_model_parallel_size
     share, open_at_once = (
@@ -178,7 +181,9 @@ def _passes(
     workload: Workload, model: TrainerModel, work: PhaseWork, machine: Machine, tokens: Tokens, *, num_passes: float
 ) -> float:
     """Return the seconds of `num_passes` forward passes over all samples, with the messages and an idle pipeline."""
-    a, section, grid = model.architecture, model.section, workload.grid
+    a = model.architecture
+    section = model.section
+    grid = workload.grid
     again = feed_forward_share(a, tokens) if work.recompute == "selective" else float(work.recompute)
     num_passes *= 1 + again / UPDATE
     computing = num_passes * forward_flops(a, tokens) / grid.num_ranks / machine.peaks.flops_at(a.hidden_size)

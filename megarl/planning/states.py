@@ -49,7 +49,8 @@ def trained_states(chunks: Sequence[Shapes], section: MegatronSection, grid: Gri
     """
     itemsize = DTYPE_BYTES[section.dtype]
     per_weight = MOMENTS if section.dtype == "float32" else MOMENTS + FLOAT32
-    total, shard = 0, 0
+    total = 0
+    shard = 0
     for chunk in chunks:
         for shapes, num_ranks in _buffers(chunk, grid):
             if section.use_distributed_optimizer:

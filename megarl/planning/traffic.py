@@ -49,8 +49,10 @@ def sync_traffic(workload: Workload, *, ranks_per_node: int, links: Links, data_
 
     That order puts the stages of a model next to each other instead of its replicas.
     """
-    policy, grid = workload.config.actor_rollout_ref, workload.grid
-    rollout, world = policy.rollout, grid.num_ranks
+    policy = workload.config.actor_rollout_ref
+    grid = workload.grid
+    rollout = policy.rollout
+    world = grid.num_ranks
     source = actor_placement(workload.policy, policy.actor.megatron, num_ranks=world)
     destination = sampler_placement(workload.policy, rollout, num_ranks=world)
     if data_last:

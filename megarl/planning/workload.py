@@ -14,7 +14,8 @@ from megarl.models.config import Recompute
 from megarl.models.grid import Grid
 from megarl.planning.activations import PhaseWork
 
-REWARD_MODEL, REFERENCE = "reward model", "reference"
+REWARD_MODEL = "reward model"
+REFERENCE = "reference"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,8 @@ def _policies(
     config: Config, grid: Grid, architecture: Architecture, references: Mapping[str | None, Architecture]
 ) -> Iterator[TrainerModel]:
     policy = config.actor_rollout_ref
-    actor, ref = policy.actor, policy.ref
+    actor = policy.actor
+    ref = policy.ref
     recompute = _recomputes(policy.model.enable_gradient_checkpointing, actor.megatron)
     infers = _work(config, grid, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size)
     updates = _work(

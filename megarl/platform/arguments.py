@@ -50,7 +50,8 @@ class Arguments(argparse.ArgumentParser):
 
     def completions(self, typed: Sequence[str], incomplete: str) -> Iterator[str]:
         """Yield the commands, options and choices that may follow the `typed` words and begin with `incomplete`."""
-        command, valued = self, None
+        command = self
+        valued = None
         for word in typed:
             option = command._option_string_actions.get(word)
             valued = None if option is None or option.nargs == 0 else option

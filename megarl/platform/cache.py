@@ -61,7 +61,8 @@ def copy_of(remote: RemoteDirectory, names: Sequence[str], report: ReportProgres
         UserError: a file is missing, arrives incomplete, or does not fit on the disk; or the store fails.
         WriteError: the cache cannot be written.
     """
-    root, files = cache_directory(), remote.describe(names)
+    root = cache_directory()
+    files = remote.describe(names)
     final = root / _name(remote, files)
     if _intact(final, files):
         return final
@@ -109,7 +110,8 @@ def _recorded(directory: Path) -> dict[str, list[int]]:
 @contextmanager
 def _locked(root: Path, name: str, report: ReportProgress) -> Iterator[Path]:
     """Yield the directory to copy to, locked for this process; wait while another process holds the lock."""
-    part, held = root / f".{name}.part", 0
+    part = root / f".{name}.part"
+    held = 0
     with (root / f".{name}.lock").open("a", encoding="utf-8") as lock:
         while True:
             try:
@@ -210,12 +212,14 @@ class _Record:
     """The record of complete files in a directory; several threads may use it."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._lock = directory, threading.Lock()
+        self._directory = directory
+        self._lock = threading.Lock()
         self._files = _recorded(directory)
 
     def add(self, file: Described) -> None:
         """Flush a file to the disk, and note it."""
-        path, written = self._directory / file.name, int(time.time()) - SETTLED_S
+        path = self._directory / file.name
+        written = int(time.time()) - SETTLED_S
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

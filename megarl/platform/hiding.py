@@ -10,7 +10,9 @@ class _Hidden(MetaPathFinder):
     """Refuses a package to a library, and leaves all other imports to the other finders."""
 
     def __init__(self, package: str, library: str, unless: Callable[[], bool]) -> None:
-        self._package, self._library, self._unless = package, library, unless
+        self._package = package
+        self._library = library
+        self._unless = unless
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         """Raise ModuleNotFoundError if the library imports the package."""

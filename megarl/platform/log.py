@@ -16,7 +16,8 @@ from megarl.platform.terminal import visible
 LEVELS = ("debug", "info", "warning", "error")
 CONSOLE_FORMAT = "%(asctime)s %(levelname)s rank %(rank)d: %(message)s"
 FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s rank %(rank)d %(name)s: %(message)s"
-CLOCK, DATE = "%H:%M:%S", "%Y-%m-%d %H:%M:%S"
+CLOCK = "%H:%M:%S"
+DATE = "%Y-%m-%d %H:%M:%S"
 _megarl = logging.getLogger("megarl")
 
 

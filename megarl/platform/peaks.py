@@ -11,7 +11,8 @@ import torch
 
 from megarl.platform.heap import keep_freed_memory
 
-WARM_UP, REPEATS = 2, 5
+WARM_UP = 2
+REPEATS = 5
 ROWS = {"cuda": (8192,), "cpu": (256, 512, 1024, 2048)}  # and columns of the multiplied matrices
 TOKENS = 8192  # rows of a narrow product
 WIDTHS = (128, 256, 512, 1024)
@@ -63,7 +64,8 @@ def measure(device: torch.device, dtype: torch.dtype) -> Peaks:
     On a CPU the products of narrow models are measured too: they are bound by memory, not by arithmetic. There the
     process keeps the memory that it frees, as a rank does.
     """
-    copied, on_cpu = COPIED_BYTES[device.type], device.type == "cpu"
+    copied = COPIED_BYTES[device.type]
+    on_cpu = device.type == "cpu"
     source = torch.ones(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     bytes_per_second = 2 * copied / _fastest(lambda: target.copy_(source), device)

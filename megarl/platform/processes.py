@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _ROUND_S = 0.001
 
 
@@ -74,7 +75,8 @@ def children(pid: int | None = None) -> Iterator[int]:
 
 def descendants(pid: int | None = None) -> Iterator[int]:
     """Yield the descendants of `pid`, by default of this process, nearest first; nothing if the kernel lists none."""
-    found, seen = [os.getpid() if pid is None else pid], set[int]()
+    found = [os.getpid() if pid is None else pid]
+    seen = set[int]()
     for parent in found:
         for child in children(parent):
             if child not in seen:

@@ -42,7 +42,9 @@ _ended: dict[str, Phase] = {}  # by name
 def within(name: str) -> Iterator[None]:
     """Within the block this process is in the phase `name`; afterwards it is in the enclosing phase again."""
     global _now
-    outer, start, usual = _now, time.monotonic(), _ended.get(name)
+    outer = _now
+    start = time.monotonic()
+    usual = _ended.get(name)
     _now = Phase(name=name, since=start, unit=usual.unit if usual else "", usual=usual)
     try:
         yield

@@ -80,7 +80,9 @@ def secrecy(name: str) -> Secrecy:
 
 def _secrecy_at(words: list[str], index: int, *, is_upper: bool) -> Secrecy:
     """Return the secrecy that the word at `index` gives to a name."""
-    word, before, after = words[index], words[index - 1] if index else "", words[index + 1 :]
+    word = words[index]
+    before = words[index - 1] if index else ""
+    after = words[index + 1 :]
     surely = Secrecy.YES if is_upper else Secrecy.PERHAPS
     if word.endswith(_ENDINGS):
         return Secrecy.YES

@@ -51,7 +51,8 @@ def _without_user(match: re.Match[str]) -> str:
     slashes, rest = match.groups()
     authority = re.split("[/?#]", rest, maxsplit=1)[0]
     scheme = (_SCHEME.search(match.string, max(0, match.start() - 16), match.start()) or [""])[0].lower()
-    last, host = rest.rfind("@"), authority.rfind("@")
+    last = rest.rfind("@")
+    host = authority.rfind("@")
     parts = _USER_AND_PORT.match(rest, host + 1 if ":" not in authority[: host + 1] else 0)
     has_password = parts and parts["password"]
     if parts and parts["port"] is not None:
@@ -71,7 +72,8 @@ def redact_assigned(text: str) -> str:
 
 
 def _without_value(match: re.Match[str]) -> str:
-    name, value = match["name"], match["value"]
+    name = match["name"]
+    value = match["value"]
     is_in_query = match.string[max(0, match.start() - 1) : match.start()] in ("?", "&")
     secrecy = secrecy_of_path(name)
     if is_in_query and name.lower() in _IN_QUERY:

@@ -67,7 +67,8 @@ def redacted(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ)
 
 def guard_output() -> None:
     """Redact, from now on, all log records, warnings and uncaught errors of this process."""
-    make, warn = logging.getLogRecordFactory(), warnings.formatwarning
+    make = logging.getLogRecordFactory()
+    warn = warnings.formatwarning
 
     def make_redacted(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
@@ -76,7 +77,8 @@ def guard_output() -> None:
         except Exception as error:  # the arguments do not fit, or cannot be formatted; logging would print all of them
             template = record.msg if isinstance(record.msg, str) else type(record.msg).__name__
             text = f"{template} (its arguments cannot be formatted: {type(error).__name__})"
-        record.msg, record.args = redact(text), None
+        record.msg = redact(text)
+        record.args = None
         if record.exc_info and record.exc_info[1]:
             record.exc_text = format_error(record.exc_info[1])
         return record
@@ -84,7 +86,8 @@ def guard_output() -> None:
     logging.setLogRecordFactory(make_redacted)
     warnings.formatwarning = lambda *args, **kwargs: redact(warn(*args, **kwargs))
     sys.excepthook = lambda kind, error, trace: print(format_error(error), file=sys.stderr)
-    threading.excepthook, sys.unraisablehook = _report_thread, _report_unraisable
+    threading.excepthook = _report_thread
+    sys.unraisablehook = _report_unraisable
 
 
 def _report_thread(args: threading.ExceptHookArgs) -> None:

@@ -62,7 +62,8 @@ def on_one_line(text: str) -> str:
 
 def ignore_broken_pipe() -> None:
     """Keep later output of this process from raising an OSError or changing its exit code."""
-    sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
+    sys.stdout = _outliving(sys.stdout)
+    sys.stderr = _outliving(sys.stderr)
 
 
 def _escaped(character: str) -> str:

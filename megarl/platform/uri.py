@@ -102,7 +102,8 @@ def open_filesystem(name: str) -> tuple[Any, str]:
         return LocalFileSystem(), name
     try:
         if scheme == "file":
-            filesystem, path = LocalFileSystem(), _path_of_file(name)
+            filesystem = LocalFileSystem()
+            path = _path_of_file(name)
         elif scheme in ARROW_SCHEMES:
             filesystem, path = FileSystem.from_uri(_encoded(name))
         else:

@@ -181,7 +181,8 @@ def _traces(chart: Chart, run: Run, number: int, num_runs: int) -> Iterator[dict
         dash = "solid" if num_runs == 1 else DASHES[place % len(DASHES)]
         if chart.smooth and len(points) >= LEAST_SMOOTHED:
             yield _line(points, f"{title}, each step", colour, dash) | {"opacity": 0.35, "showlegend": False}
-            points, title = running_mean(points), f"{title}, running mean"
+            points = running_mean(points)
+            title = f"{title}, running mean"
         line = _line(points, title, colour, dash)
         yield line | ({"stackgroup": f"{number}", "mode": "lines"} if chart.stacked and num_runs == 1 else {})
 

@@ -33,7 +33,8 @@ def from_default(config: Mapping[str, Any]) -> Iterator[Difference]:
     root = _root_of(config)
     for key, default in {**Schema.of(root).leaves, **LINKS[root]}.items():
         try:
-            value, usual = _find(config, key), _follow(config, default)
+            value = _find(config, key)
+            usual = _follow(config, default)
         except KeyError:  # a file of another version
             continue
         if value != usual:
@@ -58,7 +59,8 @@ def _root_of(config: Mapping[str, Any]) -> type:
 
 def _values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a resolved configuration. A mapping that a user fills (`reward_kwargs`) is one value."""
-    leaves, found = Schema.of(_root_of(config)).leaves, dict[str, Any]()
+    leaves = Schema.of(_root_of(config)).leaves
+    found = dict[str, Any]()
     for key, value in flatten(config):
         above = accumulate(key.split("."), "{}.{}".format)
         leaf = next((path for path in above if path in leaves), None)

@@ -83,7 +83,8 @@ def _ending(run: Run) -> str:
 
 
 def _summary(run: Run) -> dict[str, Any]:
-    score, seconds = score_of(run), sum(value for _, value in run.points(STEP_SECONDS))
+    score = score_of(run)
+    seconds = sum(value for _, value in run.points(STEP_SECONDS))
     return {
         "name": run.name,
         "directory": str(run.directory.resolve()),

@@ -10,7 +10,9 @@ from megarl.tracking.names import REWARD, validation_of
 SAME = 0.01  # a change below this share of the largest score is none
 ALIKE = 3  # steps in which no two responses differ in their score, for a remark
 RECENT = 5  # values that a remark on the end of a curve looks at
-COLLAPSED, SPIKE, LONG = 0.1, 10.0, 0.2
+COLLAPSED = 0.1
+SPIKE = 10.0
+LONG = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,8 @@ def summary(run: Run) -> str:
     if score.is_same:
         change = f"hardly changed: {first:.4g} at step {first_step}, {last:.4g} at step {last_step}"
     else:
-        direction, judged = "rose" if last > first else "fell", "better" if score.is_better else "worse"
+        direction = "rose" if last > first else "fell"
+        judged = "better" if score.is_better else "worse"
         change = f"{direction} from {first:.4g} to {last:.4g} at step {last_step} ({judged})"
     return f"The {score.title} {change}; the best is {best:.4g} at step {best_step}."
 
@@ -104,7 +107,8 @@ def notes(run: Run) -> Iterator[str]:
     norms = [value for _, value in run.points("actor/grad_norm") or run.points("grad_norm")]
     if len(norms) > RECENT and max(norms) > SPIKE * median(norms):
         yield f"The gradient norm has peaks ({max(norms):.3g}, median {median(norms):.3g}): clip it or lower the rate."
-    mismatch, limit = run.points("training/rollout_mismatch"), run.points("training/rollout_mismatch_limit")
+    mismatch = run.points("training/rollout_mismatch")
+    limit = run.points("training/rollout_mismatch_limit")
     if mismatch and limit and mismatch[-1][1] > limit[-1][1] / 2:
         yield "Engine and trainer disagree by more than half of what stops the run."
     if failed := _recent(run, "reward/masked_rate", above=0.0) or _recent(run, "reward/error_rate", above=0.0):

@@ -31,7 +31,8 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     different words of at most 32 bits is detected in a box of less than 2^31 elements.
     """
     rows = tensor if tensor.dim() else tensor.view(1)
-    total, first = torch.zeros((), dtype=torch.int64, device=tensor.device), 0
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    first = 0
     for block in rows.split(max(1, BLOCK * len(rows) // rows.numel())):
         words = block.to(dtype).reshape(-1).view(WORDS[dtype.itemsize])
         weights = torch.arange(first, first := first + len(words), device=tensor.device) * 2 + 1

@@ -83,7 +83,9 @@ def assign_slots(transfers: Sequence[Transfer], bucket: Tensor) -> PeerBuffers:
     """Give every transfer a slot in a bucket (uint8); both ends of a wave assign the same slots."""
     transfers = sorted(transfers, key=attrgetter("peer"))
     typed = {dtype: bucket.view(dtype) for dtype in {transfer.dtype for transfer in transfers}}
-    slots, by_peer, end = [], [], 0
+    slots = []
+    by_peer = []
+    end = 0
     for peer, group in groupby(transfers, key=attrgetter("peer")):
         start = end
         for transfer in group:
@@ -116,7 +118,9 @@ class Reshard:
     """
 
     def __init__(self, plan: RankPlan, *, group: dist.ProcessGroup | None = None, device: torch.device) -> None:
-        self._plan, self._group, self._device = plan, group, device
+        self._plan = plan
+        self._group = group
+        self._device = device
         # Odd and even waves use separate buckets, each no larger than necessary.
         self._send_buckets, self._receive_buckets = (
             [torch.empty(int(sizes[parity::2].max(initial=0)), dtype=torch.uint8, device=device) for parity in (0, 1)]

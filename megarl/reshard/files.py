@@ -95,7 +95,8 @@ class CheckpointFiles:
     def are_equal(self, one: str, other: str, rows: range) -> bool:
         """Return whether two stored matrices have equal numbers in the given rows."""
         with opened(self._file_of[one], framework="pt") as left, opened(self._file_of[other], framework="pt") as right:
-            a, b = left.get_slice(one), right.get_slice(other)
+            a = left.get_slice(one)
+            b = right.get_slice(other)
             return a.get_shape() == b.get_shape() and all(
                 torch.equal(*(each[row : min(row + ROWS, rows.stop)].double() for each in (a, b)))
                 for row in range(rows.start, rows.stop, ROWS)

@@ -13,7 +13,9 @@ from megarl.platform.errors import UserError
 from megarl.platform.files import inside
 from megarl.platform.remote import RemoteDirectory, RemoteFile
 
-SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes that weights may be stored in."""
 

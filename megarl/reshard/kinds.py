@@ -50,7 +50,8 @@ class ShardingPatterns:
         stage, shared, amount = (np.array(column)[self.kind_of] for column in (stages, is_shared, load))
         owner = np.where(shared, -1, np.array(owners)[self.kind_of])
         by_stage = np.argsort(stage, kind="stable")
-        begin, duration = np.empty(len(stage)), np.empty(len(stage))
+        begin = np.empty(len(stage))
+        duration = np.empty(len(stage))
         for members in np.split(by_stage, np.cumsum(np.bincount(stage))[:-1]):
             run_starts = np.flatnonzero(np.diff(shared[members], prepend=~shared[members[:1]]))
             now = 0.0

@@ -153,7 +153,8 @@ class TransferSchedule:
         bucket_bytes: int,
         two_level: bool = False,
     ) -> None:
-        self.world_size, self._ranks_per_node = world_size, ranks_per_node
+        self.world_size = world_size
+        self._ranks_per_node = ranks_per_node
         self.names = list(destination)
         self._kinds = ShardingPatterns(source, destination)
         self.hops: tuple[list[Routes], ...] = ([], []) if two_level else ([],)
@@ -230,7 +231,8 @@ class TransferSchedule:
         """
         own = [_OwnPieces(rank, layout, side, self.names, self._kinds) for side, layout in enumerate((held, needed))]
         templates: list[Template] = []
-        steps, waves = [], []
+        steps = []
+        waves = []
         for hop, parts in enumerate(self.hops):
             templates_before = len(templates)
             ordinals: list[tuple[int, int]] = []  # of each template: the rank's own place that it reads, and writes
@@ -267,8 +269,10 @@ class TransferSchedule:
         dtype = _wire_dtype(*self._kinds.boxes[kind])
         held, needed = own
         for route in np.flatnonzero((routes.sender == rank) | (routes.reader == rank)).tolist():
-            sender, reader = int(routes.sender[route]), int(routes.reader[route])
-            source, destination = int(routes.source[route]), int(routes.destination[route])
+            sender = int(routes.sender[route])
+            reader = int(routes.reader[route])
+            source = int(routes.source[route])
+            destination = int(routes.destination[route])
             sends = sender == rank
             peer = reader if sends else sender
             templates.append(Template(routes.box_of(route), peer, dtype, forwarded=forwarded and sends))
@@ -308,7 +312,8 @@ class _OwnPieces:
             numbers += found
         if side and by_name:
             raise ValueError(f"rank {rank} needs {min(by_name)}, which the placement does not list")
-        self._first, self._numbers = np.array(first, dtype=np.int64), np.array([*numbers, -1], dtype=np.int64)
+        self._first = np.array(first, dtype=np.int64)
+        self._numbers = np.array([*numbers, -1], dtype=np.int64)
 
     def ordinal(self, kind: int, place: int) -> int:
         """Return the position of a place among the rank's own places of a kind."""

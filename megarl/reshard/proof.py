@@ -66,7 +66,11 @@ def _check_disjoint(layout: Layout, rank: int) -> None:
     """Raise ValueError if two pieces have an element of a local tensor in common."""
     params: dict[str, int] = {}
     runs: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Integers, int]] = {}
-    owners, counts, offsets, relative, lengths = [], [], [], [], []
+    owners = []
+    counts = []
+    offsets = []
+    relative = []
+    lengths = []
     for piece in layout:
         kind = piece.box.shape, piece.stride
         if kind not in runs:
@@ -81,7 +85,8 @@ def _check_disjoint(layout: Layout, rank: int) -> None:
         return
     starts = np.repeat(offsets, counts) + np.concatenate(relative)
     ends = starts + np.repeat(lengths, counts)
-    tensors, pieces = np.repeat(owners, counts), np.repeat(np.arange(len(counts)), counts)
+    tensors = np.repeat(owners, counts)
+    pieces = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((starts, tensors))
     same = tensors[order][1:] == tensors[order][:-1]
     clashes = np.flatnonzero(same & (starts[order][1:] < ends[order][:-1]))
@@ -94,7 +99,8 @@ def _check_disjoint(layout: Layout, rank: int) -> None:
 
 def _runs(shape: Sequence[int], stride: Sequence[int]) -> tuple[Integers, int]:
     """Return the starts of a view's runs of adjacent elements, relative to its first element, and the runs' length."""
-    starts, length = np.zeros(1, dtype=np.int64), 1
+    starts = np.zeros(1, dtype=np.int64)
+    length = 1
     for step, extent in sorted(zip(stride, shape, strict=True)):
         if step == length and len(starts) == 1:
             length *= extent
@@ -120,7 +126,9 @@ def disagreement(plan: RankPlan) -> Integers:
         template = plan.steps[rows, 2]
         group = wave[rows] * plan.world_size + peers[template]
         order = np.argsort(group, kind="stable")
-        rows, template, group = rows[order], template[order], group[order]
+        rows = rows[order]
+        template = template[order]
+        group = group[order]
         position = np.arange(len(rows)) - np.searchsorted(group, group)
         first_hop = plan.steps[rows, 0] >= 0
         names = np.empty(len(rows), dtype=np.uint64)

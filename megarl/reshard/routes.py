@@ -105,9 +105,11 @@ class Routes:
     def _part(self, part: int, num_parts: int) -> "Routes":
         """Return part `part` of `num_parts` equal parts of each box; a part without an index is left out."""
         extents = self.hi - self.lo
-        lo, hi = self.lo.copy(), self.hi.copy()
+        lo = self.lo.copy()
+        hi = self.hi.copy()
         if extents.size:
-            row, dim = np.arange(len(lo)), np.argmax(extents > 1, axis=1)
+            row = np.arange(len(lo))
+            dim = np.argmax(extents > 1, axis=1)
             lo[row, dim] += extents[row, dim] * part // num_parts
             hi[row, dim] = self.lo[row, dim] + extents[row, dim] * (part + 1) // num_parts
         return self._only(np.flatnonzero((lo < hi).all(axis=1)), lo, hi)
@@ -148,7 +150,8 @@ def find_routes(
     """
     wanted, (readers, places_read) = destination.bounds, destination.owners
     cells, holders = _cells(source, num_dims=wanted[0].shape[1])
-    lo, hi = np.maximum(cells[0][:, None], wanted[0]), np.minimum(cells[1][:, None], wanted[1])
+    lo = np.maximum(cells[0][:, None], wanted[0])
+    hi = np.minimum(cells[1][:, None], wanted[1])
     numel = np.prod(np.maximum(hi - lo, 0), axis=2, dtype=np.int64)  # [num_cells, num_destinations]
     _check_supplied(numel.sum(axis=0), destination.places)
     boxes = np.cumsum(numel.ravel() > 0).reshape(numel.shape) - 1
@@ -156,7 +159,8 @@ def find_routes(
     columns = []
     for cell, (ranks, places) in enumerate(holders):
         served = np.flatnonzero(numel[cell, places_read])
-        reader, place = readers[served], places_read[served]
+        reader = readers[served]
+        place = places_read[served]
         sizes = numel[cell, place] * itemsize
         supplier = _suppliers(ranks, reader, sizes, load, sent_before, ranks_per_node=ranks_per_node)
         columns.append((boxes[cell, place], ranks[supplier], places[supplier], reader, place))
@@ -237,7 +241,8 @@ def _suppliers(
     """
     supplier = np.minimum(np.searchsorted(holders, readers), len(holders) - 1)
     foreign: Integers = np.flatnonzero(holders[supplier] != readers)
-    nodes, node = holders // ranks_per_node, readers[foreign] // ranks_per_node
+    nodes = holders // ranks_per_node
+    node = readers[foreign] // ranks_per_node
     first = np.searchsorted(nodes, node)
     num_near: Integers = np.asarray(np.searchsorted(nodes, node, side="right") - first)
     near: npt.NDArray[np.bool_] = num_near > 0
@@ -269,7 +274,8 @@ def _least_loaded(load: Integers, sent_before: Integers, size: int, num: int) ->
     level = level[order]
     below = np.arange(len(level)) * level - starts(level)  # boxes that are given before each holder gets its first
     served = int(np.searchsorted(below, num))
-    order, level = order[:served], level[:served]
+    order = order[:served]
+    level = level[:served]
     height, rest = divmod(num + int(level.sum()), served)
     counts = height - level
     counts[:rest] += 1

@@ -44,7 +44,8 @@ def _share(routes: Routes, *, ranks_per_node: int) -> tuple[Routes, Routes]:
     order = np.lexsort((routes.reader, node, routes.box, ~outside))[: outside.sum()]
     fresh = np.diff(routes.box[order], prepend=-1).astype(bool) | np.diff(node[order], prepend=-1).astype(bool)
     group = np.cumsum(fresh) - 1
-    first, sizes = np.flatnonzero(fresh), np.bincount(group)
+    first = np.flatnonzero(fresh)
+    sizes = np.bincount(group)
     turn = np.arange(len(order)) - first[group]
     # The share of each importer is a new box, numbered after the boxes of the unchanged (direct) routes.
     direct = np.setdiff1d(np.arange(len(routes.box)), order)
@@ -74,10 +75,13 @@ def _share(routes: Routes, *, ranks_per_node: int) -> tuple[Routes, Routes]:
 
 def _shares(routes: Routes, box: Integers, turn: Integers, num: Integers) -> tuple[Integers, Integers]:
     """Return the ends of the `turn`-th of `num` equal parts of each box, along its first dimension that can be cut."""
-    lo, hi = routes.lo[box].copy(), routes.hi[box].copy()
+    lo = routes.lo[box].copy()
+    hi = routes.hi[box].copy()
     extents = hi - lo
-    row, dim = np.arange(len(lo)), np.argmax(extents > 1, axis=1)
-    extent, low = extents[row, dim], lo[row, dim].copy()
+    row = np.arange(len(lo))
+    dim = np.argmax(extents > 1, axis=1)
+    extent = extents[row, dim]
+    low = lo[row, dim].copy()
     lo[row, dim] = low + extent * turn // num
     hi[row, dim] = low + extent * (turn + 1) // num
     return lo, hi

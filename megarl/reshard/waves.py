@@ -29,7 +29,8 @@ def cut_waves(parts: npt.NDArray[np.int64], loads: npt.NDArray[np.int64], bucket
     total = (np.bincount(parts, minlength=len(loads)) @ loads).max()
     bounds = np.linspace(0, len(parts), int(total / bucket_bytes * BLOCKS_PER_WAVE) + 2, dtype=np.int64)
     pending = list(pairwise(np.unique(bounds).tolist()))[::-1]
-    ends, load = [], np.zeros(loads.shape[1], dtype=np.int64)
+    ends = []
+    load = np.zeros(loads.shape[1], dtype=np.int64)
     while pending:
         begin, end = pending.pop()
         block = loads[parts[begin:end]].sum(axis=0)

@@ -43,7 +43,9 @@ def read(text: str, operations: Operations[Value]) -> Value:
 def _tokens(text: str) -> list[str]:
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"longer than {MAX_CHARACTERS} characters")
-    tokens, position, num_open = list[str](), 0, 0
+    tokens = list[str]()
+    position = 0
+    num_open = 0
     while position < len(text):
         if text[position] in (_SPACES_IN_PARENTHESES if num_open else _SPACES):
             position += 1

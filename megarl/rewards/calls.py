@@ -39,7 +39,9 @@ class Concurrently:
 
     def __init__(self, function: Callable[..., Any], names: Sequence[str] = ARGUMENTS) -> None:
         """`names` are those of the arguments that the function takes."""
-        self._function, self._names, self._runner = function, names, asyncio.Runner()
+        self._function = function
+        self._names = names
+        self._runner = asyncio.Runner()
 
     def __call__(self, samples: Sequence[Arguments], deadline: float) -> Sequence[Outcome]:
         """Return the outcome of each response, `TooLateError` after the deadline."""
@@ -64,7 +66,8 @@ class AsBatch:
 
     def __init__(self, function: Callable[..., Any], *, is_async: bool, takes_ids: bool = False) -> None:
         """`takes_ids`: the function also takes the tokens of the responses."""
-        self._function, self._runner = function, asyncio.Runner() if is_async else None
+        self._function = function
+        self._runner = asyncio.Runner() if is_async else None
         self._names = dict(zip(BATCH_ARGUMENTS, ARGUMENTS, strict=True)) | ({IDS: IDS} if takes_ids else {})
 
     def __call__(self, samples: Sequence[Arguments], deadline: float) -> Sequence[Outcome]:

@@ -43,7 +43,8 @@ def gather(
         wait_for: waits for results, at most `ROUND_S`.
         arrived: receives the number of results, of all ranks, whenever there are some.
     """
-    found, left = dict[K, V](), dict(futures)
+    found = dict[K, V]()
+    left = dict(futures)
 
     def collect() -> dict[K, V]:
         wait_for(list(left.values()))

@@ -118,7 +118,8 @@ def _plain(text: str) -> str:
 def _read(truth: Any) -> tuple[float, list[int]]:
     """Return the target and the sorted numbers of a ground truth. Raises UserError if it has something else."""
     try:
-        target, given = float(exact_number(truth["target"])), truth["numbers"]
+        target = float(exact_number(truth["target"]))
+        given = truth["numbers"]
     except (KeyError, TypeError, IndexError) as error:
         raise UserError(f"the ground truth {truth!r} is not {{target, numbers}}") from error
     if not isinstance(given, list | tuple):  # a text would be read as its digits

@@ -99,7 +99,8 @@ class Judge:
         reply = await self._server.post(f"{self.url.rstrip('/')}/chat/completions", body)
         try:
             choice = reply["choices"][0]
-            content, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+            content = choice["message"]["content"]
+            is_cut = choice.get("finish_reason") == "length"
         except (LookupError, TypeError, AttributeError):
             raise PassingError(f"the reply is no chat completion: {show(json.dumps(reply))}") from None
         if not isinstance(content, str):

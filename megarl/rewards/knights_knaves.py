@@ -81,7 +81,8 @@ def _claims(roles: Sequence[tuple[str, bool]]) -> str:
 def _read(truth: Any) -> tuple[tuple[str, ...], Roles]:
     """Return the names as a response states them, and the roles. Raises UserError for anything else."""
     try:
-        names, knights = truth["names"], truth["is_knight"]
+        names = truth["names"]
+        knights = truth["is_knight"]
     except (KeyError, TypeError, IndexError) as error:
         raise UserError(f"the ground truth {truth!r} is not {{names, is_knight}}") from error
     if not all(isinstance(values, list | tuple) for values in (names, knights)) or len(names) != len(knights):

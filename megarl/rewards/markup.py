@@ -26,7 +26,8 @@ def without_markup(text: str, *, parentheses: bool = False) -> str:
     """
     tokens = list(_TOKEN.finditer(text))
     replaced = [_LITERAL.get(token[0], token[0]) for token in tokens]
-    opened, is_open = list[int](), Counter[str]()
+    opened = list[int]()
+    is_open = Counter[str]()
     for place, token in enumerate(tokens):
         mark = "{" if token[0][-1] == "{" and token[0] != "\\{" else token[0]
         if mark in "()" and not parentheses:
@@ -43,7 +44,8 @@ def without_markup(text: str, *, parentheses: bool = False) -> str:
         elif mark not in _OPENING and token[0] not in _LITERAL and _may_open(text, token):
             opened.append(place)
             is_open[mark] += 1
-    pieces, end = list[str](), 0
+    pieces = list[str]()
+    end = 0
     for token, piece in zip(tokens, replaced, strict=True):
         pieces += [text[end : token.start()], piece]
         end = token.end()

@@ -114,7 +114,8 @@ def last_boxed(text: str) -> str | None:
     braces, as in `$\\boxed 5$`, the content goes up to the end of the formula or the line. Takes linear time.
     """
     closings = _closings(text)
-    found, first = list[str](), len(text)
+    found = list[str]()
+    first = len(text)
     for box in reversed(list(_BOX.finditer(text))):
         content, end = _boxed(text, box, closings, first)
         if found and not (end <= first and _NEIGHBOURS.fullmatch(text, end, first)):
@@ -192,7 +193,8 @@ def _score(answer: str | None, truth: Any) -> float:
 
 def _closings(text: str) -> dict[int, int]:
     """Return the position of the closing brace by that of the opening brace, without `\\{` and `\\}`."""
-    closings, opened = dict[int, int](), list[int]()
+    closings = dict[int, int]()
+    opened = list[int]()
     for token in _BRACES.finditer(text):
         if token[0] == "{":
             opened.append(token.start())

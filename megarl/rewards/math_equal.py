@@ -19,7 +19,8 @@ def equal(answer: str, truth: str) -> bool:
     """
     if len(answer) > MAX_CHARACTERS:
         return False
-    found, gold = forms.plain(answer), forms.plain(truth)
+    found = forms.plain(answer)
+    gold = forms.plain(truth)
     if forms.flat(found) == forms.flat(gold):
         return True
     same_words = forms.same_words(found, gold)
@@ -96,7 +97,8 @@ def _sides_equal(found: str, gold: str) -> bool:
 
 
 def _verified(answer: str, truth: str) -> bool:
-    answer, truth = formula_of(answer) or answer, formula_of(truth) or truth
+    answer = formula_of(answer) or answer
+    truth = formula_of(truth) or truth
     return verified(answer, truth) and nearly_equal(answer, truth)
 
 

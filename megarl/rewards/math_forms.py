@@ -122,7 +122,8 @@ def same_words(found: str, gold: str) -> bool | None:
     `xyz` and `bx` may be products, `no` and `ten` may not. The letters of a product of one family, such as `ab` and
     `xyz`, commute. Case counts for one to three capitals outside `\\text`, which are points.
     """
-    of_gold, of_found = letters(gold), letters(found)
+    of_gold = letters(gold)
+    of_found = letters(found)
     if of_gold is None:
         return None
     if _PRODUCT.fullmatch(gold) and (of_found is None or _commutes(gold)):
@@ -170,7 +171,9 @@ def sides(latex: str) -> list[str]:
 
 def _split(latex: str, separator: re.Pattern[str]) -> list[str]:
     """Return the parts between separators that are not in brackets."""
-    parts, depth, start = list[str](), 0, 0
+    parts = list[str]()
+    depth = 0
+    start = 0
     for token in _TOKENS.finditer(latex):
         depth = max(0, depth + _depth_of(token[0]))
         is_grouping = _GROUPED.match(latex, max(0, token.start() - 1)) and token[0] == ","
@@ -226,12 +229,14 @@ def same_points(found: str, gold: str) -> bool:
     An angle and a segment may be read from both ends: `\angle ABC` is `\angle CBA`. Answers without them agree.
     """
     of_found, of_gold = (sorted(map(_points, _OBJECT.finditer(text))) for text in (found, gold))
-    alone, bare = _OBJECT.fullmatch(gold), _POINTS.fullmatch(found)
+    alone = _OBJECT.fullmatch(gold)
+    bare = _POINTS.fullmatch(found)
     if alone and bare:
         return bare[1] in (alone[2], _points(alone)[1])
     return not of_found or not of_gold or of_found == of_gold
 
 
 def _points(found: re.Match[str]) -> tuple[str, str]:
-    kind, points = found[1].removeprefix("measured"), found[2]
+    kind = found[1].removeprefix("measured")
+    points = found[2]
     return kind, min(points, points[::-1]) if kind in ("angle", "overline") else points

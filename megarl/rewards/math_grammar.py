@@ -88,7 +88,8 @@ def foreign_part(truth: str) -> str | None:
     if label := _LABEL.search(truth):
         return repr(label[0])
     for token in _TOKEN.finditer(truth):
-        sign, letters = token["sign"], token["letters"]
+        sign = token["sign"]
+        letters = token["letters"]
         is_usual_sign = sign is None or sign in _SIGNS or sign in "<>_':"
         is_usual_run = letters is None or len(letters) == 1 or _USUAL_LETTERS.fullmatch(letters) or is_unit(letters)
         if not (is_usual_sign and is_usual_run):

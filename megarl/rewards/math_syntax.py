@@ -123,7 +123,8 @@ class _Reader:
         self._operand(depth)
         self._scripts(depth)
         while self._is_unit(self.next) or self.next in _POSTFIXES:
-            end, is_silent = len(self.read), self._is_word_of_unit(self.next)
+            end = len(self.read)
+            is_silent = self._is_word_of_unit(self.next)
             is_unit_before = self._take() not in _POSTFIXES
             if is_unit_before or self.next == "^":
                 self._scripts(depth)

@@ -23,7 +23,9 @@ RewardFn = Callable[..., Any]
 """f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps more."""
 
 WRONG = ("This text is no response to the question.", "")
-DATA_SOURCE, CUSTOM, JUDGE = "data_source", "custom", "judge"
+DATA_SOURCE = "data_source"
+CUSTOM = "custom"
+JUDGE = "judge"
 
 
 @dataclass(frozen=True, kw_only=True)

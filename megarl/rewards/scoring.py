@@ -48,8 +48,10 @@ class RuleScorer:
     def __init__(
         self, *, rules: Rules, pool: Pool, decode: Callable[[Sequence[int]], str], section: RulesSection
     ) -> None:
-        self.rules, self.pool = rules, pool
-        self._decode, self._section = decode, section
+        self.rules = rules
+        self.pool = pool
+        self._decode = decode
+        self._section = section
         self._begun = defaultdict[SampleKey, list[PendingResponse]](list)
 
     @classmethod
@@ -157,7 +159,8 @@ class RuleScorer:
                 )
 
     def _report(self, scored: Scored, results: Sequence[ScoringResult]) -> None:
-        messages, on_failure = first_failures(scored), self._section.on_failure
+        messages = first_failures(scored)
+        on_failure = self._section.on_failure
         num_failed = sum(result.fault is not None for result in results)
         if on_failure == "score" and all(result.fault == "error" for result in results):
             raise RewardError(f"the reward fails on all {len(scored)} responses; {messages[0]}")
@@ -202,7 +205,8 @@ def first_failures(scored: Scored) -> list[str]:
 
 def _message(scored: Scored, sample: int) -> str:
     assert scored.failures
-    prompt, text = scored.prompt_of(sample), scored.texts[sample]
+    prompt = scored.prompt_of(sample)
+    text = scored.texts[sample]
     shown = beginning(text, SHOWN_CHARACTERS)
     return (
         f"the reward failed on sample {sample} (data source {prompt.data_source!r}, data row {prompt.index}, "

@@ -114,7 +114,8 @@ def _fault_of_call(signature: Signature | None, place: str, name: str, kwargs: C
 def _fault_of_construction(signature: Signature | None, path: Path, name: str, kwargs: Collection[str]) -> str | None:
     if signature is None:
         return None
-    unknown, needed = [name for name in kwargs if not takes(signature, name)], unmet(signature, kwargs)
+    unknown = [name for name in kwargs if not takes(signature, name)]
+    needed = unmet(signature, kwargs)
     faults = [f"does not accept {', '.join(unknown)}, which {_KWARGS} gives"] if unknown else []
     faults += [f"needs {', '.join(needed)}: give it in {_KWARGS}"] if needed else []
     return f"{path}: the constructor of {name} {' and '.join(faults)}" if faults else None

@@ -1,6 +1,7 @@
 """Extracts the answer of a response from its `<answer>...</answer>` tags. Both functions take linear time."""
 
-_OPEN, _CLOSE = "<answer>", "</answer>"
+_OPEN = "<answer>"
+_CLOSE = "</answer>"
 
 
 def answer_of(text: str) -> tuple[str, bool]:
@@ -18,11 +19,13 @@ def answer_of(text: str) -> tuple[str, bool]:
 
 def last_of_pairs(text: str) -> str | None:
     """Return the content of the last pair of tags, paired from the left: it may have a second opening tag."""
-    answer, position = None, 0
+    answer = None
+    position = 0
     while (start := text.find(_OPEN, position)) >= 0:
         start += len(_OPEN)
         end = text.find(_CLOSE, start)
         if end < 0:
             break
-        answer, position = text[start:end], end + len(_CLOSE)
+        answer = text[start:end]
+        position = end + len(_CLOSE)
     return answer

@@ -143,7 +143,11 @@ def quantities_of(text: str, *, single_letters: bool) -> Quantities:
 
     A single letter is a unit with `single_letters` or after a quotation mark, since it may be a variable.
     """
-    found, sign, factor, is_open, before = list[tuple[str, int]](), 1, 1, False, ""
+    found = list[tuple[str, int]]()
+    sign = 1
+    factor = 1
+    is_open = False
+    before = ""
     for part in _PART.findall(_SPEEDS.sub(lambda speed: "mile/hour" if speed[1] else "km/hour", text)):
         word = part.lower()
         singular = word.removesuffix("s") if len(word) > 2 else word
@@ -154,12 +158,16 @@ def quantities_of(text: str, *, single_letters: bool) -> Quantities:
                 found[-1] = name, power * int({"²": "2", "³": "3"}.get(part) or part.strip("^{ }"))
             is_open = False
         elif part == "/" or word == "per":
-            sign, is_open = -1, False
+            sign = -1
+            is_open = False
         elif word in ("square", "sq", "cubic", "cu"):
-            factor, is_open = 3 if word.startswith("cu") else 2, False
+            factor = 3 if word.startswith("cu") else 2
+            is_open = False
         elif unit and (len(part) > 1 or not part.isalpha() or single_letters or before == "'"):
             found.append((unit, sign * factor))
-            sign, factor, is_open = 1, 1, True
+            sign = 1
+            factor = 1
+            is_open = True
         elif part != "'":
             sign, factor, is_open = (1, 1, False) if part.isdigit() else (sign, factor, False)
         before = part

@@ -24,7 +24,9 @@ class EngineWeights:
 
     def __init__(self, model: nn.Module, layout: EngineLayout, *, vllm_config: Any) -> None:
         self._modules = dict(model.named_modules())
-        self._model, self._layout, self._vllm_config = model, layout, vllm_config
+        self._model = model
+        self._layout = layout
+        self._vllm_config = vllm_config
         self._module_of = {param: module for module, params in layout.params.items() for param in params}
         self._unwritten: dict[str, set[str]] = {}  # module -> parameters not closed yet; empty between syncs
         self._staged: set[str] = set()

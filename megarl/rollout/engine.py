@@ -88,7 +88,9 @@ class RolloutEngine:
 
         reload.check_platform()
         patches.name_message_queues(prefix := segments.claim())
-        self._section, self._stop, self.max_model_len = section, list(stop_token_ids), max_model_len
+        self._section = section
+        self._stop = list(stop_token_ids)
+        self.max_model_len = max_model_len
         on_cpu: bool = current_platform.is_cpu()
         self._may_compile = not (on_cpu and is_eager(section, on_cpu=on_cpu))
         arguments = llm_arguments(
@@ -143,7 +145,8 @@ class RolloutEngine:
         self._wake("weights")
         with self.weights.update():
             yield self.weights
-        self._version, self._has_weights = version, True
+        self._version = version
+        self._has_weights = True
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -178,7 +181,8 @@ class RolloutEngine:
 
     def name(self, replica: int) -> str:
         """Return the name of a replica and its ranks, for messages."""
-        first, size = replica * self.tp_size, self.tp_size
+        first = replica * self.tp_size
+        size = self.tp_size
         return f"engine replica {replica} ({f'ranks {first}-{first + size - 1}' if size > 1 else f'rank {first}'})"
 
     def open_queue(

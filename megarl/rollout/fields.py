@@ -25,7 +25,8 @@ OURS = frozenset(
 
 def engine_faults(arguments: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each argument that vLLM does not have or that the user must not set, or set to that value."""
-    known, types = engine_arguments(), _declared()
+    known = engine_arguments()
+    types = _declared()
     for name, value in arguments.items():
         if name in ("vllm", "sglang", "trtllm"):
             yield f"{name}: the engine is vLLM, write its arguments without that name"

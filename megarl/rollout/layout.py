@@ -79,9 +79,11 @@ def trace(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], device: torch
 def _ownership(modules: Mapping[str, nn.Module]) -> tuple[dict[str, list[str]], frozenset[str]]:
     """Return the parameters of each module that no earlier module has, and the modules without any of their own."""
     seen = set[Tensor]()  # whose hashes are their identities
-    own, tied = {}, set()
+    own = {}
+    tied = set()
     for name, module in modules.items():
-        live, loadable = reload.parameters(module), reload.loadable(module)
+        live = reload.parameters(module)
+        loadable = reload.loadable(module)
         keys = [key for key in loadable if live.get(key) not in seen]
         seen |= {*live.values()}
         if keys:
@@ -148,7 +150,8 @@ class _Recorder(TorchDispatchMode):
             writes = torch.zeros(tensor.numel(), dtype=torch.uint8)
             for region in regions:
                 region.view(writes).add_(1)
-            missing, twice = int((writes == 0).sum()), int((writes > 1).sum())
+            missing = int((writes == 0).sum())
+            twice = int((writes > 1).sum())
             if missing or twice:
                 raise RuntimeError(
                     f"The checkpoint does not fill the engine's {param} {tuple(tensor.shape)}: {missing} elements are "
@@ -205,7 +208,8 @@ class _Recorder(TorchDispatchMode):
 def _box(source: Tensor, value: Tensor) -> Box | None:
     """Return the box of the (contiguous) source that its view `value` shows; None if the view is not a box."""
     steps = source.stride()
-    lo, rest = [], int(value.storage_offset())
+    lo = []
+    rest = int(value.storage_offset())
     for step in steps:
         index, rest = divmod(rest, step)
         lo.append(index)

@@ -5,7 +5,8 @@ from packaging.version import InvalidVersion, Version
 from megarl.platform.errors import UserError
 from megarl.platform.versions import versions
 
-OLDEST, NEWEST = (0, 26), (0, 32)
+OLDEST = (0, 26)
+NEWEST = (0, 32)
 
 
 def installed_release() -> str | None:

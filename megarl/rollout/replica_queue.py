@@ -67,8 +67,12 @@ class ReplicaQueue:
             on_finished: receives a prompt and its sample as soon as the sample, or its turn, is finished, on one rank
                 of the replica.
         """
-        self._engine, self._params, self._replica = engine, params, replica
-        self._step, self._version, self._on_finished = step, weight_version, on_finished
+        self._engine = engine
+        self._params = params
+        self._replica = replica
+        self._step = step
+        self._version = weight_version
+        self._on_finished = on_finished
         self._names = count()
         self._open = dict[str, _OpenSample]()  # by the name of the request
         self._numbers = dict[tuple[int, int], int]()  # by group and sample
@@ -89,7 +93,8 @@ class ReplicaQueue:
         with self._using([group.prompt for group in groups]):
             for request, of_request in zip(requests, params, strict=True):
                 key = (request.started.prompt, request.started.sample)
-                name, number = str(next(self._names)), self._numbers.setdefault(key, len(self._numbers))
+                name = str(next(self._names))
+                number = self._numbers.setdefault(key, len(self._numbers))
                 self._engine.add_request(name, tokens_input(request.token_ids()), of_request)
                 self._open[name] = _OpenSample(number, request)
 
@@ -99,7 +104,8 @@ class ReplicaQueue:
         Raises:
             RuntimeError: vLLM failed, has lost a sample, or returned another than it was asked for.
         """
-        found, last = list[Generation](), None if num_steps is None else self.num_steps + num_steps
+        found = list[Generation]()
+        last = None if num_steps is None else self.num_steps + num_steps
         with self._using(self._prompts(self._open.values())):
             while self._open and self.num_steps != last:
                 self.num_steps += 1
@@ -117,7 +123,8 @@ class ReplicaQueue:
 
         Return them with their tokens, or without if their parameters ask for final outputs alone.
         """
-        stopped, self._open = self._open, {}
+        stopped = self._open
+        self._open = {}
         with self._using(self._prompts(stopped.values())):
             self._engine.abort_request(list(stopped))
             if stopped:
@@ -147,7 +154,8 @@ class ReplicaQueue:
     def _take_step(self) -> list[_OpenSample]:
         """Draw the next token of every request that has room. Return the samples that are finished."""
         if not self._engine.has_unfinished_requests():
-            lost, self._open = len(self._open), {}
+            lost = len(self._open)
+            self._open = {}
             raise RuntimeError(f"it has lost {lost} of the samples that it was asked for")
         if self._batches is not None and not self._batches:
             self._engine.step()  # schedules the first step, and returns before its tokens are there

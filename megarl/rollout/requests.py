@@ -47,7 +47,8 @@ class RequestParams:
                 f"{self.max_tokens}, but the engine was started for {self.max_model_len} together; raise "
                 "data.max_prompt_length"
             )
-        num_begun, sample = len(request.started.token_ids), request.started.sample
+        num_begun = len(request.started.token_ids)
+        sample = request.started.sample
         return request_params(
             self.sampling,
             seed=request_seed(

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from megarl.distributed.exchange import host_group
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX, SOCKETS = "megarl-", "-sockets"
+PREFIX = "megarl-"
+SOCKETS = "-sockets"
 LOCK = re.compile(rf"({PREFIX}[0-9a-f]{{12}})\.lock")
 
 

@@ -58,8 +58,12 @@ class SamplingSession:
 
         `episodes` None: a sample is complete if the engine has finished it.
         """
-        self._engine, self._queue, self._num_slots, self._episodes = engine, queue, num_slots, episodes
-        self._waiting, self._num_windows = list[Waiting](), 0
+        self._engine = engine
+        self._queue = queue
+        self._num_slots = num_slots
+        self._episodes = episodes
+        self._waiting = list[Waiting]()
+        self._num_windows = 0
         num_replicas = engine.num_replicas
         self._unit = f"responses of the first of {num_replicas} replicas" if num_replicas > 1 else "responses"
         self._open = dict[int, Group]()
@@ -67,7 +71,8 @@ class SamplingSession:
         self._shares = engine.num_replicas > 1 and not episodes  # an episode never moves
         self._may_wait = False  # whether a replica may have groups without room
         self._most = 0  # open samples that a replica ever had
-        self._num_steps, self._num_running = 0, 0
+        self._num_steps = 0
+        self._num_running = 0
 
     @property
     def num_open(self) -> int:
@@ -128,7 +133,8 @@ class SamplingSession:
             self._note(generations)
         if self._episodes and self._waiting:
             self._note(self._episodes.answer([each.generation for each in self._waiting]))
-        stopped, self._open = self._open, {}
+        stopped = self._open
+        self._open = {}
         return stopped
 
     def occupancy(self) -> float:
@@ -141,7 +147,8 @@ class SamplingSession:
         return self._num_running / slots if slots else 1.0
 
     def _run(self, num_steps: int | None) -> Window:
-        steps, running = self._queue.num_steps, self._queue.num_running
+        steps = self._queue.num_steps
+        running = self._queue.num_running
         finished = self._queue.run(num_steps)
         return Window(
             finished,
@@ -152,9 +159,12 @@ class SamplingSession:
 
     def _share(self, waiting: Sequence[list[int]]) -> None:
         """Give groups that wait, listed by replica, to those with fewer open samples; the last of a replica first."""
-        taken, given, mine = list[Group](), list[Group](), self._engine.replica
+        taken = list[Group]()
+        given = list[Group]()
+        mine = self._engine.replica
         while full := [replica for replica, groups in enumerate(waiting) if groups]:
-            source, target = max(full, key=self._loads.__getitem__), self._loads.index(min(self._loads))
+            source = max(full, key=self._loads.__getitem__)
+            target = self._loads.index(min(self._loads))
             group = self._open[waiting[source][-1]]
             size = _num_open(group)
             if self._loads[source] - self._loads[target] <= size:
@@ -181,7 +191,9 @@ class SamplingSession:
         """Take the answers that are due, and draw the next turns."""
         waiting = Counter(each.replica for each in self._waiting)
         idle = {replica for replica, load in enumerate(self._loads) if load == waiting[replica]}
-        due, rest, mine = list[Waiting](), list[Waiting](), list[Group]()
+        due = list[Waiting]()
+        rest = list[Waiting]()
+        mine = list[Group]()
         for each in self._waiting:
             is_due = each.replica in idle or each.window + episodes.overlap < self._num_windows
             (due if is_due else rest).append(each)

@@ -95,9 +95,11 @@ def _faults(table: pa.Table) -> Iterator[str]:
 
 
 def _faults_of_values(table: pa.Table) -> Iterator[str]:
-    lengths, failed = pc.list_value_length(table["response_ids"]), table["failure"].is_valid()
+    lengths = pc.list_value_length(table["response_ids"])
+    failed = table["failure"].is_valid()
     for name, column in COLUMNS.items():
-        values, num_null = table[name], table[name].null_count
+        values = table[name]
+        num_null = table[name].null_count
         if num_null and (column.null == "never" or (column.null == "in all rows or none" and num_null < len(table))):
             yield f"column {name}: it is null in {num_null} of {len(table)} rows"
         if column.null == "if the reward failed" and not values.is_null().equals(failed):

@@ -45,8 +45,10 @@ class StepCache:
             checkpoint_of: returns the place of the checkpoint that a step starts from; None: the start of the run.
             prompt_of: returns the prompt of a row of the data set.
         """
-        self._directory, self._config = run_dir / KEPT, config
-        self._checkpoint_of, self._prompt_of = checkpoint_of, prompt_of
+        self._directory = run_dir / KEPT
+        self._config = config
+        self._checkpoint_of = checkpoint_of
+        self._prompt_of = prompt_of
         self._place: Path | None = None  # of the step; None: nothing is kept
         self._number = 0  # of the next file
 
@@ -59,7 +61,8 @@ class StepCache:
         on_first_rank(lambda: self._keep(groups))
 
     def _begin(self, step: int) -> dict[int, Group]:
-        self._place, self._number = self._place_of(step), 0
+        self._place = self._place_of(step)
+        self._number = 0
         for other in self._directory.glob("step_*"):
             if other != self._place:
                 shutil.rmtree(other)
@@ -77,7 +80,8 @@ class StepCache:
             self._number += 1
 
     def _place_of(self, step: int) -> Path | None:
-        digest, checkpoint = hashlib.sha256(self._config.encode()), self._checkpoint_of(step)
+        digest = hashlib.sha256(self._config.encode())
+        checkpoint = self._checkpoint_of(step)
         if checkpoint:
             try:
                 digest.update((checkpoint / STATE_FILE).read_bytes())

@@ -30,7 +30,8 @@ from megarl.samples.schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow
 
 logger = logging.getLogger(__name__)
 
-STEP, SUFFIX = "step_", ".parquet"
+STEP = "step_"
+SUFFIX = ".parquet"
 MAX_WIDTH = 1 << 24  # tokens; no model reads as many
 WIDTH = b"megarl.width"  # metadata: `T` of the record, which may exceed the longest response
 
@@ -131,7 +132,9 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     rows = table.select(list(PROMPT_COLUMNS)).take(first_rows).to_pylist()
     with naming(path):  # JSON that cannot be read
         prompts = [_prompt(row) for row in rows]
-    baselines, answers, failures = table["baseline"], table["answer"], table["failure"]
+    baselines = table["baseline"]
+    answers = table["answer"]
+    failures = table["failure"]
     responses = _padded(table["response_ids"], present, torch.int64)
     assert responses is not None, "every response has tokens"
     scored = Scored(
@@ -192,7 +195,8 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
         "prompt_ids": [list(prompt.token_ids) for prompt in scored.prompts],
         "ground_truth": [json.dumps(prompt.ground_truth, ensure_ascii=False, default=str) for prompt in scored.prompts],
     }
-    present, none = scored.present(), [None] * len(scored)
+    present = scored.present()
+    none = [None] * len(scored)
 
     def per_token(values: Tensor | None) -> Any:
         return none if values is None else _flat(values, present)

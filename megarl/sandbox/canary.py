@@ -29,8 +29,10 @@ class Canary:
             score: calls the rules in the worker.
             renew: ends the worker, so that the next call begins in a new one.
         """
-        self._rules, self._every = rules, every
-        self._score, self._renew = score, renew
+        self._rules = rules
+        self._every = every
+        self._score = score
+        self._renew = renew
         self._num_requests = 0
         self._sample: Any = None
         self._at_first = 0.0
@@ -39,7 +41,8 @@ class Canary:
         """Count a request with this response; describe how the reward has changed; None if it has not."""
         if not self._every:
             return None
-        number, self._num_requests = self._num_requests, self._num_requests + 1
+        number = self._num_requests
+        self._num_requests = self._num_requests + 1
         if number == 0:
             self._begin(sample)
         if number % self._every or self._sample is None:
@@ -51,7 +54,8 @@ class Canary:
         for canary in self._rules.canaries(sample):
             first = self._score(canary)
             if first is not None and self._always_earns(canary, first):
-                self._sample, self._at_first = canary, first
+                self._sample = canary
+                self._at_first = first
                 return
 
     def _change(self) -> str | None:

@@ -17,7 +17,8 @@ _PIECE = 1 << 16  # the capacity of a pipe
 TAIL = 1 << 14
 """Bytes of the output that are kept."""
 _MARGIN = 1 << 12  # bytes of a truncated tail that are not shown: half a secret would not be recognised
-_SHOWN_LINES, _SHOWN_CHARACTERS = 3, 200
+_SHOWN_LINES = 3
+_SHOWN_CHARACTERS = 200
 _ENDING_S = 0.2  # a process closes its files a moment before it has ended
 _ROUND_S = 0.002
 
@@ -113,7 +114,8 @@ class ChildProcess:
         deadline = time.monotonic() + within_s
         while not self.is_over:
             if isinstance(message := self.fork_server.take(), dict):
-                self.exit_code, self.is_over = message.get("ended"), True
+                self.exit_code = message.get("ended")
+                self.is_over = True
             elif is_readable(self.fork_server.connection, within_s=deadline - time.monotonic()):
                 self.fork_server.read()
             else:

@@ -57,7 +57,9 @@ class Supervisor:
     """Runs one worker at a time, and replaces a worker that is lost or has done its work."""
 
     def __init__(self, rank: socket.socket, *, rules: Callee, limits: WorkerLimits) -> None:
-        self._rank, self._rules, self._limits = rank, rules, limits
+        self._rank = rank
+        self._rules = rules
+        self._limits = limits
         self._loaded: ChildProcess | None = None  # has loaded the rules: a fork server, or the worker itself
         self._worker: ChildProcess | None = None
         self._worker_failed = False
@@ -103,7 +105,8 @@ class Supervisor:
 
     def clean(self) -> None:
         """End a worker that is unsound or has done its work, and every process that the last response left running."""
-        loaded, is_clear = self._loaded, not self._worker_failed
+        loaded = self._loaded
+        is_clear = not self._worker_failed
         if self._worker is not loaded:
             is_clear = self._end_borrowed()
         self._worker_failed = False
@@ -114,7 +117,9 @@ class Supervisor:
     def end(self, *, within_s: float | None = CLEAN_S) -> None:
         """End all descendants of this process."""
         helpers = {id(helper): helper for helper in (self._worker, self._loaded) if helper}
-        self._worker, self._loaded, self._worker_failed = None, None, False
+        self._worker = None
+        self._loaded = None
+        self._worker_failed = False
         for helper in helpers.values():
             helper.kill()
         end_descendants(within_s=within_s)
@@ -123,7 +128,8 @@ class Supervisor:
 
     def _end_borrowed(self) -> bool:
         """End the worker that a fork server forked; return whether the fork server is ready for the next."""
-        worker, self._worker = self._worker, None
+        worker = self._worker
+        self._worker = None
         if worker is None or worker.fork_server is None:
             return False
         worker.kill()
@@ -162,7 +168,8 @@ class Supervisor:
         reply = self._wait(helper, WorkerLost("error", f"its rules did not load in {START_S:g} s"), START_S)
         if "ready" not in reply:
             raise WorkerLost("error", str(reply.get("error")))
-        helper.loaded, helper.num_threads = frozenset([helper.pid, *descendants()]), reply["threads"]
+        helper.loaded = frozenset([helper.pid, *descendants()])
+        helper.num_threads = reply["threads"]
         return helper
 
     def _borrow(self, fork_server: ChildProcess, samples: Sequence[Any]) -> ChildProcess:
@@ -223,7 +230,8 @@ class Supervisor:
         for source in (helper.connection.fileno(), helper.output, self._rank.fileno()):
             sources.register(source, select.POLLIN)
         now = time.monotonic()
-        deadline, next_look = now + seconds, now + _POLL_S
+        deadline = now + seconds
+        next_look = now + _POLL_S
         while True:
             if isinstance(message := helper.take(), dict):
                 return message

@@ -65,11 +65,14 @@ def answer(
     connection: socket.socket, request: dict[str, Any], rules: Callee, reward: GroupReward, *, timeout_s: float
 ) -> bool:
     """Answer a request; return whether this process can continue."""
-    process, samples = os.getpid(), unpack(request["samples"])
+    process = os.getpid()
+    samples = unpack(request["samples"])
     for arguments in samples:
         rules.warm_up(arguments["data_source"])
     connection.sendall(encode({"id": request["id"], "started": process}))  # its time limit starts now
-    deadline, is_sound, reply = time.monotonic() + timeout_s, True, dict[str, Any]()
+    deadline = time.monotonic() + timeout_s
+    is_sound = True
+    reply = dict[str, Any]()
     try:
         reply["results"] = [_as_reply(outcome) for outcome in reward(samples, deadline)]
     except BaseException as error:  # sys.exit is a failure too

@@ -48,7 +48,8 @@ class Console:
         next_steps: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
     ) -> None:
         """Show a run of so many steps, and at its end the places and commands that `next_steps` returns."""
-        self._console, self._next_steps = console or Screen(), next_steps
+        self._console = console or Screen()
+        self._next_steps = next_steps
         self._total_steps = total_steps
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._scores: dict[str, list[float]] = defaultdict(list)
@@ -64,7 +65,8 @@ class Console:
         """Show a step and its validation scores: on a terminal in the bar and above it, elsewhere in one line."""
         validation = {on_one_line(source): value for source, value in validation_of(metrics).items()}
         self._remember(metrics, validation)
-        title, numbers = f"step {step}/{self._total_steps}", self._numbers(metrics, step)
+        title = f"step {step}/{self._total_steps}"
+        numbers = self._numbers(metrics, step)
         if self._bars is None:
             scores = [f"validation {source} {value:.4g}" for source, value in validation.items()]
             if parts := [*numbers, *scores, *self._left(metrics, step)]:
@@ -187,7 +189,8 @@ def describe(phase: progress.Phase, now: float) -> str:
 
 def _score_line(title: str, source: str, scores: Sequence[float]) -> Text:
     """Return a validation score and its change since the first, green for the best so far, red below the first."""
-    last, change = scores[-1], scores[-1] - scores[0]
+    last = scores[-1]
+    change = scores[-1] - scores[0]
     style = "red" if change < 0 else "green" if len(scores) > 1 and last >= max(scores) else ""
     line = plain(f"{title}  validation  {source} ").append(f"{last:.4g}", style)
     return line.append(f"  ({change:+.4g} since the first)", style) if len(scores) > 1 else line

@@ -56,7 +56,8 @@ class Jsonl:
 
     def _open(self, name: str) -> tuple[Lines, set[int]]:
         """Return a file without its lines of later steps, and the steps of all lines that it had."""
-        lines, steps = Lines(self._run_dir / name, has_step), set[int]()
+        lines = Lines(self._run_dir / name, has_step)
+        steps = set[int]()
 
         def keep(row: Row) -> bool:
             steps.add(row["step"])

@@ -57,7 +57,8 @@ class Lines:
         Raises what `read_lines` does.
         """
         with self._lock:
-            size, waiting = self.path.stat().st_size if self.path.exists() else 0, list(self.waiting)
+            size = self.path.stat().st_size if self.path.exists() else 0
+            waiting = list(self.waiting)
         if place > size + sum(map(len, waiting)):
             place = 0  # somebody has cut the file
         rows = read_lines(self.path, self._is_row, start=place) if place < size else iter(())
@@ -88,7 +89,8 @@ class Lines:
                 "%s accepts lines again: %d waiting lines are written, %d are lost", self.path, *self._counts()
             )
         self.waiting.clear()
-        self._failing, self._lost = False, 0
+        self._failing = False
+        self._lost = 0
 
     def close(self) -> None:
         """Try to write for the last time, and report the lines that are lost."""

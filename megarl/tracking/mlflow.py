@@ -60,10 +60,13 @@ class Mlflow:
             database = database_of(run.run_dir)
             uri = f"sqlite:///{database}"
             artifacts = (database.parent / ARTIFACTS).as_uri()
-        self._uri, self._run_dir, self._unread = uri, run.run_dir, Unread(records)
+        self._uri = uri
+        self._run_dir = run.run_dir
+        self._unread = Unread(records)
         self._first_samples: Sequence[Row] = ()  # of the first validation
         self._failing = self._is_open = self._is_complete = False
-        self._changed, self._closing = threading.Event(), threading.Event()
+        self._changed = threading.Event()
+        self._closing = threading.Event()
         try:
             if database:
                 create_database(database)
@@ -145,7 +148,8 @@ class Mlflow:
         self._store.log_table(name, rows)
         if name == GENERATIONS:
             self._first_samples = self._first_samples or rows
-            first, step = self._first_samples[0]["step"], rows[0]["step"]
+            first = self._first_samples[0]["step"]
+            step = rows[0]["step"]
             if first < step and (changes := pairs(self._first_samples, rows)):
                 self._store.log_table(BEFORE_AND_NOW, [{"step": step} | pair.cells() for pair in changes])
 

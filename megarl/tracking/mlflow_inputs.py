@@ -81,7 +81,9 @@ def _model_of(params: Mapping[str, Any]) -> str | None:
 
 def log_inputs(client: MlflowClient, run: Any, params: Mapping[str, Any]) -> None:
     """Give a run its data and its model, unless it has them. A server that knows neither costs a warning."""
-    run_id, datasets, model = run.info.run_id, list(_data_of(params)), _model_of(params)
+    run_id = run.info.run_id
+    datasets = list(_data_of(params))
+    model = _model_of(params)
     try:
         if datasets:
             client.log_inputs(run_id, datasets)

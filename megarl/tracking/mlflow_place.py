@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megarl.platform.files import write_whole
 
-DATABASE, ARTIFACTS = "mlflow.db", "mlartifacts"
+DATABASE = "mlflow.db"
+ARTIFACTS = "mlartifacts"
 MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
 BUSY_S = 60  # wait for other runs that write to the same file
 
@@ -20,7 +21,8 @@ def database_of(run_dir: Path) -> Path:
     A run that has a file of its own keeps it. A run also gets a file of its own if its user cannot write next to its
     directory, or shares that place with everybody, such as /tmp.
     """
-    own, parent = run_dir / DATABASE, run_dir.resolve().parent
+    own = run_dir / DATABASE
+    parent = run_dir.resolve().parent
     existing = next(path for path in (parent, *parent.parents) if path.exists())
     is_shared = bool(existing.stat().st_mode & stat.S_ISVTX)
     if own.exists() or is_shared or not os.access(existing, os.W_OK):

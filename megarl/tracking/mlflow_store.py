@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 MAX_PARAMS_PER_BATCH = 100
 MAX_METRICS_PER_BATCH = 1000
-START_TAG, FIRST_STEP_TAG, NOTE = "megarl.start", "megarl.first_step", "mlflow.note.content"
+START_TAG = "megarl.start"
+FIRST_STEP_TAG = "megarl.first_step"
+NOTE = "mlflow.note.content"
 HEADLINES = ("val/score", "train/reward", "train/kl")
 FAILURES = (MlflowException, OSError)
 
@@ -58,8 +60,11 @@ class Store:
 
     def __init__(self, uri: str, run: TrackedRun, artifacts: str | None) -> None:
         """Prepare a store at `uri`, which keeps files at `artifacts`; None lets it decide."""
-        self._client, self._run, self._artifacts = MlflowClient(tracking_uri=uri), run, artifacts
-        self._start, self._time = uuid.uuid4().hex, int(time.time() * 1000)
+        self._client = MlflowClient(tracking_uri=uri)
+        self._run = run
+        self._artifacts = artifacts
+        self._start = uuid.uuid4().hex
+        self._time = int(time.time() * 1000)
         self._id_file = run.run_dir / RUN_ID_FILE
         self._run_id = known_run_id(self._id_file) or ""
         self._first_step = 0  # after a run that cannot continue: the next run has no earlier steps
@@ -135,7 +140,8 @@ class Store:
 
     def log_metrics(self, rows: Sequence[Row], *, only_headlines: bool = False) -> None:
         """Log lines of metrics, first their headlines: MLflow lists metrics in the order of their arrival."""
-        last, new = self._last_steps(), []
+        last = self._last_steps()
+        new = []
         rows = [row for row in rows if row["step"] >= self._first_step]
         numbers = list(map(values_of, rows))
         lines = [*map(headlines, numbers), *([] if only_headlines else numbers)]
@@ -176,7 +182,8 @@ class Store:
 
     def log_table(self, name: str, rows: Sequence[Row]) -> None:
         """Append rows of one step to the table artifact `name`.json; their first column is the step."""
-        file, last = f"{mlflow_key(name)}.json", self._last_steps()
+        file = f"{mlflow_key(name)}.json"
+        last = self._last_steps()
         if file not in last:
             last[file] = max(self._last_step_of_table(file), self._first_step - 1)
         if rows[0]["step"] > last[file]:
@@ -198,7 +205,8 @@ class Store:
     def _last_steps(self) -> dict[str, int]:
         if self._last is None:
             data = self._client.get_run(self._run_id).data
-            metrics, first_step = data.to_proto().metrics, data.tags.get(FIRST_STEP_TAG, "")
+            metrics = data.to_proto().metrics
+            first_step = data.tags.get(FIRST_STEP_TAG, "")
             self._first_step = int(first_step) if first_step.isdecimal() else 0
             self._last = {metric.key: metric.step for metric in metrics}  # a run lists the latest value of each
             self._folded = {metric.key.casefold() for metric in metrics}

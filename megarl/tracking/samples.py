@@ -58,7 +58,8 @@ def pairs(before: Sequence[Row], now: Sequence[Row]) -> list[Pair]:
 
 def is_sample(row: Row) -> bool:
     """Return whether a row has all columns that are compared; a file may be damaged or of another version."""
-    texts, score = (row.get("prompt"), row.get("response")), row.get("score", "")
+    texts = (row.get("prompt"), row.get("response"))
+    score = row.get("score", "")
     is_number = isinstance(score, int | float) and not isinstance(score, bool)
     return all(isinstance(text, str) for text in texts) and (score is None or is_number)
 

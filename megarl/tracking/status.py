@@ -23,7 +23,9 @@ class Status(NullTracker):
     """A tracker with a thread that replaces the file every `INTERVAL_S` seconds. Training never waits for it."""
 
     def __init__(self, run_dir: Path, *, total_steps: int, step: int = 0) -> None:
-        self._path, self._total_steps, self._step = run_dir / STATUS_FILE, total_steps, step
+        self._path = run_dir / STATUS_FILE
+        self._total_steps = total_steps
+        self._step = step
         self._ended = threading.Event()
         self._has_failed = False
         self._thread = threading.Thread(target=self._work, name="megarl-status", daemon=True)

@@ -13,7 +13,8 @@ from megarl.platform.safe_names import tensorboard_tag
 from megarl.tracking.names import Ending
 
 DIRECTORY = "tensorboard"
-PARAMS, SUMMARY = "config", "summary"
+PARAMS = "config"
+SUMMARY = "summary"
 MAX_CELL = 2000  # characters of a sample shown
 
 

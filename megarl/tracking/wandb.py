@@ -48,7 +48,8 @@ class Wandb:
         import wandb  # takes a second, and only one rank needs it
 
         self._library = wandb
-        self._run_dir, self._unread = run.run_dir, Unread(records)
+        self._run_dir = run.run_dir
+        self._unread = Unread(records)
         run_id, self._finished = self._continued(run, records.reached)
         self._last = self._finished
         self._run = self._begin(run_id, run)

@@ -76,7 +76,10 @@ class Collector:
         partial: Partial | None = None,
     ) -> None:
         """Sample as `algorithm` needs it. `partial` None: every step draws its samples to their end."""
-        self._prompts, self._sampler, self._scorer, self._algorithm = prompts, sampler, scorer, algorithm
+        self._prompts = prompts
+        self._sampler = sampler
+        self._scorer = scorer
+        self._algorithm = algorithm
         self._partial = partial
 
     def collect(self, position: Position, timers: Timers, *, step: int, in_flight: Sequence[Group] = ()) -> Collected:
@@ -93,7 +96,9 @@ class Collector:
                 rollouts, position, metrics = self._dynamic_samples(scores, position, timers, step=step)
             elif self._partial:
                 sampled = draw_enough(self._partial, self._prompts, self._sampler, in_flight, position, step=step)
-                rollouts, position, left = of_groups(sampled.chosen), sampled.position, sampled.in_flight
+                rollouts = of_groups(sampled.chosen)
+                position = sampled.position
+                left = sampled.in_flight
                 metrics = sampled.metrics | staleness(rollouts, step=step)
             else:
                 prompts, position = self._prompts.take(position)
@@ -107,7 +112,8 @@ class Collector:
             baselines = None
             if greedy is not None:
                 baseline = scores.score(greedy)
-                baselines, scored = self._rewards(baseline)[scored.groups], _without_baseline(scored, baseline)
+                baselines = self._rewards(baseline)[scored.groups]
+                scored = _without_baseline(scored, baseline)
         metrics |= scores.metrics() | sync_metrics
         return Collected(scored=scored, baselines=baselines, position=position, metrics=metrics, in_flight=left)
 
@@ -147,7 +153,8 @@ def _without_baseline(scored: Scored, baseline: Scored) -> Scored:
     """Remove the scores of samples whose greedy response has no score. RewardError if most samples then have none."""
     if baseline.has_score().all():
         return scored
-    greedy, own = baseline.failures or (), scored.failures or [None] * len(scored)
+    greedy = baseline.failures or ()
+    own = scored.failures or [None] * len(scored)
     reasons = [failure and f"the greedy response to its prompt has no score: {failure}" for failure in greedy]
     failures = [failure or reasons[place] for failure, place in zip(own, scored.groups.tolist(), strict=True)]
     scored = replace(scored, failures=failures)

@@ -67,8 +67,11 @@ class Queue:
     """The prompts that a step may draw, in batches in the order of the data."""
 
     def __init__(self, prompts: PromptSource, sampler: Sampler, position: Position, *, step: int) -> None:
-        self._prompts, self._sampler, self._step = prompts, sampler, step
-        self._next, self._waiting = 0, list[Group]()
+        self._prompts = prompts
+        self._sampler = sampler
+        self._step = step
+        self._next = 0
+        self._waiting = list[Group]()
         self.positions = [position]  # before each batch, and after the last
         self.refill()
         self.batch_size = len(self._waiting)
@@ -86,7 +89,8 @@ class Queue:
 
     def take(self, count: int) -> dict[int, Group]:
         """Return the next groups, by number: at most `count`, and no more than there are."""
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        taken = self._waiting[:count]
+        self._waiting = self._waiting[count:]
         numbers = range(self._next, self._next + len(taken))
         self._next = numbers.stop
         return dict(zip(numbers, taken, strict=True))
@@ -107,7 +111,8 @@ def draw_differing(
     Raises:
         UserError: on all ranks alike, if this needs more batches than `section` allows, or no prompt differs.
     """
-    found, unscored = GroupFilter(wanted=queue.batch_size), dict[int, Group]()
+    found = GroupFilter(wanted=queue.batch_size)
+    unscored = dict[int, Group]()
     while (chosen := found.chosen()) is None:
         in_flight = session.num_open + len(unscored)
         if missing := max(0, found.num_expected() - in_flight):

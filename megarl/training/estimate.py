@@ -95,7 +95,8 @@ def _divergence(
             assert old_log_probs is not None and ref_log_probs is not None, (
                 "a KL in the reward without log-probabilities"
             )
-            old, ref = masked(old_log_probs, mask), masked(ref_log_probs, mask)
+            old = masked(old_log_probs, mask)
+            ref = masked(ref_log_probs, mask)
             return kl_penalty(old, ref, kind=kind, k3_bound=algorithm.kl_penalty_k3_bound)
 
 
@@ -143,7 +144,8 @@ def _correction(
     old_log_probs: Tensor | None, rollout_log_probs: Tensor | None, mask: Tensor, section: RolloutCorrectionSection
 ) -> tuple[Tensor, Metrics]:
     """Return `[B, T]` factors of the advantages that correct for the engine's probabilities, with metrics."""
-    weights, metrics = mask.to(torch.float32), Metrics()
+    weights = mask.to(torch.float32)
+    metrics = Metrics()
     if not (section.rollout_is or section.rollout_rs):
         return weights, metrics
     assert old_log_probs is not None and rollout_log_probs is not None, "a correction without log-probabilities"

@@ -98,7 +98,8 @@ class RefAndValues:
 
     def select(self, samples: Tensor) -> "RefAndValues":
         """Return the outputs on the given samples (int64 indices)."""
-        ref_log_probs, values = self.ref_log_probs, self.values
+        ref_log_probs = self.ref_log_probs
+        values = self.values
         return RefAndValues(
             ref_log_probs=None if ref_log_probs is None else ref_log_probs[samples],
             values=None if values is None else values[samples],
@@ -168,7 +169,9 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
     collected = job.samples.collect(progress.position, timers, step=step, in_flight=progress.in_flight)
     samples = collected.scored_only()
     require_version(samples.scored, step=step, max_staleness=job.max_staleness)
-    learns, gradient, metrics = step >= job.critic_warmup, None, Metrics()
+    learns = step >= job.critic_warmup
+    gradient = None
+    metrics = Metrics()
     if learns and job.fused_old_log_probs:
         others = infer_frozen(job, samples.scored, timers)
         batch = compute_advantages(job, samples, None, others, progress.kl, timers)
@@ -177,7 +180,8 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
         checked = check_against_engine(job, samples, gradient.outputs, progress.mismatches, step=step)
         if len(checked.rows) < len(samples.scored):
             gradient.discard()
-            gradient, others = None, others.select(checked.rows)
+            gradient = None
+            others = others.select(checked.rows)
     else:
         with timers("old_log_prob"):
             outputs = job.actor.infer(samples.scored)
@@ -216,7 +220,8 @@ def check_against_engine(
     if job.gate and scored.rollout_log_probs is not None:
         passed = job.gate.check(scored, outputs.log_probs, mismatches, step=step)
         rows, samples, outputs = passed.rows, samples.select(passed.rows), outputs.select(passed.rows)
-        metrics, mismatches = metrics | passed.metrics, passed.healthy
+        metrics = metrics | passed.metrics
+        mismatches = passed.healthy
     return CheckedSamples(rows=rows, kept=samples, outputs=outputs, mismatches=mismatches, metrics=metrics)
 
 

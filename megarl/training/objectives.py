@@ -81,7 +81,8 @@ def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection)
             return masked(outputs.kl, micro.mask)
         case kind:
             assert micro.ref_log_probs is not None, "a KL loss without the reference"
-            log_probs, ref_log_probs = masked(outputs.log_probs, micro.mask), masked(micro.ref_log_probs, micro.mask)
+            log_probs = masked(outputs.log_probs, micro.mask)
+            ref_log_probs = masked(micro.ref_log_probs, micro.mask)
             return kl_penalty(log_probs, ref_log_probs, kind=kind, k3_bound=section.kl_loss_k3_bound)
 
 
@@ -106,7 +107,8 @@ def policy_loss(
 
 def mark(minibatch: Experience, section: ActorSection) -> Experience:
     """Mark the tokens that the loss treats differently. Return the mini-batch itself if the loss treats all alike."""
-    settings, mask = section.policy_loss, minibatch.mask
+    settings = section.policy_loss
+    mask = minibatch.mask
     if not LOSSES[settings.loss_mode].chooses:
         return minibatch
     assert minibatch.old_log_probs is not None, "covariances without the old log-probabilities"

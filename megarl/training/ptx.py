@@ -32,7 +32,8 @@ class Supervision:
         Raises:
             UserError: a row is no pair, a pair is too long, or the pairs are too few for one optimizer step.
         """
-        data, actor = config.data, config.actor_rollout_ref.actor
+        data = config.data
+        actor = config.actor_rollout_ref.actor
         if not actor.ptx_files:
             return None
         section = SFTDataSection(

@@ -43,7 +43,8 @@ class Recorder:
     """A source of samples that also writes them to a store."""
 
     def __init__(self, *, samples: SampleSource, store: SampleStore) -> None:
-        self._samples, self._store = samples, store
+        self._samples = samples
+        self._store = store
 
     def collect(self, position: Position, timers: Timers, *, step: int, in_flight: Sequence[Group] = ()) -> Collected:
         """Collect and write the samples of a step. `archive/failures` is 1 if the disk refused them. Collective."""

@@ -41,7 +41,11 @@ class RewardModel:
         `decoder` decodes the policy's tokens, without those of `ends` at the end of a response; None passes all tokens
         unchanged.
         """
-        self._learner, self._budget, self._reader, self._decoder, self._ends = learner, budget, reader, decoder, ends
+        self._learner = learner
+        self._budget = budget
+        self._reader = reader
+        self._decoder = decoder
+        self._ends = ends
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the model's score of each sample, `[B]` float32, the same on every rank.
@@ -63,7 +67,8 @@ class RewardModel:
 
     def _read(self, rollouts: Rollouts, sample: int) -> list[int]:
         """Return the sample in the model's own tokens."""
-        prompt, response = rollouts.prompt_of(sample), rollouts.response_ids(sample)
+        prompt = rollouts.prompt_of(sample)
+        response = rollouts.response_ids(sample)
         if self._decoder is None:
             return self._reader.fit([*prompt.token_ids, *response])
         prefix = [] if self._reader.tokenizer.templates(prompt.raw_prompt) else prompt.token_ids
@@ -81,7 +86,10 @@ class ModelScorer:
         self, *, model: RewardModel, weight: float, rules: RuleScorer | None, decode: Callable[[Sequence[int]], str]
     ) -> None:
         """Weigh the model's score by `weight`. `rules` None: the model alone, and `decode` makes the texts to log."""
-        self._model, self._weight, self._rules, self._decode = model, weight, rules, decode
+        self._model = model
+        self._weight = weight
+        self._rules = rules
+        self._decode = decode
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
         """Start to score a response by the rules. The model scores all responses together later."""

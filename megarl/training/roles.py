@@ -76,8 +76,13 @@ class Model(Generic[Outputs]):
             with_entropy: whether `infer` reports entropies.
             translate: re-encodes records in the model's tokens; None if the model reads the policy's tokens.
         """
-        self.name, self.learner, self.translate = name, learner, translate
-        self._budget, self._updates, self._against, self._with_entropy = budget, updates, against, with_entropy
+        self.name = name
+        self.learner = learner
+        self.translate = translate
+        self._budget = budget
+        self._updates = updates
+        self._against = against
+        self._with_entropy = with_entropy
 
     def infer(self, batch: Rollouts) -> Outputs:
         """Return the model's outputs for the response tokens, `[B, T]` float32."""
@@ -176,8 +181,12 @@ class EngineSampler:
         With `environments`, samples are episodes, and their turns go to the environments instead. With `step_cache`,
         files keep the complete responses of a step until the next step.
         """
-        self._engine, self._sync, self._section, self._finished = engine, sync, section, finished
-        self._environments, self._step_cache = environments, step_cache
+        self._engine = engine
+        self._sync = sync
+        self._section = section
+        self._finished = finished
+        self._environments = environments
+        self._step_cache = step_cache
 
     def awake(self, timers: Timers, *, step: int) -> AbstractContextManager[Metrics]:
         """Wake the engine with the actor's weights, as `Sync.awake` does."""
@@ -189,12 +198,14 @@ class EngineSampler:
 
     def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
         """Return new groups of training samples. A later `batch` has other samples of the same prompt."""
-        first, n = batch * self._section.n, self._section.n
+        first = batch * self._section.n
+        n = self._section.n
         return [Group.new(prompt, range(first, first + n), started=step) for prompt in self._opened(prompts).prompts]
 
     def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, Metrics]:
         """Draw the training samples of a step."""
-        session, groups = self.open(step=step), self.groups(prompts, step=step)
+        session = self.open(step=step)
+        groups = self.groups(prompts, step=step)
         rollouts = (
             _finish_and_keep(session, groups, self._step_cache, step=step)
             if self._step_cache

@@ -16,8 +16,10 @@ class ScoreAccumulator:
     """A reward, with its metrics over all samples so far."""
 
     def __init__(self, scorer: Scorer) -> None:
-        self._scorer, self._reported = scorer, list[tuple[int, Metrics]]()
-        self._num_scored, self._failures = 0, list[str]()
+        self._scorer = scorer
+        self._reported = list[tuple[int, Metrics]]()
+        self._num_scored = 0
+        self._failures = list[str]()
 
     def score(self, rollouts: Rollouts, *, least: int = 0) -> Scored:
         """Score every sample.

@@ -32,7 +32,9 @@ class Skips:
     """The skipped updates of one model. Counts how many come in a row, over the steps of a process."""
 
     def __init__(self, model: str, trainer: TrainerSection) -> None:
-        self._model, self._most_in_a_row, self._in_a_row = model, trainer.max_skipped_updates, 0
+        self._model = model
+        self._most_in_a_row = trainer.max_skipped_updates
+        self._in_a_row = 0
         self._run_dir = Path(trainer.default_local_dir)
         self._directory = self._run_dir / DIRECTORY
 

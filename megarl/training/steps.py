@@ -74,9 +74,11 @@ def run_steps(
     """
     for number in range(schedule.first_step, schedule.last_step):
         watchdog.note(step=number, phase="step")
-        timers, start = Timers(), time.perf_counter()
+        timers = Timers()
+        start = time.perf_counter()
         with schedule.traces.of_step(number + 1) if schedule.traces else nullcontext():
-            metrics, finished = step(number, timers), number + 1
+            metrics = step(number, timers)
+            finished = number + 1
         if validate and schedule.is_due(schedule.test_freq, finished):
             metrics |= validate(finished, timers)
         is_stopping = stop_requested() and finished < schedule.last_step

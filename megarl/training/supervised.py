@@ -84,7 +84,8 @@ def train(
 
 def mean_loss(learner: Learner, *, pairs: PairStream, budget: Budget) -> Metrics:
     """Return the cross-entropy per response token over held-out pairs, in nats."""
-    total, num_tokens = 0.0, 0
+    total = 0.0
+    num_tokens = 0
     for batch in pairs.batches():
         watchdog.note(phase="validation")
         total -= float(learner.infer(batch, budget).log_probs.sum())
@@ -96,7 +97,8 @@ def preference_metrics(
     learner: Learner, *, pairs: PreferenceStream, objective: PreferenceObjective, budget: Budget
 ) -> Metrics:
     """Return the metrics of training, as means over all held-out pairs."""
-    num_sequences, sums = 2 * len(pairs), Metrics()
+    num_sequences = 2 * len(pairs)
+    sums = Metrics()
     totals = Totals(num_tokens=num_sequences, num_sequences=num_sequences)
     for batch in pairs.batches():
         watchdog.note(phase="validation")

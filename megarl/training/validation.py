@@ -31,8 +31,11 @@ class Validation:
     ) -> None:
         """Prepare a validation that logs `num_shown` responses, and keeps all samples if there is a `store`."""
         self.tracker = tracker
-        self._prompts, self._sampler, self._scorer = prompts, sampler, scorer
-        self._num_shown, self._store = num_shown, store
+        self._prompts = prompts
+        self._sampler = sampler
+        self._scorer = scorer
+        self._num_shown = num_shown
+        self._store = store
 
     def run(self, *, step: int) -> Metrics:
         """Draw and score responses to every prompt. Log the first responses, and keep all of them if configured.

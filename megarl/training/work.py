@@ -25,7 +25,8 @@ class Work:
 
     def metrics(self, samples: Rollouts, timing: Metrics) -> Metrics:
         """Return the TFLOP of the phases that `timing` knows, over all ranks, and the utilization by each update."""
-        lengths, outputs = samples.lengths(), samples.mask.sum(1)
+        lengths = samples.lengths()
+        outputs = samples.mask.sum(1)
 
         def forward(models: PerDataSource[Architecture]) -> int:
             return sum(

@@ -85,7 +85,10 @@ class SelfCheck:
     def __init__(
         self, limits: Limits, engine: RolloutEngine, actor: Learner, budget: Budget, *, check_every: int
     ) -> None:
-        self._limits, self._engine, self._budget, self._check_every = limits, engine, budget, check_every
+        self._limits = limits
+        self._engine = engine
+        self._budget = budget
+        self._check_every = check_every
         self._actor = actor
         self._prompts, self._num_tokens = fixed_prompts(
             actor.architecture.vocab_size, max_model_len=engine.max_model_len

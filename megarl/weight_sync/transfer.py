@@ -20,7 +20,10 @@ class Sync:
     """This rank's part of the transfer from the actor to its engine."""
 
     def __init__(self, *, engine: RolloutEngine, actor: Learner, reshard: Reshard, check: SelfCheck) -> None:
-        self._engine, self._actor, self._reshard, self._check = engine, actor, reshard, check
+        self._engine = engine
+        self._actor = actor
+        self._reshard = reshard
+        self._check = check
 
     @contextmanager
     def awake(self, timers: Timers, *, step: int) -> Iterator[dict[str, float]]:
@@ -33,7 +36,8 @@ class Sync:
             UserError: on all ranks alike, if other weights arrived or the engine computes with other weights.
             RuntimeError: on all ranks alike, if the engine kept keys of older weights.
         """
-        is_due, metrics = self._check.is_due(step), dict[str, float]()
+        is_due = self._check.is_due(step)
+        metrics = dict[str, float]()
         if is_due:
             with timers("sync_check"):
                 self._send(timers, step=step, check=True)

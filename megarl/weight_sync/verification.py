@@ -97,7 +97,8 @@ class VerifyReport:
 
     def report(self, *, probability_limit: float) -> dict[str, Any]:
         """Return everything in plain types."""
-        faults, received = self.faults(probability_limit=probability_limit), self.sync.bytes_received
+        faults = self.faults(probability_limit=probability_limit)
+        received = self.sync.bytes_received
         return {
             "ok": not faults,
             "faults": faults,
@@ -126,7 +127,8 @@ class VerifySetup:
     @classmethod
     def build(cls, config: VerifyConfig, scratch: Path, launch: Launch) -> "VerifySetup":
         """Start the engine, load the trainer and plan the sync. Collective. All ranks see `scratch`."""
-        policy, megatron = config.actor_rollout_ref, config.actor_rollout_ref.actor.megatron
+        policy = config.actor_rollout_ref
+        megatron = config.actor_rollout_ref.actor.megatron
         source = source_or_random(Source.read(policy.model), scratch, dtype=getattr(torch, megatron.dtype))
         architecture = source.architecture
         engine = start_engine(
@@ -139,7 +141,8 @@ class VerifySetup:
         )
         mesh = build_mesh(megatron)
         learner = make_learner(source.directory, architecture, megatron, mesh, role="policy")
-        held, needed = learner.layout(), engine.weights.layout()
+        held = learner.layout()
+        needed = engine.weights.layout()
         placements = (
             actor_placement(architecture, megatron, num_ranks=launch.world_size),
             sampler_placement(architecture, policy.rollout, num_ranks=launch.world_size),
@@ -155,7 +158,8 @@ class VerifySetup:
 
     def sync_and_ask(self, *, check: bool) -> Rollouts:
         """Sync the trainer's weights to the engine, and generate every replica's responses to the fixed prompts."""
-        vocab_size, max_model_len = self.source.architecture.vocab_size, self.engine.max_model_len
+        vocab_size = self.source.architecture.vocab_size
+        max_model_len = self.engine.max_model_len
         prompts, num_tokens = fixed_prompts(vocab_size, max_model_len=max_model_len)
         with self.engine.receive_weights() as destination:
             self._send(destination, check=check)
@@ -304,7 +308,8 @@ def transformers_log_probs(checkpoint: Path, responses: Rollouts, *, dtype: torc
 
 
 def _difference(one: Tensor, other: Tensor, mask: Tensor) -> Deviation:
-    one, other = one[mask], other[mask]
+    one = one[mask]
+    other = other[mask]
     return Deviation(float((one - other).abs().max()), float((one.exp() - other.exp()).abs().mean()))
 
 
@@ -320,7 +325,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _slabs(piece: Piece) -> Iterator[Piece]:
     """Cut the piece along its first dimension into parts of at most `CHUNK` elements."""
-    lo, hi = piece.box.lo, piece.box.hi
+    lo = piece.box.lo
+    hi = piece.box.hi
     rows = max(1, CHUNK // (piece.box.numel // (hi[0] - lo[0])))
     for first in range(lo[0], hi[0], rows):
         yield piece.part(Box((first, *lo[1:]), (min(first + rows, hi[0]), *hi[1:])))

@@ -51,7 +51,8 @@ class Command(click.Command):
             epilog=f"\b\nExample:\n{example.rstrip()}",
             context_settings={**CONTEXT, "ignore_unknown_options": free},
         )
-        self.module, self.section = module, section
+        self.module = module
+        self.section = section
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the arguments, and keep them as they were typed. Raises UsageError for a misspelt option."""

@@ -10,7 +10,10 @@ from megarl.commands.cli.command import CONTEXT, Command, Commands, Relay
 from megarl.commands.cli.kinds import Amount, Checkpoint, EngineMilliseconds, MeanLengths, PeakTflops, RunDirectory
 from megarl.platform.log import LEVELS, set_level
 
-TRAINS, USES, PLANS, STARTS = "Train", "Use what was trained", "Plan and check", "Begin"
+TRAINS = "Train"
+USES = "Use what was trained"
+PLANS = "Plan and check"
+STARTS = "Begin"
 PATH = click.Path(path_type=Path)
 
 LAUNCH = """\

@@ -14,7 +14,8 @@ from megarl.platform.files import check_writable, write_whole
 from megarl.platform.secrets import guard_output
 from megarl.platform.terminal import visible
 
-TEMPLATES, ENDING = Path(__file__).with_name("templates"), ".template"
+TEMPLATES = Path(__file__).with_name("templates")
+ENDING = ".template"
 FILES: Mapping[str, Mapping[str, str]] = {
     "countdown": {"reward.py": "reward_countdown.py", "test_reward.py": "test_reward_countdown.py"},
     "gsm8k": {"reward.py": "reward.py", "test_reward.py": "test_reward.py"},

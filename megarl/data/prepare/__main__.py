@@ -55,7 +55,8 @@ NEEDED = {
 }
 """Task -> the arguments of its example, if it cannot do without."""
 SHOWN_FAULTS = 20
-SHOWN_ROWS, COUNTED_ROWS = 3, 1000
+SHOWN_ROWS = 3
+COUNTED_ROWS = 1000
 """Prompts that are shown as the model reads them, and prompts whose tokens are counted."""
 
 
@@ -183,7 +184,8 @@ def _columns(arguments: argparse.Namespace) -> PromptColumns:
 
 def _custom_faults(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the fault of the user's reward, as far as its file shows it without being run."""
-    file, name = arguments.custom_reward_function, arguments.custom_reward_name
+    file = arguments.custom_reward_function
+    name = arguments.custom_reward_name
     if file and not Path(file).is_file():
         yield f"--custom-reward-function: no such file: {file}"
     elif file and (fault := fault_in_file(Path(file), name, arguments.reward_kwarg)):

@@ -109,7 +109,8 @@ def _read_rows(
     open_rows: Callable[[], Rows], faults_of: Callable[[dict[str, Any]], Iterator[str]], report: CheckReport
 ) -> None:
     """Note the faults of all rows, each once, with the first of its rows."""
-    first, counts = dict[str, str](), Counter[str]()
+    first = dict[str, str]()
+    counts = Counter[str]()
     unreadable = ""
     try:
         rows = open_rows()

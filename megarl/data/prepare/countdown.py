@@ -85,7 +85,9 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             "raise --max-number, --max-target or --num-numbers, or ask for fewer"
         )
     ends = (arguments.val, arguments.val + arguments.train)  # validation first: more training data does not change it
-    val, train, sft = problems[: ends[0]], problems[ends[0] : ends[1]], problems[ends[1] :]
+    val = problems[: ends[0]]
+    train = problems[ends[0] : ends[1]]
+    sft = problems[ends[1] :]
     splits = {
         name: [_row(problem, arguments.template, name, index) for index, problem in enumerate(part)]
         for name, part in (("train", train), ("val", val))

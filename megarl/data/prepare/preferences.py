@@ -55,7 +55,8 @@ def hold_out(
     """
     order = sorted({key(row) for row in rows})
     random.Random(seed).shuffle(order)
-    ranks, held = {name: rank for rank, name in enumerate(order)}, set()
+    ranks = {name: rank for rank, name in enumerate(order)}
+    held = set()
     for found, row in enumerate(sorted(rows, key=lambda row: ranks[key(row)])):
         if found >= number and key(row) not in held:
             break
@@ -86,7 +87,8 @@ def _row(as_chat: bool, problem: dict[str, Any], place: str, split: str, index: 
 def _named(problem: dict[str, Any]) -> Pair | None:
     """Read responses by name; in a list of messages, the last message is the response, the others are the prompt."""
     for better, worse in NAMED:
-        chosen, rejected = problem.get(better), problem.get(worse)
+        chosen = problem.get(better)
+        rejected = problem.get(worse)
         if isinstance(chosen, str) and isinstance(rejected, str):
             prompt = _prompt(problem)
             return None if prompt is None else (prompt, chosen, rejected)
@@ -113,7 +115,8 @@ def _numbered(problem: dict[str, Any]) -> Pair | None:
 
 def _transcripts(problem: dict[str, Any]) -> Pair | None:
     """Read two dialogues of `Human:` and `Assistant:` that differ in their last response."""
-    chosen, rejected = problem.get("chosen"), problem.get("rejected")
+    chosen = problem.get("chosen")
+    rejected = problem.get("rejected")
     if not isinstance(chosen, str) or not isinstance(rejected, str) or TURN not in chosen or TURN not in rejected:
         return None
     (prompt, _, better), (other, _, worse) = chosen.rpartition(TURN), rejected.rpartition(TURN)

@@ -26,7 +26,8 @@ def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def gradients(x: Tensor, weight: Tensor, scale: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of `x` and `weight`."""
-    rows, of_out = _rows(x), _rows(gradient)
+    rows = _rows(x)
+    of_out = _rows(gradient)
     of_rows = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     tile, width, warps = _tile(rows.shape[1])
     num_programs = min(PROGRAMS, triton.cdiv(len(rows), tile))

@@ -20,7 +20,8 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, *, from_neighbours: bool, 
         to_neighbours: the same of the result.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
-    cosines, sines = cosines.contiguous(), sines.contiguous()
+    cosines = cosines.contiguous()
+    sines = sines.contiguous()
     num_tokens, heads, head_dim = x.shape
     pairs = cosines.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -59,7 +60,8 @@ def rotated_token(  # type: ignore[no-untyped-def]
 ):
     """Write one token. The first product is rounded before the second is added, as torch rounds it."""
     token = tl.program_id(0).to(tl.int64)
-    heads, pairs = tl.arange(0, heads_block)[:, None], tl.arange(0, pairs_block)[None, :]
+    heads = tl.arange(0, heads_block)[:, None]
+    pairs = tl.arange(0, pairs_block)[None, :]
     inside = (heads < num_heads) & (pairs < num_pairs)
     source = x + token * token_stride + heads * head_stride
     target = out + (token * num_heads + heads) * head_dim

@@ -37,7 +37,8 @@ def exchange_unequal_parts() -> None:
     def gather_parts(part: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if output_split_sizes is None:
             return gather(part, group, None, use_global_buffer)
-        size, gathered = group.size(), part.new_empty(sum(output_split_sizes), *part.shape[1:])
+        size = group.size()
+        gathered = part.new_empty(sum(output_split_sizes), *part.shape[1:])
         dist.all_to_all_single(gathered, torch.cat([part] * size), output_split_sizes, [len(part)] * size, group=group)
         return gathered
 

@@ -24,7 +24,8 @@ def shapes_told(activations: Iterable[tuple[int, ...]], gradients: Iterable[tupl
         activations: of the stage before, in the order of their arrival.
         gradients: of the stage after, in the order of their arrival.
     """
-    before, after = iter(activations), iter(gradients)
+    before = iter(activations)
+    after = iter(gradients)
 
     def tell(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
         return next(before) if recv_prev else None, next(after) if recv_next else None

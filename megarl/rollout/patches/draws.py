@@ -44,7 +44,8 @@ class Draws:
     __slots__ = ("num_drawn", "seed")
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.num_drawn = seed, 0
+        self.seed = seed
+        self.num_drawn = 0
 
     def get_offset(self) -> int:
         """Return what torch counts in an offset."""

@@ -78,7 +78,8 @@ def start_isolated() -> Iterator[None]:
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """Restore the global generators: vLLM draws from torch's even if every request has a seed."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
