@@ -66,7 +66,8 @@ def _head(results: Results, num_devices: int) -> Iterator[str]:
             f"On {num_devices} GPU{'s' if num_devices > 1 else ''}, {len(done)} of {len(stages())} stages succeeded. "
             f"Failed: {', '.join(failed) or 'none'}. Not run: {', '.join(missing) or 'none'}."
         )
-    if found := _found(results, "doctor"):
+    found = _found(results, "doctor")
+    if found:
         yield "\n".join(f"- {title.capitalize()}: {line(found[title])}" for title in ("machine", "versions"))
     yield f"    {COMMAND}"
     yield _paragraph(

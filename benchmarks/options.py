@@ -213,7 +213,8 @@ def _rank(text: str) -> int:
 def _lengths(text: str) -> list[str]:
     """Read names of lengths that commas separate."""
     names = text.split(",")
-    if unknown := {*names} - {*LENGTHS}:
+    unknown = {*names} - {*LENGTHS}
+    if unknown:
         raise argparse.ArgumentTypeError(f"there are {', '.join(LENGTHS)}, not {', '.join(sorted(unknown))}")
     return names
 

@@ -178,7 +178,8 @@ def _round(subject: "TrainerAndEngine", reshard: "Reshard") -> Clock:
         answers = subject.ask()
         clock.start = time.perf_counter()
     clock.note("sleep")
-    if (difference := subject.difference(answers)) > LARGEST_DIFFERENCE:
+    difference = subject.difference(answers)
+    if difference > LARGEST_DIFFERENCE:
         raise UserError(f"engine and trainer give the same tokens probabilities that differ by {difference:.3f}")
     return clock
 

@@ -24,7 +24,8 @@ def markdown(runs: Sequence[Mapping[str, Any]]) -> str:
         ),
         report.table(("work", "phase", "planned s", "measured s", "planned / measured"), _plans(runs)),
     ]
-    if trl := [row for run in runs if "trl" in run for row in _of_trl(run)]:
+    trl = [row for run in runs if "trl" in run for row in _of_trl(run)]
+    if trl:
         tables.append(report.table(("work", "phase", "TRL s", "megarl is faster with a token"), trl))
     lines = [f"- Command: `{run['command']}`" for run in runs]
     lines += [f"- Machine: {report.line(runs[0]['machine'])}", f"- Versions: {report.line(runs[0]['versions'])}"]

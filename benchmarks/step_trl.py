@@ -90,7 +90,8 @@ class Trl:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout
-        if not (line := self._process.stdout.readline()):
+        line = self._process.stdout.readline()
+        if not line:
             raise UserError(f"TRL ended with exit code {self._process.wait()}; its messages are above")
         answer: dict[str, Any] = json.loads(line)
         return answer

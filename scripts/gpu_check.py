@@ -143,7 +143,8 @@ def count_devices() -> int:
     """Return the number of GPUs that a training may use: a power of two, at most eight."""
     import torch
 
-    if not (found := torch.cuda.device_count()):
+    found = torch.cuda.device_count()
+    if not found:
         raise SystemExit("gpu_check: torch sees no GPU; --rehearse runs every stage on the CPU")
     return max(size for size in (1, 2, 4, 8) if size <= found)
 

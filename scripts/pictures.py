@@ -48,7 +48,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(PICTURES)} (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
     options = parser.parse_args()
-    if unknown := set(options.names) - PICTURES.keys():
+    unknown = set(options.names) - PICTURES.keys()
+    if unknown:
         parser.error(f"no picture is called {', '.join(sorted(unknown))}")
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.names or PICTURES:

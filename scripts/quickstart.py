@@ -102,7 +102,8 @@ def main() -> None:
     files = [f"data.train_files={out}/data/train.parquet", f"data.val_files={out}/data/val.parquet"]
 
     problems = [*task.problems]
-    if few := arguments.num_problems:
+    few = arguments.num_problems
+    if few:
         problems += ["--train", few, "--val", few, "--sft", few]
     megarl("prepare", arguments.task, "--out", out / "data", "--seed", seed, *problems)
     make_model(out / "model", out / "data", seed)
@@ -304,7 +305,8 @@ def megarl(name: str, *arguments: object) -> None:
     """Run `python -m megarl NAME ARGUMENTS`, and exit if it fails."""
     command = [sys.executable, "-m", "megarl", name, *map(str, arguments)]
     print(f"\n$ python {shlex.join(command[1:])}", flush=True)
-    if code := subprocess.run(command, cwd=ROOT).returncode:
+    code = subprocess.run(command, cwd=ROOT).returncode
+    if code:
         sys.exit(f"quickstart: megarl {name} failed with code {code}; its messages are above")
 
 

@@ -90,7 +90,8 @@ def items(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
     same: dict[str, list[str]] = {}
     own = []
     for key in part.keys:
-        if title := next((other.title for other in earlier if key in other.keys), ""):
+        title = next((other.title for other in earlier if key in other.keys), "")
+        if title:
             same.setdefault(title, []).append(f"`{key.name}`")
         else:
             own.append(key)
@@ -153,7 +154,8 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", metavar="PAGE", help=", ".join(PAGES))
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page differs from the code")
     options = parser.parse_args()
-    if unknown := set(options.pages) - PAGES.keys():
+    unknown = set(options.pages) - PAGES.keys()
+    if unknown:
         parser.error(f"no such page: {', '.join(sorted(unknown))}; there are {', '.join(PAGES)}")
     for page in options.pages or PAGES:
         path = DOCS / f"{page}.md"

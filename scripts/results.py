@@ -61,7 +61,8 @@ def main() -> None:
 
 def own_lines(algorithm: str) -> dict[str, Any]:
     """Return the algorithm's own settings, from its file in `configs/`, with the sizes of this budget."""
-    if (file := ALGORITHMS[algorithm]) is None:
+    file = ALGORITHMS[algorithm]
+    if file is None:
         return {}
     tree = yaml.safe_load((ROOT / "configs" / file).read_text(encoding="utf-8"))
     base = yaml.safe_load((ROOT / BASE).read_text(encoding="utf-8"))

@@ -53,7 +53,8 @@ def main() -> None:
     parser.add_argument("--moment", default=MOMENT, help="what the console shows when it is photographed, a pattern")
     parser.add_argument("command", nargs="*")
     options = parser.parse_args()
-    if missing := [name for name in ("tmux", "chromium") if shutil.which(name) is None]:
+    missing = [name for name in ("tmux", "chromium") if shutil.which(name) is None]
+    if missing:
         sys.exit(f"{', '.join(missing)} is not installed: apt-get install {' '.join(missing)}")
     photograph((options.run / "report.html").resolve().as_uri(), options.out / "report.png", height=1500)
     photograph_mlflow(options.run, options.out / "mlflow.png")

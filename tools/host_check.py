@@ -207,7 +207,8 @@ def _interfaces(group: HostGroup) -> Iterator[Finding]:
         address = route_to(towards)
     except UserError:
         address = ""
-    if name := interface_of(address):
+    name = interface_of(address)
+    if name:
         yield Finding(f"route to {towards}", f"{name}, {address}")
     else:
         yield Finding(f"route to {towards}", "none", "no interface leads there: check addresses and routes", "fault")
@@ -269,7 +270,8 @@ def _ports(group: HostGroup, met: Mapping[int, Any]) -> Iterator[Finding]:
 def _clocks(group: HostGroup, met: Mapping[int, Any]) -> Iterator[Finding]:
     """Yield how far this host's clock is from that of the first host, by the quickest of a few answers."""
     asked = [_ask(group.hosts[0], port) for port in met[0]["ports"]] if group.own_index and 0 in met else []
-    if not (answers := [answer for answer in asked if answer]):
+    answers = [answer for answer in asked if answer]
+    if not answers:
         return
     ahead = -min(answers)[1]
     if abs(ahead) > MAX_SKEW_S:
@@ -283,7 +285,8 @@ def _shared(group: HostGroup, met: Mapping[int, Any]) -> Iterator[Finding]:
     """Yield whether this host sees the files that all hosts keep in the directory."""
     subject = f"directory {group.directory}"
     directory = group.directory
-    if why_not := met[group.own_index]["why_not"]:
+    why_not = met[group.own_index]["why_not"]
+    if why_not:
         yield Finding(subject, f"not writable: {why_not}", "name another with --directory", "fault")
         return
     files = {met[place]["file"]: group.hosts[place] for place in met if met[place]["file"]}

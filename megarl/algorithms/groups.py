@@ -66,11 +66,13 @@ def statistics(scores: Sequence[Tensor], answers: Sequence[Sequence[str]] | None
         return {}
     by_count = [torch.stack(list(rows)) for _, rows in groupby(sorted(scores, key=len), key=len)]
     found = {f"mean@{num}": mean_over_prompts(scores)}
-    if spreads := [rows.double().std(-1) for rows in by_count if rows.shape[1] > 1]:
+    spreads = [rows.double().std(-1) for rows in by_count if rows.shape[1] > 1]
+    if spreads:
         found[f"std@{num}"] = float(torch.cat(spreads).mean())
     powers = [2**exponent for exponent in range(1, num.bit_length())]
     for k in sorted({*powers, num}):
-        if bests := [best_of(rows, k) for rows in by_count if rows.shape[1] >= k]:
+        bests = [best_of(rows, k) for rows in by_count if rows.shape[1] >= k]
+        if bests:
             found[f"best@{k}/mean"] = float(torch.cat(bests).mean())
     if answers is not None:
         won = [majority(told, of_prompt.tolist()) for told, of_prompt in zip(answers, scores, strict=True)]

@@ -98,7 +98,8 @@ def _describe_model(key: str, section: CheckpointSection, *, is_frozen: bool) ->
 
 def _in_cache(name: str) -> Path:
     """Return the files of a Hugging Face id on this machine. Raises UserError if there are none."""
-    if place := downloaded(name, MARKERS):
+    place = downloaded(name, MARKERS)
+    if place:
         return place
     raise UserError("it is neither here nor in the cache of the hub")
 

@@ -130,7 +130,8 @@ def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokeni
     for data_source, section in config.teachers.items():
         teacher = Source.read(section)
         theirs = teacher.tokenizer(trust_remote_code=section.trust_remote_code)
-        if differing := tokenizer.differences(theirs):
+        differing = tokenizer.differences(theirs)
+        if differing:
             key = "model.path" if data_source is None else f"teachers.{data_source}"
             raise UserError(
                 f"{teacher.directory} (actor_rollout_ref.ref.{key}) has other tokens than the policy: {differing}. "

@@ -121,7 +121,8 @@ class ResumePoint:
         was = Contents.read(self.checkpoint).models if self.checkpoint else None
         if was is None:
             return
-        if faults := size_differences(was, _sizes(learners)):
+        faults = size_differences(was, _sizes(learners))
+        if faults:
             lines = "".join(f"\n  {keys[model]}: {', '.join(found)}" for model, found in faults.items())
             raise UserError(
                 f"{self.checkpoint} was saved by a run of other models, so this run cannot resume from it:{lines}\n"
@@ -176,7 +177,8 @@ def _set_aside_others(run_dir: Path, steps: Collection[int], checkpoint: Path | 
     step = step_in(run_dir, checkpoint) if checkpoint else None
     last_kept = step if step is not None and step in steps else -1  # a copy from elsewhere has no earlier steps here
     others = [other for other in steps if other > last_kept]
-    if target := set_aside(run_dir, others, latest=step):
+    target = set_aside(run_dir, others, latest=step)
+    if target:
         logger.info(
             "moved %d checkpoints of another past from %s to %s; you may delete them", len(others), run_dir, target
         )
@@ -206,7 +208,8 @@ def checkpoint_texts(
         INPUTS_FILE: json.dumps(inputs, indent=1),
     }
     run_dir = Path(config.trainer.default_local_dir)
-    if time := recorded_time(run_dir):
+    time = recorded_time(run_dir)
+    if time:
         texts[TIME_FILE] = time.isoformat()
     return texts | known_run_ids(run_dir)
 
@@ -257,9 +260,11 @@ def _show(checkpoint: Path, found: list[ConfigDifference], other_versions: Mappi
         logger.info("  %s: %s -> %s (another version: rounding or more)", name, was, now)
     if any(difference.change.effect is Effect.CURVE for difference in found):
         logger.info("note: the curve will differ from that of an uninterrupted run")
-    if harmless := [difference.key for difference in found if difference.change.effect is Effect.NONE]:
+    harmless = [difference.key for difference in found if difference.change.effect is Effect.NONE]
+    if harmless:
         logger.info("changed without effect on the curve: %s", ", ".join(harmless))
-    if incomparable := [difference.key for difference in found if difference.makes_scores_incomparable]:
+    incomparable = [difference.key for difference in found if difference.makes_scores_incomparable]
+    if incomparable:
         keys = ", ".join(incomparable)
         logger.info("note: validation scores are not comparable with earlier ones, so the best starts anew: %s", keys)
 

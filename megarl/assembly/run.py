@@ -112,7 +112,8 @@ class Inputs:
             loss=load_loss(policy.actor.policy_loss),
             last_step=last_step,
         )
-        if faults := [*learning_faults(config, last_step)]:
+        faults = [*learning_faults(config, last_step)]
+        if faults:
             raise ConfigError(faults)
         return inputs
 

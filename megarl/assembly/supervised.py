@@ -52,7 +52,8 @@ def _learn(
     """Train, and return the model, or None if it was exported after the last step already."""
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
     last_step = trainer.total_training_steps or trainer.total_epochs * task.batches.steps_per_epoch
-    if faults := [*learning_faults(config, last_step)]:
+    faults = [*learning_faults(config, last_step)]
+    if faults:
         raise ConfigError(faults)
     resume_point = ResumePoint.find(config)
     if resume_point.is_at(last_step):

@@ -51,7 +51,8 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     )
     scorer = make_scorer(config, rules, mesh, tokenizer, source)
     step = 0
-    if checkpoint := resumed_checkpoint(trainer):
+    checkpoint = resumed_checkpoint(trainer)
+    if checkpoint:
         load_learner(actor, checkpoint / "actor")
         step = State.read(checkpoint).step
     tracker = console_tracker(launch, total_steps=step)

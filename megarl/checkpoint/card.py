@@ -76,9 +76,11 @@ def training(config: Mapping[str, Any]) -> str:
 def _judge(config: Mapping[str, Any]) -> str:
     """Name what scores the responses."""
     environment = config.get("environment", {})
-    if name := environment.get("path") or environment.get("name"):
+    name = environment.get("path") or environment.get("name")
+    if name:
         return f"the environment `{name}`"
-    if path := config.get("custom_reward_function", {}).get("path"):
+    path = config.get("custom_reward_function", {}).get("path")
+    if path:
         return f"`{path}`"
     return "a reward model" if config.get("reward_model", {}).get("enable") else "built-in rules"
 
@@ -96,7 +98,8 @@ def _scores(history: Sequence[Row], step: int) -> list[tuple[str, str, str]]:
 
 def _files(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in ("train_files", "val_files"):
-        if value := config.get("data", {}).get(key):
+        value = config.get("data", {}).get(key)
+        if value:
             yield f"data.{key}", ", ".join(f"`{file}`" for file in ([value] if isinstance(value, str) else value))
 
 

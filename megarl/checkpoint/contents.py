@@ -68,7 +68,8 @@ class Contents:
 
 def find_damage(checkpoint: Path) -> str | None:
     """Describe the first file of a checkpoint that is damaged; None if the checkpoint is intact. Collective."""
-    if altered := find_altered(checkpoint):
+    altered = find_altered(checkpoint)
+    if altered:
         return altered
     try:
         on_first_rank(lambda: _check_small_files(checkpoint))

@@ -49,7 +49,8 @@ def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) 
         watchdog.note(phase="fetch")
         together(partial(_fetch, remote, part, turn[dist.get_rank()], waits))
     on_first_rank(lambda: (part / MANIFEST_FILE).write_bytes(manifest))
-    if damage := find_damage(part):
+    damage = find_damage(part)
+    if damage:
         raise UserError(f"{remote} arrived damaged: {damage}")
     on_first_rank(lambda: publish(part, final))
     return final

@@ -79,7 +79,8 @@ def last_intact(directory: Path) -> Path | None:
     steps = _resumable(latest, saved)
     if latest is not None and latest not in steps:
         _warn(f"{directory / LATEST_FILE} names step {latest}, which is missing: the newest checkpoint there counts")
-    if newer := [step for step in saved if step not in steps]:
+    newer = [step for step in saved if step not in steps]
+    if newer:
         names = ", ".join(f"{STEP_PREFIX}{step}" for step in newer)
         _warn(f"{directory / LATEST_FILE} names step {latest}: newer checkpoints are ignored: {names}")
     return _newest_intact(directory, steps)
@@ -99,7 +100,8 @@ def _newest_intact(directory: Path, steps: Sequence[int]) -> Path | None:
     """Return the last intact one of the directory's checkpoints of `steps`, which ascend."""
     for step in reversed(steps):
         checkpoint = directory / f"{STEP_PREFIX}{step}"
-        if not (damage := find_damage(checkpoint)):
+        damage = find_damage(checkpoint)
+        if not damage:
             return checkpoint  # an earlier step than the pointer's after a crash that cut short a replacement
         logger.warning("%s is damaged and skipped: %s", checkpoint, damage)
     return None
@@ -107,7 +109,8 @@ def _newest_intact(directory: Path, steps: Sequence[int]) -> Path | None:
 
 def _lost(directory: Path) -> str | None:
     """Explain why `directory` once had checkpoints although none is intact; None if there is no sign of any."""
-    if (latest := latest_step(directory)) is not None:
+    latest = latest_step(directory)
+    if latest is not None:
         return f"{directory / LATEST_FILE} names step {latest}, but no intact {STEP_PREFIX}{latest} or earlier exists"
     if saved_steps(directory) or os.path.lexists(directory / LATEST_FILE):
         return f"{directory} had checkpoints, but none of them is intact"
@@ -123,7 +126,8 @@ def _named(path: str, directory: Path, waits: Sequence[float]) -> Path:
     checkpoint = Path(path)
     if not os.path.lexists(checkpoint / STATE_FILE):  # is_file raises for names that are too long
         raise UserError(f"trainer.resume_from_path={path} is not a checkpoint: it has no {STATE_FILE}")
-    if damage := find_damage(checkpoint):
+    damage = find_damage(checkpoint)
+    if damage:
         raise UserError(f"trainer.resume_from_path={path} is damaged: {damage}; name another")
     return checkpoint
 

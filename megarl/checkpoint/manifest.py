@@ -102,7 +102,8 @@ def _compare(path: Path, size: int, checksum: int) -> str | None:
     """Describe how a file differs from its seal; None if it matches."""
     try:
         with naming(path), open_file(path) as file:
-            if (found := os.fstat(file.fileno()).st_size) != size:
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
                 return f"{path} has {found} bytes instead of {size}"
             if _checksum(file) != checksum:
                 return f"{path} has another content than when it was written"

@@ -83,7 +83,8 @@ class Mirror:
             self._background.advance()
             watchdog.note(phase="mirror")
             now = together(lambda: (self._uploader.num_bytes, self._num_failures, time.monotonic()))
-            if (progress := [rank[:2] for rank in now]) != before:
+            progress = [rank[:2] for rank in now]
+            if progress != before:
                 before = progress
                 since = now[0][2]
             elif now[0][2] - since > self._stalled_s:

@@ -82,7 +82,8 @@ class Remote:
         if (size, checksum) != seal:
             raise OSError(f"{file} has another content than its manifest says")
         filesystem, root = self._opened
-        if (uploaded := filesystem.get_file_info(f"{root}/{name}").size) != size:
+        uploaded = filesystem.get_file_info(f"{root}/{name}").size
+        if uploaded != size:
             raise OSError(f"{self}/{name} has {uploaded} bytes instead of {size}")
 
     def get(self, name: str, file: Path) -> None:

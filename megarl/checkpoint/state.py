@@ -56,7 +56,8 @@ class State:
         path = checkpoint / STATE_FILE
         step = step_of_name(checkpoint.resolve().name)
         state = read_json(path, cls)
-        if fault := next(_faults(state), None):
+        fault = next(_faults(state), None)
+        if fault:
             raise Damage.in_content(path, fault)
         if step is not None and step != state.step:
             raise Damage.in_content(path, f"it is of step {state.step}, in the checkpoint of step {step}")
@@ -69,9 +70,11 @@ def _faults(state: State) -> Iterator[str]:
         yield f"step {state.step}"
     if state.kl_coef is not None and not 0.0 <= state.kl_coef < math.inf:
         yield f"kl_coef {state.kl_coef}"
-    if (position := state.position) and not (0 <= position.epoch < END and 0 <= position.offset < END):
+    position = state.position
+    if position and not (0 <= position.epoch < END and 0 <= position.offset < END):
         yield f"position: epoch {position.epoch}, offset {position.offset}"
-    if (best := state.best) and not (0 <= best.step <= state.step and math.isfinite(best.score)):
+    best = state.best
+    if best and not (0 <= best.step <= state.step and math.isfinite(best.score)):
         yield f"best: score {best.score} at step {best.step} of {state.step}"
     if not all(0.0 <= mismatch < math.inf for mismatch in state.mismatches):
         yield f"mismatches {', '.join(map(str, state.mismatches))}"

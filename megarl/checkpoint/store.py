@@ -169,7 +169,8 @@ class CheckpointStore:
         """Load learners and random generators from `checkpoint`; return its state. Collective. Raises Damage."""
         for name, learner in self.learners.items():
             load_learner(learner, checkpoint / name)
-        if states := read_random_states(checkpoint / RNG, rank=dist.get_rank()):
+        states = read_random_states(checkpoint / RNG, rank=dist.get_rank())
+        if states:
             set_random_states(states)
         self._needed.add(checkpoint)
         state = State.read(checkpoint)

@@ -79,7 +79,8 @@ class Uploader:
         manifest, name = self._manifest(step)
         if dist.get_rank() == 0:
             self._persist(self._lower_latest)
-        if (existing := self._persist(lambda: self.remote.read(name))) == manifest:
+        existing = self._persist(lambda: self.remote.read(name))
+        if existing == manifest:
             return 0
         if existing is not None:  # of another run, or of this run before it resumed from an earlier step
             self._persist(lambda: self.remote.delete(name))

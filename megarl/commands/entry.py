@@ -197,7 +197,8 @@ def how_to_resume(trainer: TrainerSection, environ: Mapping[str, str]) -> str:
     """Return the sentence that names the command for resuming a run from its last checkpoint."""
     changed = "" if trainer.resume_mode == "auto" else " trainer.resume_mode=auto"
     changed += " trainer.resume_from_path=null" if trainer.resume_from_path else ""
-    if command := environ.get(COMMAND):
+    command = environ.get(COMMAND)
+    if command:
         return f"resume with\n  {command}{changed}"
     return f"the same command{' with' if changed else ''}{changed} resumes the run"
 

@@ -110,7 +110,8 @@ def explain(name: str, root: type, found: Values) -> Iterator[str]:
     matches = [path for path in keys if f".{path}".endswith(f".{name}")]
     for path in matches:
         yield from _key(path, keys[path], found)
-    if parts := [path for path in sections if f".{path}".endswith(f".{name}")]:
+    parts = [path for path in sections if f".{path}".endswith(f".{name}")]
+    if parts:
         for path in parts if not matches else ():
             yield from explain(path, root, found)
     elif not matches:
@@ -163,7 +164,8 @@ def _section(name: str, keys: Mapping[str, Key], sections: Mapping[str, str], fo
     for path, key in keys.items():
         if path.rpartition(".")[0] == name:
             yield from _key(path, key, found)
-    if inner := [path for path in sections if path.rpartition(".")[0] == name]:
+    inner = [path for path in sections if path.rpartition(".")[0] == name]
+    if inner:
         yield f"sections in it: {', '.join(inner)}"
 
 

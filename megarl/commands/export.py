@@ -131,11 +131,13 @@ def intact_checkpoint(path: Path) -> Path:
     from megarl.checkpoint.contents import find_damage
     from megarl.checkpoint.find import find_checkpoint
 
-    if latest := find_checkpoint(path, mode="auto", path=None):
+    latest = find_checkpoint(path, mode="auto", path=None)
+    if latest:
         return latest
     if not (path / HUGGINGFACE / "config.json").is_file():
         raise UserError(f"{path} is not a checkpoint: it has no huggingface/config.json")
-    if damage := find_damage(path):
+    damage = find_damage(path)
+    if damage:
         raise UserError(f"{path} is damaged: {damage}")
     return path
 

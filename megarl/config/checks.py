@@ -132,7 +132,8 @@ def expert_faults(experts: Experts | None, model: str, megatron: MegatronSection
 
 def engine_cut_faults(model: CheckpointSection, key: str, rollout: RolloutSection, where: str) -> Iterator[Fault]:
     """Check that the engine's ranks can share the model at `key`."""
-    if sizes := read_sizes(model):
+    sizes = read_sizes(model)
+    if sizes:
         tp_key = f"{where}.tensor_model_parallel_size"
         tp = rollout.tensor_model_parallel_size
         yield from cut_faults(sizes, f"{key}.path", tp_key, tp)
@@ -166,7 +167,8 @@ def _expert_cut_faults(experts: Experts, model: str, key: str, parts: int, remed
 
 def partition_faults(model: CheckpointSection, key: str, megatron: MegatronSection, where: str) -> Iterator[Fault]:
     """Check that the trainer's ranks can share the model at `key`."""
-    if not (sizes := read_sizes(model)):
+    sizes = read_sizes(model)
+    if not sizes:
         return
     yield from cut_faults(
         sizes, f"{key}.path", f"{where}.tensor_model_parallel_size", megatron.tensor_model_parallel_size
@@ -262,7 +264,8 @@ def file_faults(
 
 def uri_faults(name: str, key: str) -> Iterator[Fault]:
     """Check that pyarrow or fsspec opens the URI with the installed packages."""
-    if why := why_unopened(name):
+    why = why_unopened(name)
+    if why:
         yield Fault(
             path=key,
             message=f"{why}: give a local path, or s3://, gs://, abfs://, hdfs://, https:// or another of theirs",

@@ -57,7 +57,8 @@ def answer_key(path: str, value: object) -> str | None:
             return fixed.say(path, value)
     if path in FLAGS:
         return f"write {FLAGS[path]}"
-    if row := _first(KEYS, path):
+    row = _first(KEYS, path)
+    if row:
         return row.say(path, value)
     return f"is not supported: write {str(fixed.accepts[0]).lower()}" if fixed else None
 

@@ -25,7 +25,8 @@ def judge_faults(judge: JudgeSection, where: str, *, environ: Mapping[str, str] 
         yield Fault(
             path=f"{where}.lowest", message=f"{judge.lowest:g} is not below {where}.highest={judge.highest:g}: lower it"
         )
-    if name := judge.api_key_variable:
+    name = judge.api_key_variable
+    if name:
         yield from _key_faults(name, f"{where}.api_key_variable", environ)
 
 
@@ -36,7 +37,8 @@ def _template_faults(template: str, key: str) -> Iterator[Fault]:
         yield Fault(path=key, message=f"{error}: write braces that stand for themselves twice, {{{{ and }}}}")
         return
     places = {re.split(r"[.\[]", name)[0] for name in named}
-    if unknown := sorted(places - {*PLACES}):
+    unknown = sorted(places - {*PLACES})
+    if unknown:
         known = ", ".join(f"{{{place}}}" for place in PLACES)
         yield Fault(
             path=key, message=f"there is no {{{unknown[0]}}}: choose from {known}, or write {{extra_info[KEY]}}"

@@ -81,7 +81,8 @@ def _key_faults(path: str, value: Any, schema: Schema) -> Iterator[Fault]:
 
 def _read_file(name: str) -> Layer:
     path = Path(name)
-    if meant := FLAGS.get(name.lstrip("-").partition(" ")[0]):
+    meant = FLAGS.get(name.lstrip("-").partition(" ")[0])
+    if meant:
         raise UserError(f"is a flag of another trainer: write {meant}")
     if name in CHECKS:
         raise UserError("is an option of another command: write megarl config --check CONFIG.yaml")
@@ -123,6 +124,7 @@ def _say(error: Exception) -> str:
     words = str(error)
     if isinstance(error, MarkedYAMLError):  # its own words may show the line
         words = " ".join(part for part in (error.context, error.problem) if part)
-        if mark := error.problem_mark:
+        mark = error.problem_mark
+        if mark:
             words += f" (line {mark.line + 1}, column {mark.column + 1})"
     return " ".join(_QUOTING.sub(rf"\1 '{REDACTED}'", words).split())

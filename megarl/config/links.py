@@ -91,7 +91,8 @@ def _fill(value: Any, values: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
         return [_fill(item, values, trail) for item in value]
     if not isinstance(value, str):
         return value
-    if link := LINK.fullmatch(value):
+    link = LINK.fullmatch(value)
+    if link:
         return _lead(link, values, trail)
     return LINK.sub(lambda link: str(_lead(link, values, trail)), value).replace(_ESCAPE, "${")
 

@@ -113,7 +113,8 @@ def stage_faults(num_layers: int, model: str, megatron: MegatronSection, where: 
         return
     chunks = megatron.virtual_pipeline_model_parallel_size or 1
     sizes = given + [rest // between] * (between > 0)
-    if uneven := [size for size in sizes if size % chunks]:
+    uneven = [size for size in sizes if size % chunks]
+    if uneven:
         yield Fault(
             path=f"{where}.virtual_pipeline_model_parallel_size",
             message=f"{chunks} does not divide the {uneven[0]} layers that a stage has of {model}: choose a divisor",

@@ -79,7 +79,8 @@ def tokenizer_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]
     if not path or not (is_uri(path) or path.startswith(("/", ".")) or Path(path).exists()):
         return
     try:
-        if (place := local_path(path)) and not place.exists():
+        place = local_path(path)
+        if place and not place.exists():
             raise UserError(f"no such file: {path}: {remedy}")
         if place and is_without_tokenizer(place):
             raise UserError(f"{path} has no tokenizer: {remedy}")

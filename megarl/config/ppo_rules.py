@@ -72,7 +72,8 @@ def _rows(config: Config, context: CheckContext) -> Iterator[Fault]:
     for key, value in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
         files = [value] if isinstance(value, str) else value or []
         # what is not there or has no scheme that is known is a fault already
-        if there := [file for file in files if ("://" in file and not why_unopened(file)) or Path(file).is_file()]:
+        there = [file for file in files if ("://" in file and not why_unopened(file)) or Path(file).is_file()]
+        if there:
             yield from (Fault(path=f"data.{key}", message=fault) for fault in first_faults(columns, there))
 
 

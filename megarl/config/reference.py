@@ -102,7 +102,8 @@ def _keys(cls: type, prefix: str, schema: Schema, root: type, *, section: str = 
     hints = get_type_hints(cls, include_extras=True)
     texts = _docstrings(cls)
     for field in fields(cls):
-        if (path := prefix + field.name) in schema.leaves:
+        path = prefix + field.name
+        if path in schema.leaves:
             yield Key(
                 name=field.name,
                 kind=_kind(hints[field.name]),
@@ -136,7 +137,8 @@ def _condition(path: str, root: type, schema: Schema, *, section: str = "") -> s
         return ""
     known = schema.read_if.get(section, ())
     own = [condition for condition in schema.read_if.get(path, ()) if condition not in known]
-    if never := [condition.why for condition in own if not condition.fact]:
+    never = [condition.why for condition in own if not condition.fact]
+    if never:
         return f"*Not read {never[0]}.*"
     conditions = dict.fromkeys(
         in_words(one).replace(f"`{section}." * bool(section), "`" * bool(section)) for one in own
@@ -145,7 +147,8 @@ def _condition(path: str, root: type, schema: Schema, *, section: str = "") -> s
 
 
 def _default(path: str, schema: Schema, root: type) -> str:
-    if link := LINKS[root].get(path):
+    link = LINKS[root].get(path)
+    if link:
         return f"follows `{link[2:-1]}`" if link.startswith("${") else f"`{link}`"
     default = schema.leaves[path]
     return REQUIRED if default == MANDATORY else f"`{shown(default)}`"

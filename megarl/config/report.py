@@ -167,7 +167,8 @@ def notes(config: Config) -> Iterator[str]:
             "all sequences the same, as seq-mean-token-mean does"
         )
     leaves = dict(flatten(asdict(config)))
-    if hidden := [key for key, shown in redacted(leaves).items() if shown != leaves[key]]:
+    hidden = [key for key, shown in redacted(leaves).items() if shown != leaves[key]]
+    if hidden:
         yield (
             f"there is a secret in {', '.join(hidden)}: it is neither shown nor kept, so RUN_DIR/config.yaml cannot "
             "start this run again; the environment is a better place for it"

@@ -57,12 +57,14 @@ class Schema:
         """Return the key that `path` was probably meant to be: a sibling, the same name elsewhere, a similar path."""
         parent, _, name = path.rpartition(".")
         siblings = [known.rpartition(".")[2] for known in (*self.leaves, *self.sections) if _parent(known) == parent]
-        if close := get_close_matches(name, siblings, n=1, cutoff=0.7):
+        close = get_close_matches(name, siblings, n=1, cutoff=0.7)
+        if close:
             return f"{parent}.{close[0]}" if parent else close[0]
         parts = path.split(".")
         for start in range(len(parts)):
             tail = "." + ".".join(parts[start:])
-            if elsewhere := [leaf for leaf in self.leaves if leaf.endswith(tail)]:
+            elsewhere = [leaf for leaf in self.leaves if leaf.endswith(tail)]
+            if elsewhere:
                 return max(elsewhere, key=lambda leaf: (_shared_parts(leaf, path), -len(leaf)))
         return next(iter(get_close_matches(path, self.leaves, n=1, cutoff=0.85)), None)
 

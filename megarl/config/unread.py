@@ -29,7 +29,8 @@ def reasons(config: Config | SFTConfig | RewardTrainConfig, written: Collection[
     leaves = dict(flatten(asdict(config)))
     found = {}
     for key in sorted(written):
-        if failed := next((one for one in read_if[key] if not holds(one, config)), None):
+        failed = next((one for one in read_if[key] if not holds(one, config)), None)
+        if failed:
             deciding = (f"{one}={shown(leaves.get(one))}" for one in failed.because or (failed.fact,))
             found[key] = redact(failed.why or f"with {', '.join(deciding)}")
     return found

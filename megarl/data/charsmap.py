@@ -48,7 +48,8 @@ def table_normalizer(table: bytes) -> normalizers.Normalizer:
     keys = _Keys(table)
     rules = _rules(table)
     steps: list[normalizers.Normalizer] = [normalizers.Replace(Regex(_CUTS), CUT), normalizers.Precompiled(table)]
-    if later := later_characters(table):
+    later = later_characters(table)
+    if later:
         joints = "|".join(f"(?<={before})(?={after})" for before, after in keys.joints())
         steps.insert(0, normalizers.Replace(Regex(f"(?={_class(later)})(?:{joints})"), JOINT))
         composition = _Composition.of(rules)

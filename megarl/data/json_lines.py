@@ -172,7 +172,8 @@ def _find_records(
     """Return the source of the records, their spans in it, and their lines in the file."""
     kept: Pinned | _Spool = location.pin(source)
     source.seek(0)
-    if codec := CODECS.get(PurePosixPath(location.path).suffix):
+    codec = CODECS.get(PurePosixPath(location.path).suffix)
+    if codec:
         kept = _Spool(TemporaryFile())  # noqa: SIM115 - the spool closes it
         copyfileobj(pa.CompressedInputStream(source, codec), kept.file, _BLOCK_BYTES)
         source = kept.file
@@ -213,7 +214,8 @@ def _unpack_list(text: str) -> tuple[_Spool, NDArray[np.int64], None]:
         _, end = decoder.raw_decode(text, place)
         ends.append(ends[-1] + copy.file.write(text[place:end].encode()))
         place = _skip_blanks(text, end)
-        if has_more := text.startswith(",", place):
+        has_more = text.startswith(",", place)
+        if has_more:
             place = _skip_blanks(text, place + 1)
     if text[place:].strip() != "]":
         raise UserError(f"record {len(ends) - 2} of the list is followed by {text[place : place + 20]!r}")

@@ -41,7 +41,8 @@ def select_rows(rows: Rows, keeps: Callable[[DataRow], bool]) -> NDArray[np.int6
 
     shares = in_shares(len(rows), check)
     faults = [fault for _, of_share, _ in shares for fault in of_share][:SHOWN_FAULTS]
-    if others := sum(num for _, _, num in shares) - len(faults):
+    others = sum(num for _, _, num in shares) - len(faults)
+    if others:
         faults.append(f"... and {others} more")
     if faults:
         raise UserError("\n".join(faults))

@@ -119,7 +119,8 @@ class ParquetRowGroup:
                     batch_rows, row_groups=[self.number], columns=list(self.table.columns), use_threads=False
                 ):
                     start = max(rows.start - first, 0)
-                    if (count := min(rows.stop - first, len(batch)) - start) > 0:
+                    count = min(rows.stop - first, len(batch)) - start
+                    if count > 0:
                         yield _without_views(batch).slice(start, count)
                     first += len(batch)
                     if first >= rows.stop:

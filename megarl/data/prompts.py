@@ -85,7 +85,8 @@ class PromptDataset:
 
     def _stays(self, row: DataRow) -> bool:
         """Return whether a row is kept. Raises UserError for an invalid row."""
-        if faults := list(self._columns.faults(row)):
+        faults = list(self._columns.faults(row))
+        if faults:
             raise UserError("; ".join(f"column {fault}" for fault in faults))
         token_ids = self._encode(row)
         limit = self._section.max_prompt_length

@@ -76,7 +76,8 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     fast.add_special_tokens(
         [AddedToken(piece, special=True, normalized=False) for piece in _pieces(model, UNKNOWN, CONTROL)]
     )
-    if bos := special.get("bos_token"):
+    bos = special.get("bos_token")
+    if bos:
         fast.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, pieces.index(bos))]
         )
@@ -93,7 +94,8 @@ def first_difference(path: Path, encode: Callable[[str], list[int]]) -> str:
     except (OSError, RuntimeError):
         return ""
     for text in PROBES:
-        if (ids := encode(text)) != (expected := processor.encode(text)):
+        ids = encode(text)
+        if ids != (expected := processor.encode(text)):
             return f"{text!r} becomes {ids}, in the sentencepiece library {expected}"
     return ""
 
@@ -108,7 +110,8 @@ def _longest_first(symbols: list[str]) -> list[str]:
 
 
 def _table(model: Any, path: Path) -> normalizers.Normalizer:
-    if not (table := model.normalizer_spec.precompiled_charsmap):
+    table = model.normalizer_spec.precompiled_charsmap
+    if not table:
         return normalizers.Sequence([])
     try:
         return table_normalizer(table)
@@ -124,7 +127,8 @@ def _check(model: Any, table: normalizers.Normalizer, path: Path) -> None:
             f"{path}: unused pieces and treat_whitespace_as_suffix have no counterpart in a fast tokenizer; "
             "train the SentencePiece model without them"
         )
-    if rewritten := [piece for piece in _pieces(model, USER_DEFINED) if _is_rewritten(piece, model, table)]:
+    rewritten = [piece for piece in _pieces(model, USER_DEFINED) if _is_rewritten(piece, model, table)]
+    if rewritten:
         raise UserError(
             f"{path}: its normalisation rewrites the user-defined symbols {rewritten}; "
             "train it with normalization_rule_name=identity"
@@ -196,14 +200,17 @@ def _bpe(model: Any, path: Path) -> models.BPE:
         fuse_unk=True,
         byte_fallback=model.trainer_spec.byte_fallback,
     )
-    if apart := _ranked_otherwise(model, bpe, {left + right for left, right in merges}):
+    apart = _ranked_otherwise(model, bpe, {left + right for left, right in merges})
+    if apart:
         raise UserError(
             f"{path}: several of its pieces have the same score, and a fast tokenizer, which cannot rank them equally, "
             f"reads {apart!r} otherwise; give each a score of its own, or name a directory with tokenizer.json"
         )
-    if symbols := _pieces(model, USER_DEFINED):
+    symbols = _pieces(model, USER_DEFINED)
+    if symbols:
         any_symbol = re.compile("|".join(_longest_first(symbols)))
-        if lost := [piece for piece in normal if len(bpe.tokenize(piece)) > 1 and not any_symbol.search(piece)]:
+        lost = [piece for piece in normal if len(bpe.tokenize(piece)) > 1 and not any_symbol.search(piece)]
+        if lost:
             raise UserError(
                 f"{path}: its merges lead to other pieces than {sorted(lost)[:MOST_NAMED]}, which a fast tokenizer "
                 "with user-defined symbols would find; remove these pieces, or name a directory with tokenizer.json"
@@ -250,7 +257,8 @@ def _normalizer(model: Any, table: normalizers.Normalizer) -> normalizers.Normal
     symbols = _pieces(model, USER_DEFINED)
     spaced = [symbol for symbol in symbols if " " in symbol and spec.remove_extra_whitespaces]
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(PREFIX)] if spec.add_dummy_prefix else []
-    if is_cut := bool(spaced or (symbols and spec.precompiled_charsmap)):
+    is_cut = bool(spaced or (symbols and spec.precompiled_charsmap))
+    if is_cut:
         steps.append(normalizers.Replace(Regex(rf"(?:{'|'.join(_longest_first(symbols))})\K"), CUT))
     for symbol in sorted(spaced, key=len, reverse=True):
         first = FIRST if symbol.startswith(" ") else symbol[0]

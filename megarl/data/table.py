@@ -28,9 +28,11 @@ class WantedColumns:
         found = list(found)
         wanted = dict.fromkeys((*self.required, *self.optional))
         faults = []
-        if missing := [self._described(column) for column in self.required if column not in found]:
+        missing = [self._described(column) for column in self.required if column not in found]
+        if missing:
             faults.append(f"has no column {', '.join(missing)}; it has {', '.join(found)}")
-        if twice := [repr(column) for column in wanted if found.count(column) > 1]:
+        twice = [repr(column) for column in wanted if found.count(column) > 1]
+        if twice:
             faults.append(f"has more than one column {', '.join(twice)}: rename or remove all but one")
         if faults:
             raise UserError(f"{name} {', and '.join(faults)}")

@@ -44,7 +44,8 @@ def check_template(given: str) -> None:
     except Exception as error:  # also RecursionError, and errors of the compiler of Python
         place = f" (line {line})" if (line := getattr(error, "lineno", None)) else ""
         raise UserError(f"{where} does not parse as Jinja: {error}{place}; mend it") from error
-    if found := RANDOM.search(text):
+    found = RANDOM.search(text)
+    if found:
         raise UserError(
             f"{where} draws random numbers ({found[0].strip()}), so a row would have other tokens in each run and on "
             "each rank: remove that"

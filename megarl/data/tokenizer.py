@@ -148,7 +148,8 @@ class Tokenizer:
         conversation = [dict(message) for message in messages]
         if self.spelling == "allow":
             return rendered(conversation)
-        if name := self._control.first_in(conversation):
+        name = self._control.first_in(conversation)
+        if name:
             self._refuse(name)
         return self._control.render(conversation, rendered)
 
@@ -315,7 +316,8 @@ def load_tokenizer(
 
 def _find(path: str, *, with_code: bool) -> Path:
     """Return the local path of the tokenizer, after a download if `path` is a URI or a Hugging Face id."""
-    if place := find_tokenizer(path, with_code=with_code):
+    place = find_tokenizer(path, with_code=with_code)
+    if place:
         return place
     remote = RemoteTokenizer.at(path)
     kind = f"tokenizer {remote.file or ''}{' with code' * with_code}".strip()

@@ -105,7 +105,8 @@ def look(
                 findings.add("seen", KINDS["seen"], rows.place(index))
             if any(columns.faults(row)):
                 continue
-            if rules := columns.rules_of(row):
+            rules = columns.rules_of(row)
+            if rules:
                 trials.add(columns, row, rules, index)
             elif _is_nothing(columns.ground_truth(row)):
                 empty.append(index)
@@ -153,7 +154,8 @@ class _Trials:
         done = [self._pending.popleft() for _ in range(number)]
         results = self._pool.wait([future for *_, future in done])
         for (digest, rule, truth, _), result in zip(done, results, strict=True):
-            if message := _message(rule, truth, result):
+            message = _message(rule, truth, result)
+            if message:
                 self._messages[digest] = message
 
 

@@ -94,6 +94,7 @@ def _notify(rank: int, path: Path) -> None:
         os.write(_watcher, f"{last_line(rank, str(path))}\n".encode())
         return
     reason = {"message": last_line(rank, str(path)), "timestamp": int(time.time())}
-    if elastic := os.environ.get(ELASTIC_FILE):
+    elastic = os.environ.get(ELASTIC_FILE)
+    if elastic:
         with suppress(OSError):  # the agent then says that it has no reason
             Path(elastic).write_text(json.dumps(reason), encoding="utf-8")

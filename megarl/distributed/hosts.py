@@ -256,7 +256,8 @@ def choose_interface(store: Store, mine: Seat, launch: Launch) -> None:
             break
         seat = Seat(**json.loads(store.get(_seat(rank))))
         address = route_to(seat.address) if seat.host != mine.host and seat.address else ""
-    if name := interface_of(address):
+    name = interface_of(address)
+    if name:
         for variable in INTERFACES:
             os.environ.setdefault(variable, name)
     else:

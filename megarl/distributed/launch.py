@@ -61,7 +61,8 @@ def rendezvous(environ: Mapping[str, str], launch: Launch, directory: Path) -> t
         job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
         host = _first_host(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", "")))
     port = int(environ.get("MASTER_PORT", 20000 + zlib.crc32(job.encode()) % 10000))
-    if host := environ.get("MASTER_ADDR", host):
+    host = environ.get("MASTER_ADDR", host)
+    if host:
         return host, port
     path = directory / f".rank0-{zlib.crc32(job.encode())}.part"  # a resumed job removes a left-over file
     if launch.rank == 0:

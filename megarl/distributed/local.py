@@ -56,7 +56,8 @@ def fork_ranks(num_ranks: int, imports: Sequence[str]) -> Launch:
     parent = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for rank in range(num_ranks):
-        if (pid := fork()) == 0:
+        pid = fork()
+        if pid == 0:
             os.setsid()
             die_with_parent(signal.SIGKILL, parent=parent)
             listener.close()

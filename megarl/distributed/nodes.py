@@ -34,7 +34,8 @@ def once_a_node(work: Callable[[ReportProgress], T], *, phase: str) -> T:
     done = -1
     while True:
         turns = together(lambda: task.wait() if task else (True, 0))
-        if (now := sum(amount for _, amount in turns)) > done:
+        now = sum(amount for _, amount in turns)
+        if now > done:
             watchdog.note(phase=phase)
             done = now
         if all(is_over for is_over, _ in turns):

@@ -79,7 +79,8 @@ class Observer:
             for _ in range(NUM_TURNS):
                 conversation += [_response(response), USER]
                 text += response + added
-                if (found := self._tokenizer.render(conversation)) != text:
+                found = self._tokenizer.render(conversation)
+                if found != text:
                     made, read = map(self._shown, (found, text))
                     return f"it makes {made} of a conversation that the policy has read as {read}"
         ids = self._tokenizer.chat(conversation)

@@ -59,7 +59,8 @@ class OpenEnv:
         """Begin an episode: the observation of the server's reset, or the row's prompt if the server says none."""
         known = {**row.extra_info, **{name: getattr(row, name) for name in ("prompt", "ground_truth", "data_source")}}
         known["index"] = row.index
-        if missing := [place for place in self._fields.values() if place not in known]:
+        missing = [place for place in self._fields.values() if place not in known]
+        if missing:
             raise UserError(f"{KEY}.reset names {', '.join(missing)}, which the row does not have")
         self._start = {"seed": row.seed, **{name: known[place] for name, place in self._fields.items()}}
         first = _run(self._server.patiently(self._begin))

@@ -54,7 +54,8 @@ class Python:
                 extra_info=row.extra_info,
             )
             return Step(None, score, done=True)
-        if not (programs := _BLOCK.findall(response)):
+        programs = _BLOCK.findall(response)
+        if not programs:
             return Step("no program: write it between ```python and ```", 0.0, done=False)
         return Step(self._run(programs[-1]), 0.0, done=False)
 

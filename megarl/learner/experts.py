@@ -62,7 +62,8 @@ def check_expert_settings(config: Any) -> None:
         UserError: a field has an unsupported value; the message names the field and its supported values.
     """
     for field, allowed in SUPPORTED.items():
-        if (value := getattr(config, field)) not in allowed:
+        value = getattr(config, field)
+        if value not in allowed:
             raise UserError(
                 f"override_transformer_config.{field}={value} is not supported: tokens must go to the same experts as"
                 f" in the engine, and packed rows have no sequences to balance; use {' or '.join(map(repr, allowed))}"
@@ -106,9 +107,11 @@ class Router(TopKRouter):
     def _losses(self, logits: Tensor, real: Tensor) -> Tensor:
         """Return this rank's part of both losses, times the tokens of the micro-batch; `real` [N] is 0 for padding."""
         loss = logits.new_zeros(())
-        if coefficient := self.config.moe_z_loss_coeff:
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient:
             loss = loss + coefficient * (logits.logsumexp(-1).square() * real).sum()
-        if coefficient := self.get_aux_loss_coeff("aux_loss"):
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if coefficient:
             counted, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
             choices = reduce_from_tensor_model_parallel_region(real @ counted.float(), self.tp_cp_group)
             shares = choices / choices.sum().clamp(min=1)

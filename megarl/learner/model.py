@@ -120,7 +120,8 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
 
 def _local_attention(architecture: Architecture) -> dict[str, Any]:
     """Return the replacements of norms and projections in Megatron's local attention, by name."""
-    if latent := architecture.latent:
+    latent = architecture.latent
+    if latent:
         queries = {"linear_q_down_proj": ReplicatedLinear, "q_layernorm": RMSNorm}
         if latent.q_lora_rank is None:
             queries = {"q_layernorm": IdentityOp}
@@ -180,10 +181,12 @@ def transformer_config(
     }
     settings |= _recomputation(recompute)
     make: Any = TransformerConfig
-    if latent := architecture.latent:
+    latent = architecture.latent
+    if latent:
         make = MLATransformerConfig
         settings = settings | latent_settings(architecture, latent)
-    if experts := architecture.experts:
+    experts = architecture.experts
+    if experts:
         settings |= expert_settings(experts, architecture.num_layers)
         settings["moe_grouped_gemm"] = has_transformer_engine()
         settings["moe_permute_fusion"] = has_transformer_engine()

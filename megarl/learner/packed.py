@@ -74,7 +74,8 @@ def pack_samples(
     lengths = used + -used % step
     total = int(lengths.sum())
     multiple = lcm(step, cp_size * num_parts)
-    if missing := -total % multiple if total else multiple:
+    missing = -total % multiple if total else multiple
+    if missing:
         used = torch.nn.functional.pad(used, (0, 1))
         lengths = torch.nn.functional.pad(lengths, (0, 1), value=missing)
     whole = _laid_out(tokens[has_next], used, lengths)

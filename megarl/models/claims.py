@@ -52,7 +52,8 @@ def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bo
         return
     shapes = hf_shapes(replace(architecture, num_layers=num_layers))
     needed = [name for name in hf_shapes(architecture) if needs_head or name != HEAD]
-    if missing := [name for name in needed if name not in stored]:
+    missing = [name for name in needed if name not in stored]
+    if missing:
         hint = "; if its output layer is the embedding, config.json must say tie_word_embeddings: true"
         yield f"{directory} has no tensor {_listed(missing)}{hint * (HEAD in missing)}"
     yield from _misfits(stored, shapes)
@@ -67,7 +68,8 @@ def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bo
 
 def _misfits(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     claimed = {name: tensor for name, tensor in stored.items() if name in shapes}
-    if others := [name for name, tensor in claimed.items() if tensor.shape != shapes[name]]:
+    others = [name for name, tensor in claimed.items() if tensor.shape != shapes[name]]
+    if others:
         tensor = claimed[others[0]]
         more = f" (and {len(others) - 1} more tensors do not fit)" if len(others) > 1 else ""
         yield f"{others[0]} in {tensor.file} has shape {tensor.shape}; {CONFIG} says {shapes[others[0]]}{more}"
@@ -90,7 +92,8 @@ def _who_claims(names: Sequence[str], num_layers: int) -> str:
 
 
 def _who_claims_one(name: str, num_layers: int) -> str:
-    if (layer := LAYER.match(name)) and int(layer[1]) >= num_layers:
+    layer = LAYER.match(name)
+    if layer and int(layer[1]) >= num_layers:
         return f"num_hidden_layers counts {num_layers} layers"
     return next((claim for pattern, claim in CLAIMS if pattern.match(name)), "a layer's tensors follow from model_type")
 

@@ -44,7 +44,8 @@ def engine_layout(
     layers: dict[bool, list[Piece]] = {}
     layout = list(_outside(cut, dtype))
     for number in range(architecture.num_layers):
-        if (sparse := architecture.is_sparse(number)) not in layers:
+        sparse = architecture.is_sparse(number)
+        if sparse not in layers:
             mine = replace(cut, prefix=f"model.layers.{number}.")
             layers[sparse] = list(_layer(mine, dtype, sparse=sparse, latent_fused=latent_fused))
             if sparse and expert_parallel:

@@ -37,7 +37,8 @@ def local_directory(path: str, *, with_code: bool = False) -> Path:
     Raises:
         UserError: there is no such directory, and nothing could be copied.
     """
-    if (directory := local_path(path)) and directory.is_dir():
+    directory = local_path(path)
+    if directory and directory.is_dir():
         return directory
     if is_uri(path):
         if directory:
@@ -78,7 +79,8 @@ def weight_files(remote: RemoteDirectory) -> list[str]:
     if INDEX not in remote.sizes:
         return []
     files = sorted(set(read_index(remote / INDEX).values()))
-    if missing := [file for file in files if "/" not in file and file not in remote.sizes]:
+    missing = [file for file in files if "/" not in file and file not in remote.sizes]
+    if missing:
         raise UserError(f"{remote / INDEX} lists {missing[0]}, which is not there")
     return files
 

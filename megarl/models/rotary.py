@@ -93,7 +93,8 @@ def rope_scaling(rope: Fields, *, latent: bool) -> RopeScaling | Yarn | None:
 
 def _refuse_unread(rope: Fields, kind: str, known: Iterable[str]) -> None:
     """Raise UserError for a setting that the trainer does not read: the engine or transformers may read it."""
-    if unread := sorted(rope.values.keys() - set(known)):
+    unread = sorted(rope.values.keys() - set(known))
+    if unread:
         raise UserError(f"config.json: the rotary setting {unread[0]} is not read with rope_type {kind!r}: remove it")
 
 
@@ -122,7 +123,8 @@ def _yarn(rope: Fields) -> Yarn:
 
 
 def _read(scaling: type[S], rope: Fields, *, kind: str, required: list[str]) -> S:
-    if missing := [name for name in required if name not in rope]:
+    missing = [name for name in required if name not in rope]
+    if missing:
         raise UserError(f"config.json: the {kind} rotary scaling has no {missing[0]!r}")
     given = [trait.name for trait in fields(scaling) if trait.name in rope]
     values: dict[str, Any] = {name: _value(rope, name) for name in given}

@@ -48,7 +48,8 @@ def parameter_shapes(
     cut = grid.cut(rank)
     vocabulary = _vocabulary(architecture, grid.tp, vocab_multiple)
     kinds = [_layer(architecture, cut, sparse=False, fused_norms=fused_norms)]
-    if experts := architecture.experts:
+    experts = architecture.experts
+    if experts:
         local_experts = _experts(
             architecture, experts, cut, range(experts.num_experts // cut.ep_size), grouped=grouped_experts
         )
@@ -123,7 +124,8 @@ def _layer(a: Architecture, cut: Cut, *, sparse: bool, fused_norms: bool) -> Sha
     }
     if experts.router_bias:
         shapes[f"mlp.{ROUTER_BIAS}"] = (experts.num_experts,)
-    if shared := experts.shared_ffn_hidden_size:
+    shared = experts.shared_ffn_hidden_size
+    if shared:
         shapes |= _swiglu("mlp.shared_experts.linear_fc{}.weight", a, shared // cut.tp_size)
     if experts.shared_gate:
         shapes["mlp.shared_experts.gate_weight"] = (1, a.hidden_size)

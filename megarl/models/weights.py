@@ -34,7 +34,8 @@ class Shard:
     def full_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a Hugging Face parameter of this layer."""
         shapes = hf_shapes(self.architecture)
-        if (full := self.prefix + name) not in shapes:
+        full = self.prefix + name
+        if full not in shapes:
             raise UserError(f"a {self.architecture.family} checkpoint of these sizes has no parameter {full}")
         return shapes[full]
 
@@ -300,9 +301,11 @@ def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cu
     prefix = f"model.layers.{layer[1]}."
     rest = layer[2]
     attention = LATENT_ATTENTION if architecture.latent else ATTENTION
-    if experts := architecture.experts:
+    experts = architecture.experts
+    if experts:
         names = architecture.expert_names
-        if expert := next(filter(None, (pattern.fullmatch(rest) for pattern in EXPERT_NAMES)), None):
+        expert = next(filter(None, (pattern.fullmatch(rest) for pattern in EXPERT_NAMES)), None)
+        if expert:
             number = cut.ep_rank * (experts.num_experts // cut.ep_size) + int(expert["local"])
             shard = Shard(architecture, f"{prefix}{names.block}.experts.{number}.", shape, cut.etp_rank, cut.etp_size)
             return _expert(names)[expert["matrix"]], shard

@@ -143,7 +143,8 @@ def _feed_forward(a: Architecture, layer: int, *, etp: int) -> int:
 
 def _attention(a: Architecture) -> tuple[int, int]:
     """Return the elements per token of one attention layer: those that TP divides, and those that every rank has."""
-    if (latent := a.latent) is None:
+    latent = a.latent
+    if latent is None:
         norms = (a.num_attention_heads + a.num_key_value_heads) * a.head_dim if a.qk_norm else 0
         return 2 * (a.num_attention_heads + a.num_key_value_heads) * a.head_dim + norms, 0
     # Queries and keys of all heads, values and output; the latents before and after their norms.

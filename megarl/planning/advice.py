@@ -45,10 +45,12 @@ def shortfalls(workload: Workload, memory: RankMemory, device_bytes: int) -> lis
     found = []
     for phase in PHASES:
         moment = memory.fullest[phase]
-        if (missing := moment.total - device_bytes) > 0:
+        missing = moment.total - device_bytes
+        if missing > 0:
             reason = f"the device of a rank of stage {memory.stage} is too small while the {moment.worker} is at work"
             found.append(Shortfall(phase=phase, num_bytes=missing, reason=reason))
-    if missing := memory.engine.shortfall(workload.longest):
+    missing = memory.engine.shortfall(workload.longest)
+    if missing:
         share = workload.config.actor_rollout_ref.rollout.gpu_memory_utilization
         reason = (
             f"gpu_memory_utilization={share:g} gives the engine too little for its weights, its largest step and the "
@@ -65,7 +67,8 @@ def remedies(workload: Workload, memory: RankMemory, device_bytes: int, trial: T
     """
 
     def attempt(*overrides: str) -> Remedy | None:
-        if (tried := trial(overrides)) is None:
+        tried = trial(overrides)
+        if tried is None:
             return None
         missing = _total(*tried, device_bytes)
         host = host_memory(*tried).total
@@ -164,7 +167,8 @@ def _with_least_recomputation(
     for key, configured in _recomputation(workload, memory):
         for amount in ("false", "selective", "true"):
             more = () if amount == str(configured).lower() else (f"{key}={amount}",)
-            if (tried := trial((*changes, *more))) and not _total(*tried, device_bytes):
+            tried = trial((*changes, *more))
+            if tried and not _total(*tried, device_bytes):
                 changes = (*changes, *more)
                 found = tried
                 break
@@ -195,9 +199,11 @@ def _choose(changes: Iterator[str], attempt: Callable[..., Remedy | None], *, no
         key = change.partition("=")[0]
         if key in helpful and not helpful[key].missing:
             continue
-        if (tried := attempt(change)) and tried.missing < now:
+        tried = attempt(change)
+        if tried and tried.missing < now:
             helpful[key] = tried
-    if enough := [remedy for remedy in helpful.values() if not remedy.missing]:
+    enough = [remedy for remedy in helpful.values() if not remedy.missing]
+    if enough:
         return enough
     best: Remedy | None = None
     for remedy in helpful.values():

@@ -53,7 +53,8 @@ def cache_bytes_per_token(architecture: Architecture, section: RolloutSection) -
     A rank holds its share of the key-value heads, and at least one; latent attention stores one latent with the rotary
     part of the key, the same on every rank.
     """
-    if latent := architecture.latent:
+    latent = architecture.latent
+    if latent:
         elements = latent.kv_lora_rank + latent.qk_rope_head_dim
     else:
         heads = max(1, architecture.num_key_value_heads // section.tensor_model_parallel_size)
@@ -73,7 +74,8 @@ def step_bytes(architecture: Architecture, section: RolloutSection) -> int:
     itemsize = DTYPE_BYTES[section.dtype]
     heads = 2 * (a.num_attention_heads + a.num_key_value_heads) * a.head_dim / tp  # queries, keys, values and output
     widths = [heads, 3 * a.ffn_hidden_size / tp]  # gate, up and their product
-    if experts := a.experts:
+    experts = a.experts
+    if experts:
         widths.append(experts.top_k * (3 * experts.ffn_hidden_size / tp + a.hidden_size))
     tokens = section.max_num_batched_tokens * (2 * a.hidden_size + max(widths)) * itemsize
     return int(tokens + section.max_num_seqs * a.vocab_size * (itemsize + 2 * FLOAT32))

@@ -155,7 +155,8 @@ class Planner:
         if changes:
             time = seconds(fastest, its_memory, self._traffic(fastest).seconds)
             yield Saving(overrides=changes, seconds=time, peak=its_memory.peak)
-        if (tried := self._trial(PARTIAL)) and not shortfalls(*tried, self._device_bytes):
+        tried = self._trial(PARTIAL)
+        if tried and not shortfalls(*tried, self._device_bytes):
             time = seconds(*tried)
             if time < WORTHWHILE * seconds(workload, memory):
                 yield Saving(overrides=PARTIAL, seconds=time, peak=tried[1].peak)
@@ -182,7 +183,8 @@ class Planner:
             model_faults(checkpoint, key, needs_weights=False, needs_head=key != "critic.model.path")
             for key, checkpoint in config.checkpoints
         )
-        if faults := [*chain.from_iterable(checked)]:
+        faults = [*chain.from_iterable(checked)]
+        if faults:
             raise ConfigError(faults)
 
     def _load(self, overrides: Sequence[str]) -> Workload:

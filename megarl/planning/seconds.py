@@ -98,7 +98,8 @@ def step_time(
     flops = forward_flops(workload.policy, tokens)
     seconds = {"sync": sync_seconds, "gen": _generation(workload, memory, machine, lengths)}
     readers = [model for model in workload.models if not model.is_reference]
-    if references := workload.references:  # one reference reads a sample; the smallest takes the least time
+    references = workload.references
+    if references:  # one reference reads a sample; the smallest takes the least time
         readers.append(min(references, key=lambda model: forward_flops(model.architecture, tokens)))
     for model in readers:
         if model.name != "actor" or not config.fused_old_log_probs:

@@ -44,7 +44,8 @@ ReportProgress = Callable[[int], None]
 
 def cache_directory() -> Path:
     """Return `$MEGARL_CACHE`, or else `megarl` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    if own := os.environ.get(VARIABLE):
+    own = os.environ.get(VARIABLE)
+    if own:
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl"
 
@@ -141,7 +142,8 @@ def _copy(remote: RemoteDirectory, files: Sequence[Described], final: Path, part
         shutil.rmtree(part, ignore_errors=True)
         final.rename(part)
     part.mkdir(exist_ok=True)
-    if lacking := _lacking(part, files):
+    lacking = _lacking(part, files)
+    if lacking:
         _check_room(remote, part, sum(file.size for file in lacking))
         _copy_files(remote, lacking, part, report)
     for directory in {(part / file.name).parent for file in files}:
@@ -194,7 +196,8 @@ def _copy_file(remote: RemoteDirectory, file: Described, part: Path, report: Rep
 
     def copy() -> str:
         found = remote.download(file.name, path, report)
-        if (size := path.stat().st_size) != file.size:
+        size = path.stat().st_size
+        if size != file.size:
             raise OSError(f"{file.name} arrived with {size} bytes instead of {file.size}")
         if md5 and md5 != found:
             raise OSError(f"{file.name} arrived with the MD5 {found} instead of {md5}")

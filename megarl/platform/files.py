@@ -164,7 +164,8 @@ def explained(what: str) -> Iterator[None]:
     except WriteError:
         raise
     except Exception as error:
-        if (cause := file_error(error)) is None:
+        cause = file_error(error)
+        if cause is None:
             raise
         raise WriteError(f"{what} cannot be written: {remedy(cause)}") from error
 
@@ -175,7 +176,8 @@ def file_error(error: BaseException) -> OSError | None:
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in REMEDIES:
             return seen
-        if (number := re.search(r"\(os error (\d+)\)", str(seen))) and int(number[1]) in REMEDIES:
+        number = re.search(r"\(os error (\d+)\)", str(seen))
+        if number and int(number[1]) in REMEDIES:
             return OSError(int(number[1]), os.strerror(int(number[1])))
         seen = seen.__cause__ or seen.__context__
     return None

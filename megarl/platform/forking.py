@@ -21,7 +21,8 @@ def run_in_child(look: Callable[[], T]) -> T:
     If the forked process ends before, this process ends with the same exit code. Signals reach this process alone.
     """
     parent, (source, target) = os.getpid(), os.pipe()
-    if (pid := fork()) == 0:
+    pid = fork()
+    if pid == 0:
         die_with_parent(signal.SIGKILL, parent=parent)
         for number in SIGNALS:  # the programs that this process starts would inherit SIG_IGN, but not a function
             signal.signal(number, lambda *_: None)
@@ -33,7 +34,8 @@ def run_in_child(look: Callable[[], T]) -> T:
     os.close(target)
     with os.fdopen(source, "rb") as pipe:
         found = pipe.read()
-    if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code:
         sys.exit(as_shell(code))
     result: T = pickle.loads(found)  # noqa: S301 - a copy of this process wrote it
     return result

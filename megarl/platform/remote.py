@@ -116,7 +116,8 @@ class RemoteDirectory:
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
-        if why := why_unopened(self.uri):
+        why = why_unopened(self.uri)
+        if why:
             raise UserError(f"{self} cannot be opened: {why}")
         filesystem, path = open_filesystem(self.uri)
         return filesystem, path.rstrip("/")
@@ -157,7 +158,8 @@ class RemoteDirectory:
         if filesystem.type_name in WITH_TAGS:
             with filesystem.open_input_file(info.path) as file:
                 tags = {str(key): value for key, value in (file.metadata() or {}).items()}
-            if tag := tags.get("ETag", b""):
+            tag = tags.get("ETag", b"")
+            if tag:
                 return tag.decode() if isinstance(tag, bytes) else str(tag)
         return str(info.mtime_ns or "")
 

@@ -83,6 +83,7 @@ def _follow(config: Mapping[str, Any], default: Any) -> Any:
         return list(default)
     if not isinstance(default, str):
         return default
-    if link := LINK.fullmatch(default):
+    link = LINK.fullmatch(default)
+    if link:
         return _find(config, link[1])
     return LINK.sub(lambda link: str(_find(config, link[1])), default)

@@ -63,7 +63,8 @@ def score_of(run: Run) -> Score | None:
         ("reward_model/accuracy", "training accuracy", False),
         ("sft/loss", "training loss", True),
     ):
-        if points := run.points(name):
+        points = run.points(name)
+        if points:
             return Score(title=title, points=points, lower_is_better=lower, is_held_out=name.startswith("val/"))
     return None
 
@@ -102,7 +103,8 @@ def notes(run: Run) -> Iterator[str]:
     entropy = [value for _, value in run.points("actor/entropy")]
     if len(entropy) > RECENT and fmean(entropy[-RECENT:]) < COLLAPSED * entropy[0]:
         yield "The entropy has fallen below a tenth of its first value: the policy hardly explores any more."
-    if long := _recent(run, "response_length/clip_ratio", above=LONG):
+    long = _recent(run, "response_length/clip_ratio", above=LONG)
+    if long:
         yield f"{long:.0%} of the latest responses reach the length limit: raise data.max_response_length."
     norms = [value for _, value in run.points("actor/grad_norm") or run.points("grad_norm")]
     if len(norms) > RECENT and max(norms) > SPIKE * median(norms):
@@ -111,7 +113,8 @@ def notes(run: Run) -> Iterator[str]:
     limit = run.points("training/rollout_mismatch_limit")
     if mismatch and limit and mismatch[-1][1] > limit[-1][1] / 2:
         yield "Engine and trainer disagree by more than half of what stops the run."
-    if failed := _recent(run, "reward/masked_rate", above=0.0) or _recent(run, "reward/error_rate", above=0.0):
+    failed = _recent(run, "reward/masked_rate", above=0.0) or _recent(run, "reward/error_rate", above=0.0)
+    if failed:
         yield f"The reward failed on {failed:.1%} of the latest responses."
 
 
@@ -132,10 +135,12 @@ def faults(run: Run) -> Iterator[str]:
         ("training/rollout_mismatch_left_out", "left samples out because engine and trainer disagreed"),
         ("archive/failures", "could not write their samples"),
     ):
-        if steps := [step for step, value in run.points(name) if value > 0]:
+        steps = [step for step, value in run.points(name) if value > 0]
+        if steps:
             yield f"{len(steps)} steps {words}, the last at step {steps[-1]}"
     for name, words in (("checkpoint/failed_saves", "saves failed"), ("checkpoint/mirror_failures", "uploads failed")):
-        if points := run.points(name):
+        points = run.points(name)
+        if points:
             yield f"{max(value for _, value in points):g} {words}"
     for name in run.hangs:
         yield f"a rank made no progress: {name} has the stacks of all ranks"

@@ -112,5 +112,6 @@ class ChecksumLog:
         ]
         faults: list[list[str]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(faults, wrong[:MOST_NAMED], group=group or host_group())
-        if named := [fault for of_rank in faults for fault in of_rank]:
+        named = [fault for of_rank in faults for fault in of_rank]
+        if named:
             raise SyncError(f"received data differ from the sent data: {'; '.join(named[:MOST_NAMED])}")

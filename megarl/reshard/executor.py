@@ -233,7 +233,8 @@ class Reshard:
         total = torch.from_numpy(disagreement(self._plan)).to(self._device)
         # The first collective of a group must include all its ranks, before pairs of them exchange messages.
         dist.all_reduce(total, group=self._group)
-        if wrong := total.nonzero().flatten().tolist():
+        wrong = total.nonzero().flatten().tolist()
+        if wrong:
             raise RuntimeError(f"the plans of the ranks differ: ranks {wrong} would not receive what they expect")
 
 

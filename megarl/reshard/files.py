@@ -297,6 +297,7 @@ def _whole_piece(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Piece
 
 
 def _dtype(stored: Any, name: str) -> torch.dtype:
-    if (kind := stored.get_dtype()) not in DTYPES:
+    kind = stored.get_dtype()
+    if kind not in DTYPES:
         raise UserError(f"{name} is stored as {kind}; weights must be plain floats ({', '.join(DTYPES)})")
     return DTYPES[kind]

@@ -77,9 +77,11 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         if not file.is_file():
             raise UserError(f"{directory / INDEX} lists {file.name}, which does not exist")
         tensors = _tensors_of(file)
-        if missing := [name for name, other in index.items() if other == file and name not in tensors]:
+        missing = [name for name, other in index.items() if other == file and name not in tensors]
+        if missing:
             raise UserError(f"{directory / INDEX} lists {missing[0]} in {file.name}, which lacks it")
-        if twice := sorted(found.keys() & tensors.keys()):
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
             raise UserError(f"{twice[0]} is in {found[twice[0]].file} and in {file}: remove it from one of the files")
         found |= tensors
     return found

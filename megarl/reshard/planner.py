@@ -107,7 +107,8 @@ def lower_bound(source: Placement, destination: Placement, *, rank: int) -> int:
     known: dict[ShardingPattern, int] = {}
     for name, demand in destination.items():
         supply = source[name]
-        if (kind := (supply, demand)) not in known:
+        kind = (supply, demand)
+        if kind not in known:
             held = [supply.places[place].box for place in _places_of(rank, supply)]
             needed = [demand.places[place].box for place in _places_of(rank, demand)]
             missing = sum(

@@ -52,7 +52,8 @@ def _find(path: Path, name: str, kwargs: Mapping[str, Any]) -> Any:
     reward = getattr(module, name, None)
     if not callable(reward):
         raise UserError(f"{_NAME}: {missing(path, name, defined_in(module))}")
-    if fault := fault_of(reward, path, name, kwargs):
+    fault = fault_of(reward, path, name, kwargs)
+    if fault:
         raise UserError(f"{_NAME}: {fault}")
     return reward
 

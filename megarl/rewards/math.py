@@ -88,7 +88,8 @@ def accepted(ground_truth: Any) -> list[str]:
             raise UserError(f"the ground truth {value!r} is the text of a list or a mapping: give a list of answers")
         if not _is_readable(text):
             raise UserError(f"the ground truth {value!r} is no complete LaTeX, or math-verify reads nothing in it")
-        if part := _foreign_part(text):
+        part = _foreign_part(text)
+        if part:
             raise UserError(
                 f"no usual answer equals the ground truth {value!r}, because of {part}: give the answer alone"
             )

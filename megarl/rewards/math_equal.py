@@ -30,7 +30,8 @@ def equal(answer: str, truth: str) -> bool:
         return False
     if exclude(forms.quantities(found), forms.quantities(gold)) or not forms.same_points(found, gold):
         return False
-    if (ends := forms.ends(gold)) and not forms.may_be_pair(found):
+    ends = forms.ends(gold)
+    if ends and not forms.may_be_pair(found):
         return _is_point(gold, ends) and _is_bare_point(found, gold)
     bases = forms.base(found), forms.base(gold)
     if None not in bases and bases[0] != bases[1]:

@@ -85,7 +85,8 @@ def foreign_part(truth: str) -> str | None:
 
     A truth is one line of mathematics. It may have any command, and any words in `\\text{...}`.
     """
-    if label := _LABEL.search(truth):
+    label = _LABEL.search(truth)
+    if label:
         return repr(label[0])
     for token in _TOKEN.finditer(truth):
         sign = token["sign"]

@@ -83,7 +83,8 @@ class RuleScorer:
                 known_data_source(prompt.data_source)
         started = {sample: found for sample in range(len(rollouts)) if (found := self._find(rollouts, sample))}
         by_sample = self._gather(started)
-        if rest := [sample for sample in range(len(rollouts)) if sample not in by_sample]:
+        rest = [sample for sample in range(len(rollouts)) if sample not in by_sample]
+        if rest:
             share = rest[dist.get_rank() :: dist.get_world_size()]
             by_sample |= self._gather(
                 {sample: self._submit(rollouts.prompt_of(sample), rollouts.response_ids(sample)) for sample in share}
@@ -138,7 +139,8 @@ class RuleScorer:
 
     def _gather(self, started: Mapping[int, PendingResponse]) -> dict[int, tuple[str, ScoringResult]]:
         """Return text and result, by sample, of the responses that any rank has begun."""
-        if num := sum(together(lambda: len(started))):
+        num = sum(together(lambda: len(started)))
+        if num:
             progress.announce(num, "rewards")
         return gather(
             {sample: response.result for sample, response in started.items()},

@@ -47,7 +47,8 @@ def engine_faults(arguments: Mapping[str, Any]) -> Iterator[str]:
 @cache
 def engine_arguments() -> frozenset[str]:
     """Return the names of vLLM's arguments, from its source if possible: importing vLLM takes ten seconds."""
-    if declared := _declared():
+    declared = _declared()
+    if declared:
         return frozenset(declared)
     from megarl.rollout.patches import prepare_environment
 
@@ -60,7 +61,8 @@ def engine_arguments() -> frozenset[str]:
 @cache
 def _declared() -> Mapping[str, ast.expr]:
     """Return the annotation of each argument in vLLM's source; nothing if there is no such class."""
-    if (package := find_spec("vllm")) and package.origin:
+    package = find_spec("vllm")
+    if package and package.origin:
         source = Path(package.origin).with_name("engine") / "arg_utils.py"
         for node in ast.parse(source.read_text(encoding="utf-8")).body if source.is_file() else []:
             if isinstance(node, ast.ClassDef) and node.name == "EngineArgs" and not node.bases:

@@ -194,7 +194,8 @@ class _Recorder(TorchDispatchMode):
         if value.ndim != source.ndim or value.shape != target.shape:
             raise self._refusal(param, "reshapes what it writes", value)
         if value.numel():
-            if (box := _box(source, value)) is None:
+            box = _box(source, value)
+            if box is None:
                 raise self._refusal(param, "permutes what it writes", value)
             place = StridedView.of(target)
             self._views[param].append(place)

@@ -62,14 +62,16 @@ def sweep(directory: Path) -> list[str]:
     """Remove the files of every job of this user without a live process, and return their names."""
     removed = []
     for file in sorted(directory.iterdir()):
-        if match := LOCK.fullmatch(file.name):
+        match = LOCK.fullmatch(file.name)
+        if match:
             removed += _remove_if_dead(directory, match[1])
     return removed
 
 
 def _remove_if_dead(directory: Path, prefix: str) -> list[str]:
     lock = directory / f"{prefix}.lock"
-    if (descriptor := _take(lock)) is None:
+    descriptor = _take(lock)
+    if descriptor is None:
         return []
     files = [file for file in directory.iterdir() if file.name.startswith(f"{prefix}-")]
     removed = []

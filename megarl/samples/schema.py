@@ -75,13 +75,15 @@ def check(table: pa.Table, *, file: object) -> None:
     Raises:
         Damage: names the first column that differs from `COLUMNS`.
     """
-    if fault := next(_faults(table), None):
+    fault = next(_faults(table), None)
+    if fault:
         raise Damage(file, f"cannot be read as samples of a run: {fault}; give a file as a run wrote it")
 
 
 def _faults(table: pa.Table) -> Iterator[str]:
     for name, column in COLUMNS.items():
-        if (count := table.column_names.count(name)) != 1:
+        count = table.column_names.count(name)
+        if count != 1:
             yield f"it has {count or 'no'} column{'s' if count else ''} {name!r}"
         elif not _same(found := table.schema.field(name).type, column.type):
             yield f"column {name} has the type {found} instead of {column.type}"

@@ -72,7 +72,8 @@ class Supervisor:
 
         The list is empty if the call for several responses failed: each has to be tried alone.
         """
-        if fault := self._canary.fault(samples[0]):
+        fault = self._canary.fault(samples[0])
+        if fault:
             return [{"fault": "canary", "detail": fault, "seconds": 0.0}] * len(samples)
         replies = self._try(samples)
         if self._worker_failed and replies and replies[0]["fault"] == "error":  # an earlier response may be the cause
@@ -96,7 +97,8 @@ class Supervisor:
         seconds = time.monotonic() - self._started_at
         if len(replies) != len(samples):
             return []
-        if (speaker := self._worker or self._loaded) and any("fault" in reply for reply in replies):
+        speaker = self._worker or self._loaded
+        if speaker and any("fault" in reply for reply in replies):
             printed = speaker.last_lines()
             replies = [
                 reply | {"detail": reply["detail"] + printed} if "fault" in reply else reply for reply in replies

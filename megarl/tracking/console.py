@@ -69,7 +69,8 @@ class Console:
         numbers = self._numbers(metrics, step)
         if self._bars is None:
             scores = [f"validation {source} {value:.4g}" for source, value in validation.items()]
-            if parts := [*numbers, *scores, *self._left(metrics, step)]:
+            parts = [*numbers, *scores, *self._left(metrics, step)]
+            if parts:
                 self._print("  ".join([title, *parts]))
             return
         shown = "  ".join([*numbers, *self._left(metrics, step)])
@@ -143,7 +144,8 @@ class Console:
         if REWARD in metrics:
             shown.append(f"reward {metrics[REWARD]:.3f}")
         shown += [f"{title} {metrics[name]:.4f}" for name, title in LEARNT.items() if name in metrics]
-        if kl := [metrics[name] for name in KL if name in metrics]:
+        kl = [metrics[name] for name in KL if name in metrics]
+        if kl:
             shown.append(f"kl {kl[0]:.4f}")
         if TOKENS in metrics and STEP_SECONDS in metrics:
             shown.append(f"{metrics[TOKENS] / metrics[STEP_SECONDS]:,.0f} tokens/s")
@@ -174,7 +176,8 @@ class _Bars(Progress):
     def get_renderables(self) -> Iterator[RenderableType]:
         """Yield the bar and the phase."""
         yield from super().get_renderables()
-        if phase := progress.now():
+        phase = progress.now()
+        if phase:
             yield plain(f"  {describe(phase, time.monotonic())}", "cyan")
 
 

@@ -93,7 +93,8 @@ class Store:
         """Create the run, unless an attempt created it whose reply was lost."""
         experiment_id = self._experiment(mlflow_title(self._run.project))
         tags = tags_of(self._run) | {START_TAG: self._start, FIRST_STEP_TAG: str(self._first_step)}
-        if found := self._client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{self._start}'"):
+        found = self._client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{self._start}'")
+        if found:
             run = found[0]
         else:
             run = self._client.create_run(experiment_id, self._time, tags, mlflow_title(self._run.experiment))
@@ -109,10 +110,12 @@ class Store:
     def _experiment(self, project: str) -> str:
         """Return the id of a project's experiment, which another run may create at the same time."""
         try:
-            if not (known := self._client.get_experiment_by_name(project)):
+            known = self._client.get_experiment_by_name(project)
+            if not known:
                 return str(self._client.create_experiment(project, artifact_location=self._artifacts))
         except MlflowException:
-            if not (known := self._client.get_experiment_by_name(project)):
+            known = self._client.get_experiment_by_name(project)
+            if not known:
                 raise
         return str(known.experiment_id)
 

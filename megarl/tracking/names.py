@@ -45,10 +45,12 @@ SHORT: Mapping[str, Sequence[str]] = {"train/reward": (REWARD,), "train/kl": KL,
 def headlines(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the few numbers that tell at a glance how a run does, by short names, as far as `metrics` have them."""
     found = {}
-    if scores := validation_of(metrics):
+    scores = validation_of(metrics)
+    if scores:
         found["val/score"] = sum(scores.values()) / len(scores)
     for short, names in SHORT.items():
-        if known := [metrics[name] for name in names if name in metrics]:
+        known = [metrics[name] for name in names if name in metrics]
+        if known:
             found[short] = known[0]
     return found
 

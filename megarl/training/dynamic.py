@@ -115,7 +115,8 @@ def draw_differing(
     unscored = dict[int, Group]()
     while (chosen := found.chosen()) is None:
         in_flight = session.num_open + len(unscored)
-        if missing := max(0, found.num_expected() - in_flight):
+        missing = max(0, found.num_expected() - in_flight)
+        if missing:
             may_refill = _may_refill(queue, found, section)
             if missing > queue.num_waiting and may_refill:
                 queue.refill()

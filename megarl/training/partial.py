@@ -38,7 +38,8 @@ class Partial:
 
     def may_end(self, *, num_complete: int, num_exchanges: int) -> bool:
         """Return whether a step may end with so many complete groups, after so many exchanges."""
-        if num_steps := self.section.num_engine_steps:
+        num_steps = self.section.num_engine_steps
+        if num_steps:
             return num_complete > 0 and num_exchanges * WINDOW >= num_steps
         return num_complete >= self.wanted
 
@@ -64,7 +65,8 @@ def draw_enough(
 ) -> Drawn:
     """Continue the `in_flight` groups and begin others, until the step may end."""
     groups, num_wasted = _renewed(in_flight, step=step, max_staleness=partial.section.max_staleness)
-    if (missing := partial.num_drawn - len(groups)) > 0:
+    missing = partial.num_drawn - len(groups)
+    if missing > 0:
         fresh, position = prompts.take(position, missing)
         groups += sampler.groups(fresh, step=step)
     recomputed = sum(len(sample.token_ids) for group in groups for sample in group.samples if not sample.complete)

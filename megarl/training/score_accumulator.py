@@ -31,7 +31,8 @@ class ScoreAccumulator:
         self._reported.append((len(rollouts), metrics))
         self._num_scored += int(scored.has_score().sum())
         self._failures += first_failures(scored)
-        if (num_samples := sum(count for count, _ in self._reported)) >= least:
+        num_samples = sum(count for count, _ in self._reported)
+        if num_samples >= least:
             require_scores(self._num_scored, of=num_samples, failures=self._failures)
         return scored
 

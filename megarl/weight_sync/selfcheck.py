@@ -61,7 +61,8 @@ def ask(engine: RolloutEngine, prompts: Sequence[Prompt], *, max_tokens: int) ->
         lambda: engine.generate(prompts, GREEDY, max_tokens=max_tokens, step=0, log_probs=True)
     )
     for replica, generations in enumerate(replicas):
-        if num_cached := max(generation.num_cached for generation in generations):
+        num_cached = max(generation.num_cached for generation in generations)
+        if num_cached:
             raise RuntimeError(
                 f"right after a sync {engine.name(replica)} still has the keys of {num_cached} prompt tokens, made by "
                 "older weights: its prefix cache was not dropped (RolloutEngine.generating)"

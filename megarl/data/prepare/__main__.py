@@ -169,7 +169,8 @@ def _show(splits: Mapping[str, Sequence[DataRow]], place: str | None) -> None:
 
 
 def _show_truth(row: DataRow) -> None:
-    if truth := row.get("reward_model"):
+    truth = row.get("reward_model")
+    if truth:
         print(redact(f"  its ground truth: {truth['ground_truth']!r}"))
 
 

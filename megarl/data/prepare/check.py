@@ -101,7 +101,8 @@ def _lines(found: TruthFindings, kind: Any) -> Iterator[str]:
     shown = found.shown.get(kind, [])
     for finding in shown:
         yield f"{finding.place}{_others(finding.num_rows)}, {finding.message}"
-    if left := found.counts.get(kind, 0) - sum(finding.num_rows for finding in shown):
+    left = found.counts.get(kind, 0) - sum(finding.num_rows for finding in shown)
+    if left:
         yield f"... and {left:,} more rows: {KINDS[kind]}"
 
 

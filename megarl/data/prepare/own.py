@@ -83,7 +83,8 @@ def _rows(arguments: argparse.Namespace, files: Sequence[str], split: str) -> It
     for index, record in enumerate(records_of(files, columns, remedies)):
         yield _row(arguments, record, split, index)
         for name in columns[1:]:
-            if (value := record.values[name]) is not None and kinds.setdefault(name, type(value)) is not type(value):
+            value = record.values[name]
+            if value is not None and kinds.setdefault(name, type(value)) is not type(value):
                 raise UserError(
                     f"{record.place}, column {name}: {value!r} is of type {type(value).__name__}, but rows before have "
                     f"{kinds[name].__name__}: write all values alike, for example as texts"

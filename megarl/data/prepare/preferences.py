@@ -73,7 +73,8 @@ def hold_out(
 
 def _row(as_chat: bool, problem: dict[str, Any], place: str, split: str, index: int) -> dict[str, Any]:
     for read in (_named, _numbered, _transcripts):
-        if (pair := read(problem)) is not None:
+        pair = read(problem)
+        if pair is not None:
             prompt, chosen, rejected = pair
             if as_chat and isinstance(prompt, str):
                 prompt = [{"role": "user", "content": prompt}]

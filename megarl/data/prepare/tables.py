@@ -59,10 +59,12 @@ def _files_of(name: str) -> list[str]:
     if not directory.is_dir():
         return [name]
     split = directory / "train"
-    if found := sorted((split if split.is_dir() else directory).glob("*.arrow")):
+    found = sorted((split if split.is_dir() else directory).glob("*.arrow"))
+    if found:
         return list(map(str, found))
     for ending in ("parquet", "jsonl", "json", "csv"):
-        if found := sorted(directory.glob(f"*.{ending}")):
+        found = sorted(directory.glob(f"*.{ending}"))
+        if found:
             return list(map(str, found))
     raise UserError(f"{name} has no .arrow file of a saved data set, and no .parquet, .jsonl, .json or .csv file")
 
