@@ -15,7 +15,7 @@ from megarl.config.links import parse
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ForeignRow:
     """Keys, and what is said about them."""
 
     keys: list[str]  # patterns of paths
@@ -35,7 +35,7 @@ class Row:
 _TABLES = parse(Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8"))
 ALIASES: Mapping[str, str] = _TABLES["aliases"]
 FLAGS: Mapping[str, str] = _TABLES["flags"]
-FIXED, KEYS, VALUES = ([Row(**row) for row in _TABLES[name]] for name in ("fixed", "keys", "values"))
+FIXED, KEYS, VALUES = ([ForeignRow(**row) for row in _TABLES[name]] for name in ("fixed", "keys", "values"))
 
 
 def alias(path: str) -> str:
@@ -77,5 +77,5 @@ def owner_of(path: str) -> str:
     return "actor_rollout_ref.actor." if path.startswith("actor_rollout_ref.") else ""
 
 
-def _first(rows: Iterable[Row], path: str) -> Row | None:
+def _first(rows: Iterable[ForeignRow], path: str) -> ForeignRow | None:
     return next((row for row in rows if row.matches(path)), None)
