@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -74,6 +75,18 @@ def free_the_middle() -> int:
     return status
 
 
+def free_pinned_memory_as_that_of_the_device() -> int:
+    place = ctypes.c_void_p()
+    assert runtime().cudaMallocHost(ctypes.byref(place), ctypes.c_size_t(MIB)) == OK
+    status: int = runtime().cudaFree(place)
+    return status
+
+
+def free_memory_of_the_device_as_pinned() -> int:
+    status: int = runtime().cudaFreeHost(allocate(MIB))
+    return status
+
+
 def free_memory_of_the_host() -> int:
     status: int = runtime().cudaFree(ctypes.create_string_buffer(8))
     return status
@@ -88,6 +101,8 @@ MISTAKES: list[tuple[Callable[[], int], str]] = [
     (free_twice, "which is freed"),
     (free_the_middle, "which is byte 256 of a block"),
     (free_memory_of_the_host, "which is no memory of the device"),
+    (free_pinned_memory_as_that_of_the_device, "which is a pinned block"),
+    (free_memory_of_the_device_as_pinned, "which is a device block"),
 ]
 
 
@@ -99,6 +114,25 @@ def test_a_mistake_is_refused_and_explained(
     assert message in capfd.readouterr().err
     assert runtime().cudaGetLastError() == INVALID
     assert runtime().cudaGetLastError() == OK
+
+
+def test_a_handle_of_virtual_memory_is_released_once(capfd: pytest.CaptureFixture[str]) -> None:
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, properties = ctypes.c_uint64(), ctypes.create_string_buffer(64)  # zeros: device 0
+    assert driver.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(2 * MIB), properties, ctypes.c_uint64(0)) == OK
+    assert driver.cuMemRelease(handle) == OK
+    assert driver.cuMemRelease(handle) == INVALID
+    assert "a handle of 2097152 bytes is used, which was released" in capfd.readouterr().err
+
+
+def test_a_fill_of_registered_memory_that_is_shared() -> None:
+    shared = mmap.mmap(-1, 4 * MIB)
+    shared.write(b"x" * (4 * MIB))
+    place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(shared)))
+    assert runtime().cudaHostRegister(place, ctypes.c_size_t(4 * MIB), 0) == OK
+    assert runtime().cudaMemset(place, 0, ctypes.c_size_t(4 * MIB)) == OK
+    assert bytes(shared) == bytes(4 * MIB)
+    assert runtime().cudaHostUnregister(place) == OK
 
 
 def test_what_is_copied_to_the_device_comes_back() -> None:

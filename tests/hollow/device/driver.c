@@ -40,7 +40,7 @@ PUBLIC CUresult cuMemAlloc(CUdeviceptr *start, size_t size) {
 }
 
 PUBLIC CUresult cuMemFree(CUdeviceptr start) {
-    return checked(hollow_release((void *)start));
+    return checked(hollow_release((void *)start, false));
 }
 
 static CUresult to_device(CUdeviceptr to, const void *from, size_t size, bool waits) {
@@ -122,10 +122,17 @@ PUBLIC CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute
 
 /* ---- virtual memory ---- */
 
-struct physical {
+struct physical { /* kept after its end, so that a use of it is found */
     size_t size;
     int device;
+    bool is_released;
 };
+
+static bool is_usable(const struct physical *memory) {
+    if (memory->is_released)
+        hollow_complain("a handle of %zu bytes is used, which was released", memory->size);
+    return !memory->is_released;
+}
 
 PUBLIC CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *properties,
                                               CUmemAllocationGranularity_flags option) {
@@ -154,7 +161,7 @@ PUBLIC CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, c
     if (!hollow_charge(device, size))
         return CUDA_ERROR_OUT_OF_MEMORY;
     struct physical *memory = malloc(sizeof *memory);
-    *memory = (struct physical){size, device};
+    *memory = (struct physical){size, device, false};
     *handle = (CUmemGenericAllocationHandle)(uintptr_t)memory;
     COUNT("allocations");
     return CUDA_SUCCESS;
@@ -162,8 +169,10 @@ PUBLIC CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, c
 
 PUBLIC CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
     struct physical *memory = (struct physical *)(uintptr_t)handle;
+    if (!is_usable(memory))
+        return checked(false);
+    memory->is_released = true;
     hollow_discharge(memory->device, memory->size);
-    free(memory);
     COUNT("frees");
     return CUDA_SUCCESS;
 }
@@ -172,7 +181,7 @@ PUBLIC CUresult cuMemMap(CUdeviceptr start, size_t size, size_t offset, CUmemGen
                          unsigned long long flags) {
     (void)flags;
     struct physical *memory = (struct physical *)(uintptr_t)handle;
-    return checked(offset + size <= memory->size && hollow_map((void *)start, size, memory->device));
+    return checked(is_usable(memory) && offset + size <= memory->size && hollow_map((void *)start, size, memory->device));
 }
 
 PUBLIC CUresult cuMemUnmap(CUdeviceptr start, size_t size) {

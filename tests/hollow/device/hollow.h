@@ -41,7 +41,7 @@ struct hollow_block {
 };
 
 void *hollow_alloc(size_t size, enum hollow_kind kind); /* NULL: out of memory */
-bool hollow_release(void *start);                       /* false: not the start of a live block */
+bool hollow_release(void *start, bool is_pinned);       /* false: not the start of a live block of this kind */
 bool hollow_register(void *start, size_t size);         /* pin memory of the host */
 bool hollow_unregister(void *start);
 bool hollow_find(const void *address, struct hollow_block *found); /* false: plain host memory */

@@ -123,12 +123,13 @@ PUBLIC void *hollow_alloc(size_t size, enum hollow_kind kind) {
     return start;
 }
 
-PUBLIC bool hollow_release(void *start) {
+PUBLIC bool hollow_release(void *start, bool is_pinned) {
     if (!start)
         return true;
     pthread_mutex_lock(&lock);
     struct hollow_block *block = containing(start);
-    bool is_right = block && block->start == start && block->state == LIVE && block->is_owned;
+    bool is_live = block && block->start == start && block->state == LIVE && block->is_owned;
+    bool is_right = is_live && (block->kind == PINNED) == is_pinned;
     struct hollow_block was = block ? *block : (struct hollow_block){0};
     if (is_right) {
         block->state = FREED;
@@ -139,6 +140,8 @@ PUBLIC bool hollow_release(void *start) {
     pthread_mutex_unlock(&lock);
     if (is_right)
         COUNT("frees");
+    else if (is_live)
+        hollow_complain("%p is freed, which is a %s block: free it by the call of its kind", start, KINDS[was.kind]);
     else if (was.start && was.start != (char *)start)
         hollow_complain("%p is freed, which is byte %zu of a block", start, (size_t)((char *)start - was.start));
     else
@@ -245,8 +248,10 @@ PUBLIC bool hollow_set(void *to, int value, size_t size) {
     COUNT("fills");
     char *first = (char *)(((uintptr_t)to + PAGE - 1) / PAGE * PAGE);
     char *last = (char *)(((uintptr_t)to + size) / PAGE * PAGE);
-    /* A cache of gigabytes is made of zeros: pages that are given back read as zero and take no memory. */
-    if (value == 0 && size >= WORTH_GIVING_BACK && madvise(first, (size_t)(last - first), MADV_DONTNEED) == 0) {
+    /* A cache of gigabytes is made of zeros: pages that are given back read as zero and take no memory. Memory of the
+     * host that was registered may be shared, and its pages keep what they hold. */
+    if (value == 0 && size >= WORTH_GIVING_BACK && kind_of(to) == DEVICE &&
+        madvise(first, (size_t)(last - first), MADV_DONTNEED) == 0) {
         memset(to, 0, (size_t)(first - (char *)to));
         memset(last, 0, (size_t)((char *)to + size - last));
     } else

@@ -249,5 +249,5 @@ PUBLIC int ncclMemAlloc(void **start, size_t size) {
 }
 
 PUBLIC int ncclMemFree(void *start) {
-    return hollow_release(start) ? SUCCESS : INVALID_ARGUMENT;
+    return hollow_release(start, false) ? SUCCESS : INVALID_ARGUMENT;
 }

@@ -179,16 +179,16 @@ PUBLIC cudaError_t cudaMallocHost(void **start, size_t size) {
 }
 
 PUBLIC cudaError_t cudaFree(void *start) {
-    return checked(hollow_release(start));
+    return checked(hollow_release(start, false));
 }
 
 PUBLIC cudaError_t cudaFreeAsync(void *start, cudaStream_t stream) {
     (void)stream;
-    return checked(hollow_release(start));
+    return checked(hollow_release(start, false));
 }
 
 PUBLIC cudaError_t cudaFreeHost(void *start) {
-    return checked(hollow_release(start));
+    return checked(hollow_release(start, true));
 }
 
 PUBLIC cudaError_t cudaHostRegister(void *start, size_t size, unsigned flags) {
