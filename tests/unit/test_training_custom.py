@@ -24,12 +24,12 @@ from tests.support.records import experience
 
 ESTIMATOR, LOSS = "algorithm.custom_estimator", "actor_rollout_ref.actor.policy_loss"
 CHOSEN = ["algorithm.adv_estimator=custom", f"{LOSS}.loss_mode=custom"]
-BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "own_algorithms.md").read_text(), re.M | re.S)
+BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "custom_algorithms.md").read_text(), re.M | re.S)
 
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    """Return the file that docs/own_algorithms.md shows."""
+    """Return the file that docs/custom_algorithms.md shows."""
     path = tmp_path / "mine.py"
     path.write_text(BLOCKS[0])
     return path
