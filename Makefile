@@ -50,10 +50,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# While one of two pytest processes starts ranks or waits for them, the other computes. The tests of a file stay
+# While some of three pytest processes start ranks or wait for them, the others compute. The tests of a file stay
 # together, because they share what they start.
-TWO := -n 2 --dist loadfile --no-loadscope-reorder
-PYTEST := $(BIN)/python -m pytest $(TWO)
+BY_FILE := --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 3 $(BY_FILE)
 
 test-unit: setup
 	$(PYTEST) tests/unit
@@ -79,7 +79,7 @@ OF_MEGATRON := tests/unit/test_models_grid.py tests/unit/test_learner_patches.py
 	"tests/ranks/test_weight_sync_transfer.py::test_engine_has_the_trainers_weights_after_every_update[llama-2]"
 test-newest:
 	@scripts/setup.sh newest
-	.venv-newest/bin/python -m pytest $(TWO) $(OF_MEGATRON) tests/unit/test_rewards_reasoning_gym.py \
+	.venv-newest/bin/python -m pytest -n 3 $(BY_FILE) $(OF_MEGATRON) tests/unit/test_rewards_reasoning_gym.py \
 		tests/unit/test_environments_reasoning_gym.py
 
 # What calls vLLM. The CPU build of 0.26 has no latent attention, packs no tied head, which a planted fault (faults1)
@@ -89,7 +89,7 @@ OF_ENGINE := $(patsubst %,tests/unit/test_rollout_%.py,arguments draws kv_cache 
 	"tests/ranks/test_weight_sync_transfer.py::test_engine_has_the_trainers_weights_after_every_update[llama-2]"
 test-oldest:
 	@scripts/setup.sh oldest
-	.venv-oldest/bin/python -m pytest $(TWO) -k "not deepseek and not faults1 and not whole_experts" $(OF_ENGINE)
+	.venv-oldest/bin/python -m pytest -n 3 $(BY_FILE) -k "not deepseek and not faults1 and not whole_experts" $(OF_ENGINE)
 
 # CUDA builds on a device that computes nothing (docs/hollow.md). The packages are large: 6 GB.
 hollow:
@@ -111,7 +111,7 @@ test-te: setup build/transformer_engine/built hollow
 		.venv-cuda/bin/python -m pytest tests/hollow/test_transformer_engine.py
 
 # The sanitizer and an interpreted update take minutes on a busy machine.
-ON_HOLLOW := tests/hollow/run .venv-cuda/bin/python -m pytest --timeout 900 $(TWO)
+ON_HOLLOW := tests/hollow/run .venv-cuda/bin/python -m pytest --timeout 900 -n 2 $(BY_FILE)
 CASE := tests/hollow/test_learner.py::test_a_learner_on_cuda_is_the_learner_on_the_cpu
 test-hollow: hollow
 	$(ON_HOLLOW) $(patsubst %,tests/hollow/test_%.py,device_memory nccl graphs solid) \
