@@ -112,7 +112,7 @@ test-te: setup build/transformer_engine/built hollow
 
 # The sanitizer and an interpreted update take minutes on a busy machine.
 ON_HOLLOW := tests/hollow/run .venv-cuda/bin/python -m pytest --timeout 900 -n 2 $(BY_FILE)
-CASE := tests/hollow/test_learner.py::test_a_learner_on_cuda_is_the_learner_on_the_cpu
+CASE := tests/hollow/test_learner.py::test_learner_on_cuda_matches_learner_on_cpu
 test-hollow: hollow
 	$(ON_HOLLOW) $(patsubst %,tests/hollow/test_%.py,device_memory nccl graphs solid) \
 		"$(CASE)[alone-policy]" "$(CASE)[tensor-data-offloaded-policy]" tests/hollow/test_engine.py

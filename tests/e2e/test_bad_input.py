@@ -44,9 +44,7 @@ def arguments(workspace: Workspace, run_dir: Path, *more: str) -> list[str]:
     ]
 
 
-def test_faults_of_the_configuration_come_all_at_once_before_any_rank_starts(
-    workspace: Workspace, tmp_path: Path
-) -> None:
+def test_configuration_faults_are_reported_together_before_ranks_start(workspace: Workspace, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     config = json.loads((workspace.model / "config.json").read_text())
@@ -80,7 +78,7 @@ def test_faults_of_the_configuration_come_all_at_once_before_any_rank_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_fault_that_one_host_alone_has_is_named_there(
+def test_fault_on_one_host_is_reported_there(
     workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -186,7 +184,7 @@ def test_bad_files_are_named_before_any_engine_starts(
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"errors", "log"}
 
 
-def test_a_reward_that_always_raises_is_found_before_ranks_meet(workspace: Workspace, tmp_path: Path) -> None:
+def test_always_raising_reward_is_found_before_rendezvous(workspace: Workspace, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(**_):\n    raise KeyError('answer')\n")
     argv = arguments(
@@ -202,7 +200,7 @@ def test_a_reward_that_always_raises_is_found_before_ranks_meet(workspace: Works
     assert not (tmp_path / "run").exists()
 
 
-def test_a_reward_that_always_raises_stops_every_rank_and_names_one(workspace: Workspace, tmp_path: Path) -> None:
+def test_always_raising_reward_stops_every_rank(workspace: Workspace, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"

@@ -16,7 +16,7 @@ SECONDS = {"megarl", "mbridge", "copy", "exchange", "repack"}
 
 
 @pytest.mark.timeout(600)  # two jobs of two ranks, each with trainer, engine and peer
-def test_a_reshard_is_measured_and_its_bytes_are_those_of_the_layout() -> None:
+def test_reshard_benchmark_counts_bytes_of_layout() -> None:
     pytest.importorskip("mbridge")
     arguments = ["reshard", "--model", "llama-1m", "--layout", "tp2-tp2", "--repeats", "2", "--device", "cpu", "--json"]
     printed = run_python("-m", "benchmarks", *arguments, timeout_s=560)
@@ -39,7 +39,7 @@ def test_a_reshard_is_measured_and_its_bytes_are_those_of_the_layout() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_saves_are_measured_and_have_the_bytes_of_the_state() -> None:
+def test_checkpoint_benchmark_counts_bytes_of_state() -> None:
     arguments = ["checkpoint", "--model", "llama-1m", "--repeats", "1", "--device", "cpu", "--json"]
     found = json.loads(run_python("-m", "benchmarks", *arguments, timeout_s=560).splitlines()[-1])
     shapes = hf_shapes(read_architecture(MODELS["llama-1m"]))

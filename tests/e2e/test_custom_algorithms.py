@@ -83,7 +83,7 @@ def compute_advantages(scores, mask):
 """
 
 
-def test_a_slip_of_a_users_estimator_shows_its_file_and_line(workspace: Workspace, tmp_path: Path) -> None:
+def test_error_in_custom_estimator_shows_file_and_line(workspace: Workspace, tmp_path: Path) -> None:
     own, run_dir = tmp_path / "own.py", tmp_path / "run"
     own.write_text(SLIPS_IN_STEP_3.format(metrics=run_dir / "metrics.jsonl"))
     line = own.read_text().splitlines().index('        int("row 64")') + 1

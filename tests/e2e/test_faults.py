@@ -143,7 +143,7 @@ def launch(fault: Fault, root: Path, arguments: Sequence[str]) -> End:
 
 
 @pytest.mark.parametrize("phase", STOPPED)
-def test_a_stopped_rank_is_named_and_ends_the_job(ends: dict[str, Future[End]], phase: str) -> None:
+def test_stopped_rank_is_named_and_ends_job(ends: dict[str, Future[End]], phase: str) -> None:
     end = ends[phase].result()
     assert end.code == EXIT_CODE, end.printed
     assert "Behind:\n  rank 1: no report" in end.printed
@@ -157,7 +157,7 @@ def test_a_launcher_ends_a_stopped_rank_too(ends: dict[str, Future[End]]) -> Non
     assert "Behind:\n  rank 1: no report" in end.printed
 
 
-def test_a_rank_that_never_joins_a_collective_is_named(ends: dict[str, Future[End]]) -> None:
+def test_rank_missing_from_collective_is_named(ends: dict[str, Future[End]]) -> None:
     end = ends["asleep"].result()
     assert end.code == EXIT_CODE, end.printed
     behind, waiting = end.printed.split("Behind:")[1].split("Waiting:")
@@ -166,7 +166,7 @@ def test_a_rank_that_never_joins_a_collective_is_named(ends: dict[str, Future[En
     assert end.reports[0]["waits"] and not end.reports[1]["waits"]
 
 
-def test_a_reward_that_sleeps_is_named_with_its_rows(ends: dict[str, Future[End]]) -> None:
+def test_sleeping_reward_is_named_with_its_rows(ends: dict[str, Future[End]]) -> None:
     end = ends["sleepy_reward"].result()
     assert end.code == EXIT_CODE, end.printed
     behind, waiting = end.printed.split("Behind:")[1].split("Waiting:")
@@ -175,7 +175,7 @@ def test_a_reward_that_sleeps_is_named_with_its_rows(ends: dict[str, Future[End]
     assert "rank 0 on " in waiting
 
 
-def test_an_engine_that_fails_on_one_rank_of_its_replica_ends_the_job(ends: dict[str, Future[End]]) -> None:
+def test_engine_failure_on_one_rank_ends_job(ends: dict[str, Future[End]]) -> None:
     end = ends["engine"].result()
     assert end.code == 1, end.printed
     assert "engine replica 0 (ranks 0-1) failed after 0 finished steps" in end.printed and "planted" in end.printed

@@ -13,7 +13,7 @@ STAGES = ("doctor", "tests-learner", "quickstart", "verify-deepseek_v3", "train-
 
 
 @pytest.mark.timeout(1500)  # a dozen programs that import torch, vLLM and Megatron-Core
-def test_every_kind_of_stage_succeeds_and_is_not_repeated(tmp_path: Path) -> None:
+def test_every_stage_succeeds_and_is_not_repeated(tmp_path: Path) -> None:
     command = ["scripts/gpu_check.py", "--out", tmp_path, "--rehearse", "--stages", ",".join(STAGES)]
     printed = run_python(*command, timeout_s=1400)
     results = {name: json.loads((tmp_path / "results" / f"{name}.json").read_text()) for name in STAGES}

@@ -57,7 +57,7 @@ def count_prompts(file: Path, arguments: list[str]) -> None:
     train.main(arguments)
 
 
-def test_a_run_that_is_killed_while_it_generates_draws_only_the_rest(workspace: Workspace, tmp_path: Path) -> None:
+def test_run_killed_during_generation_samples_only_missing_responses(workspace: Workspace, tmp_path: Path) -> None:
     model = with_many_ends(workspace.model, tmp_path / "model", one_of=32)  # some responses take three windows
 
     def arguments(run_dir: Path) -> list[str]:

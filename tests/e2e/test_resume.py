@@ -202,7 +202,7 @@ def test_every_weight_and_every_moment_is_the_same(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("runs", marked(PARTIAL, PARTIAL_STEPS, PARTIAL_EPISODES), indirect=True)
-def test_responses_that_go_on_are_part_of_a_checkpoint(runs: Runs) -> None:
+def test_checkpoint_contains_unfinished_responses(runs: Runs) -> None:
     whole, killed = (run_dir / f"global_step_{SAVED}" / IN_FLIGHT_FILE for run_dir in (runs.whole, runs.killed))
     assert whole.read_bytes() == killed.read_bytes()
     started = pq.read_table(whole, filters=[("complete", "=", False)])
@@ -227,7 +227,7 @@ def test_episodes_that_go_on_keep_their_turns(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("runs", [EPISODES], indirect=True, ids="-".join)
-def test_episodes_have_turns_and_a_replay_learns_the_same_from_them(runs: Runs, tmp_path: Path) -> None:
+def test_replay_of_multi_turn_episodes_gives_same_update(runs: Runs, tmp_path: Path) -> None:
     samples, original = runs.whole / "samples", metrics_of(runs.whole)
     rows = [
         row for step in range(1, NUM_STEPS + 1) for row in pq.read_table(samples / f"step_{step}.parquet").to_pylist()
@@ -282,7 +282,7 @@ def test_a_checkpoint_says_what_it_was_saved_under(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("runs", CASES[:1], indirect=True, ids="-".join)
-def test_a_run_that_has_nothing_left_to_do_says_so(runs: Runs, tmp_path: Path) -> None:
+def test_finished_run_reports_nothing_left_to_do(runs: Runs, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in runs.killed.glob("*.jsonl")}
     client, run = mlflow_run(runs.killed)
     printed = Job(2, train.main, placed(runs.arguments, runs.killed), log=tmp_path / "again").finish(timeout_s=RUN_S)

@@ -14,7 +14,7 @@ from tests.support.workspace import Workspace, train_arguments
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
-def test_grpo_on_a_weighted_sum_of_model_and_rule(workspace: Workspace, tmp_path: Path) -> None:
+def test_grpo_trains_on_weighted_model_and_rule_scores(workspace: Workspace, tmp_path: Path) -> None:
     model = write_classifier(tmp_path / "reward", "qwen2", vocab_size=150)  # another family, with another vocabulary
     train_sentencepiece(model / "tokenizer.model", vocab_size=120, model_type="unigram")
     run_dir = tmp_path / "run"

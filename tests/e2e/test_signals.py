@@ -142,7 +142,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(told: tuple[World, dict[str,
     assert not seen["segments left"]  # after the start of the next job
 
 
-def test_a_run_that_is_told_to_end_saves_its_step_and_says_so(told: tuple[World, dict[str, Any]]) -> None:
+def test_signalled_run_saves_its_step_and_reports_it(told: tuple[World, dict[str, Any]]) -> None:
     seen = told[1]
     assert seen["code"] == EXIT_CODE, seen["messages"]
     command = shlex.join(map(str, [*PYTHON, "megarl.commands.train", *told[0].arguments]))
@@ -154,7 +154,7 @@ def test_a_run_that_is_told_to_end_saves_its_step_and_says_so(told: tuple[World,
     assert seen["mlflow"][0] == "KILLED"  # the other entry is the killed run
 
 
-def test_it_goes_on_as_if_nobody_had_told_it(
+def test_run_resumed_after_signal_matches_uninterrupted_run(
     workspace: Workspace, told: tuple[World, dict[str, Any]], tmp_path: Path
 ) -> None:
     world, seen = told

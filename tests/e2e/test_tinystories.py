@@ -72,7 +72,7 @@ def test_the_default_type_runs_far_below_its_limits(tmp_path: Path) -> None:
         assert line["sync/check_probs_diff_mean"] < BFLOAT16.probs_stop / 4
 
 
-def test_ppo_raises_the_sentiment_and_keeps_the_text_varied(tmp_path: Path) -> None:
+def test_ppo_raises_sentiment_and_keeps_text_diverse(tmp_path: Path) -> None:
     pytest.importorskip("vaderSentiment", reason="the reward needs vaderSentiment")
     run_dir = tmp_path / "run"
     run_python(

@@ -127,14 +127,14 @@ def test_the_small_script_is_in_mlflow(small_run: tuple[Path, str]) -> None:
     assert tables == ["val/generations.json"]
 
 
-def test_the_small_script_reads_complete_prompts_as_they_are(small_run: tuple[Path, str], workspace: Workspace) -> None:
+def test_small_script_reads_text_prompts_unchanged(small_run: tuple[Path, str], workspace: Workspace) -> None:
     _, output = small_run
     assert "the content of its messages, as the tokenizer has no chat template" in output
     shown = output.partition("as the model reads it")[2]
     assert any(text in shown for text in pq.read_table(workspace.train)["prompt"].to_pylist())
 
 
-def test_the_small_script_is_in_wandb_without_a_server(small_run: tuple[Path, str]) -> None:
+def test_small_script_logs_to_wandb_offline(small_run: tuple[Path, str]) -> None:
     run_dir, _ = small_run
     steps = {row["_step"]: row for row in wandb_history(run_dir)}
     assert {1, 2} <= steps.keys()
@@ -171,7 +171,7 @@ def test_ppo_over_a_pipeline(resumed_run: tuple[Path, dict[int, dict[str, Any]]]
     assert max(steps[step]["training/rollout_probs_diff_max"] for step in (1, 2)) < 1e-5
 
 
-def test_a_run_that_died_resumes_as_if_it_had_not(resumed_run: tuple[Path, dict[int, dict[str, Any]]]) -> None:
+def test_crashed_run_resumes_exactly(resumed_run: tuple[Path, dict[int, dict[str, Any]]]) -> None:
     run_dir, before = resumed_run
     after = metrics_of(run_dir)
     assert list(after) == [0, 1, 2, 3]
@@ -194,7 +194,7 @@ def test_a_run_that_died_resumes_as_if_it_had_not(resumed_run: tuple[Path, dict[
     assert {metric.step for metric in client.get_metric_history(run.info.run_id, "critic/vf_loss")} == {1, 2, 3}
 
 
-def test_samples_are_kept_and_a_replay_learns_bit_for_bit_the_same(
+def test_replay_of_saved_samples_gives_bitwise_equal_update(
     workspace: Workspace, resumed_run: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
 ) -> None:
     run_dir, _ = resumed_run
@@ -229,7 +229,7 @@ def exported(resumed_run: tuple[Path, dict[int, dict[str, Any]]], tmp_path_facto
     return out / "model"
 
 
-def test_the_exported_actor_has_learnt_and_responds_as_the_engine(
+def test_exported_actor_changed_and_matches_engine_responses(
     workspace: Workspace, resumed_run: tuple[Path, dict[int, dict[str, Any]]], exported: Path
 ) -> None:
     actor = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
@@ -280,7 +280,7 @@ def evaluate_for_a_program(argv: list[str]) -> None:
     evaluate.main(argv)
 
 
-def test_evaluate_scores_the_checkpoint_of_a_run_under_another_split(
+def test_evaluate_scores_checkpoint_under_different_split(
     resumed_run: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
 ) -> None:
     run_dir, _ = resumed_run
@@ -301,7 +301,7 @@ def test_evaluate_scores_the_checkpoint_of_a_run_under_another_split(
     assert (found["step"], found["val/test_score/countdown/bare"]) == (3, pytest.approx(score))
 
 
-def test_val_only_shows_the_scores_of_a_run_and_changes_no_record(
+def test_val_only_prints_scores_and_changes_no_record(
     resumed_run: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
 ) -> None:
     run_dir, _ = resumed_run
@@ -341,9 +341,7 @@ def test_open_mpi_runs_grpo_with_two_engines(workspace: Workspace, tmp_path: Pat
     assert max(step["training/rollout_probs_diff_max"] for step in (first, second)) < 1e-5
 
 
-def test_dynamic_sampling_draws_until_scores_differ_and_remax_draws_a_greedy_response_more(
-    workspace: Workspace, tmp_path: Path
-) -> None:
+def test_dynamic_sampling_and_remax_sample_extra_responses(workspace: Workspace, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(PARITY_REWARD)
     prompts = tmp_path / "prompts.jsonl"  # messages for a tokenizer without a template; no data for a rule
@@ -390,7 +388,7 @@ def test_dynamic_sampling_draws_until_scores_differ_and_remax_draws_a_greedy_res
         assert state["position"] == {"epoch": epoch, "offset": 8 * batch}
 
 
-def test_a_larger_teacher_of_a_data_source_is_read_exactly(workspace: Workspace, tmp_path: Path) -> None:
+def test_larger_teacher_of_data_source_is_evaluated_exactly(workspace: Workspace, tmp_path: Path) -> None:
     teacher = write_checkpoint(tmp_path / "teacher", "llama", seed=5, hidden_size=128, num_hidden_layers=4)
     shutil.copy(workspace.model / "tokenizer.model", teacher)
     [source] = {*pq.read_table(workspace.train)["data_source"].to_pylist()}

@@ -42,7 +42,7 @@ def test_a_config_alone_says_whether_a_split_works(tmp_path: Path) -> None:
     assert report["seconds"] > 0
 
 
-def test_a_checkpoint_with_experts_survives_and_is_shown_to_people(tmp_path: Path) -> None:
+def test_moe_checkpoint_survives_sync_bit_for_bit(tmp_path: Path) -> None:
     output = run_job(
         *(2, verify.main, write_checkpoint(tmp_path / "model", "qwen3_moe")),
         *(f"{TRAINER}.expert_model_parallel_size=2", f"{ENGINE}.tensor_model_parallel_size=2"),
@@ -54,7 +54,7 @@ def test_a_checkpoint_with_experts_survives_and_is_shown_to_people(tmp_path: Pat
     assert "not ok" not in output
 
 
-def test_what_is_wrong_is_said_and_fails(tmp_path: Path) -> None:
+def test_mismatch_is_reported_and_fails(tmp_path: Path) -> None:
     argv = [str(without_weights(tmp_path, "llama")), f"{ENGINE}.sync.logprob_stop=0"]
     job = Job(1, verify.main, argv, log=tmp_path / "verify")
     code, output = job.end(timeout_s=350), job.printed()
@@ -64,7 +64,7 @@ def test_what_is_wrong_is_said_and_fails(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_what_cannot_be_tried_is_said_before_a_rank_starts(tmp_path: Path) -> None:
+def test_invalid_setup_is_reported_before_ranks_start(tmp_path: Path) -> None:
     model = without_weights(tmp_path, "llama")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))

@@ -52,7 +52,7 @@ def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.T
     return kl, metrics
 
 
-def test_nothing_is_rounded_to_the_type_of_the_weights_before_the_gradient(cuda: RankPool) -> None:
+def test_values_are_not_rounded_before_gradient(cuda: RankPool) -> None:
     [numbers] = cuda.run(1, in_bfloat16, "cuda")
     assert_not_rounded(*numbers)
 
@@ -77,7 +77,7 @@ def read(source: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_model_reads_on_cuda_as_on_the_cpu(tmp_path: Path, variant: str, cpu: RankPool, cuda: RankPool) -> None:
+def test_model_infers_on_cuda_as_on_cpu(tmp_path: Path, variant: str, cpu: RankPool, cuda: RankPool) -> None:
     source = write_checkpoint(tmp_path, variant)
     [expected], [found] = cpu.run(1, read, source), cuda.run(1, read, source)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

@@ -29,7 +29,7 @@ def learn(source: Path, section: dict[str, Any]) -> tuple[list[dict[str, float]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_optimizer_that_rests_on_the_host_is_there_in_time(tmp_path: Path, dtype: str) -> None:
+def test_offloaded_optimizer_returns_in_time(tmp_path: Path, dtype: str) -> None:
     source = write_checkpoint(tmp_path, "qwen2")
     with RankPool("cuda") as pool:
         [(stays, expected)] = pool.run(1, learn, source, {"dtype": dtype})
@@ -71,7 +71,7 @@ def waits(source: Path, max_tokens: int) -> Counter[str]:
     return Counter(Path(found.filename).name for found in caught if "synchronizing CUDA" in str(found.message))
 
 
-def test_the_number_of_waits_is_that_of_passes_and_not_of_micro_batches(tmp_path: Path) -> None:
+def test_host_waits_follow_passes_not_micro_batches(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path, "qwen2")
     with RankPool("cuda") as pool:
         [few] = pool.run(1, waits, source, 1000)

@@ -43,7 +43,7 @@ def bytes_in_use() -> int:
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3-tied", "mixtral", "qwen2_moe", "qwen3_moe"])
-def test_every_sync_reaches_the_kernels_and_sleep_gives_memory_back(
+def test_sync_reaches_kernels_and_sleep_frees_memory(
     tmp_path: Path, variant: str, enforce_eager: bool
 ) -> None:
     paths = write_two_checkpoints(tmp_path, variant)
@@ -79,7 +79,7 @@ def stopped_responses(paths: list[Path]) -> list[list[list[int]]]:
     return found
 
 
-def test_a_step_is_counted_when_its_tokens_are_there(tmp_path: Path) -> None:
+def test_step_counts_when_its_tokens_arrive(tmp_path: Path) -> None:
     """The engine schedules a step ahead; prompts of one part draw one token in each step."""
     paths = write_two_checkpoints(tmp_path, "llama")
     with RankPool("cuda") as pool:

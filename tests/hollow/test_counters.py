@@ -46,7 +46,7 @@ PER_MICRO_BATCH = {
 PER_UPDATE = {"allocations": 0, "pinned_allocations": 0, "pageable_copies": 1, "waits_for_stream": 3, "collectives": 4}
 
 
-def test_an_update_asks_no_more_of_the_device_than_it_did(tmp_path: Path) -> None:
+def test_update_makes_no_more_device_calls_than_expected(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path, "qwen2")
     with RankPool("cuda") as pool:
         [(few, of_few)] = pool.run(1, asked, source, 1000)
@@ -70,7 +70,7 @@ def learn_with(source: Path, kept_share: float) -> tuple[int, dict[str, float]]:
     return found["products"], metrics
 
 
-def test_logits_are_kept_if_the_device_has_the_memory(tmp_path: Path) -> None:
+def test_logits_are_kept_if_device_memory_suffices(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path, "qwen2")
     with RankPool("cuda") as pool:
         [(products, metrics)] = pool.run(1, learn_with, source, 0.5)
@@ -79,7 +79,7 @@ def test_logits_are_kept_if_the_device_has_the_memory(tmp_path: Path) -> None:
     assert metrics == metrics_without_memory
 
 
-def test_what_the_host_asks_is_counted_and_so_is_what_is_not_written_out() -> None:
+def test_host_calls_are_counted_including_unimplemented_ones() -> None:
     left, host = torch.ones(4, 4, device="cuda"), torch.ones(4, 4)
     torch.cuda.synchronize()
     with counted() as found:

@@ -173,7 +173,7 @@ ctypes.memset(place, 1, 4097)
     ],
     ids=["freed", "asleep", "passed_by"],
 )
-def test_an_access_of_the_processor_is_a_fault_that_is_explained(program: str, message: str) -> None:
+def test_host_access_to_device_memory_faults_with_explanation(program: str, message: str) -> None:
     command = [sys.executable, "-c", ACCESS_OF_THE_PROCESSOR.format(program=program)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert ended.returncode == -11, ended.stderr
@@ -207,7 +207,7 @@ assert runtime().cudaMemset(behind(ctypes.c_void_p(x.data_ptr()), mapped - MIB),
 """
 
 
-def test_memory_that_is_mapped_in_pieces_is_one_range_with_an_end() -> None:
+def test_memory_mapped_in_pieces_is_one_bounded_range() -> None:
     """Torch maps a segment that can grow in pieces of 20 MiB."""
     settings = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     command = [sys.executable, "-c", MAPPED_IN_PIECES]
@@ -230,7 +230,7 @@ def test_every_device_has_memory_of_its_own() -> None:
         torch.ones(1, device="cuda:0") + torch.ones(1, device="cuda:1")
 
 
-def test_memory_of_a_device_cannot_be_given_to_another_process() -> None:
+def test_device_memory_cannot_be_shared_between_processes() -> None:
     from torch.multiprocessing.reductions import reduce_tensor
 
     with pytest.raises(RuntimeError, match="not supported by the hollow device"):

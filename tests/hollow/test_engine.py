@@ -48,7 +48,7 @@ def generate(paths: list[Path], enforce_eager: bool) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize(("allocator", "enforce_eager"), SETTINGS if ON_DEVICE else SETTINGS[:1])
 @pytest.mark.parametrize("variant", TOKENS)
-def test_greedy_responses_are_the_same_on_the_cpu_and_on_cuda(
+def test_greedy_responses_match_on_cpu_and_cuda(
     tmp_path: Path, variant: str, allocator: str, enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)

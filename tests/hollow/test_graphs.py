@@ -6,7 +6,7 @@ import torch
 pytestmark = pytest.mark.hollow
 
 
-def test_a_launch_does_the_captured_work_on_new_numbers() -> None:
+def test_graph_replay_computes_captured_work_on_new_values() -> None:
     x, weight = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
     total = torch.zeros(1, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -38,7 +38,7 @@ def test_copies_are_captured() -> None:
     assert (x.sum().item(), y.sum().item(), pinned.sum().item()) == (4, 0, 4)
 
 
-def test_work_of_a_stream_that_is_not_captured_is_done_at_once() -> None:
+def test_work_on_uncaptured_stream_runs_immediately() -> None:
     x, other, graph = torch.ones(4, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="relaxed"):
         y = x + 1
@@ -63,7 +63,7 @@ def test_a_kernel_of_triton_is_captured() -> None:
     assert torch.equal(out, 6 * torch.eye(16, dtype=torch.bfloat16, device="cuda"))
 
 
-def test_work_of_a_second_stream_belongs_to_the_graph_that_the_stream_joins() -> None:
+def test_work_on_joined_side_stream_belongs_to_graph() -> None:
     x, side, graph = torch.ones(4, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         side.wait_stream(torch.cuda.current_stream())
@@ -78,20 +78,20 @@ def test_work_of_a_second_stream_belongs_to_the_graph_that_the_stream_joins() ->
 
 
 @pytest.mark.parametrize("wait", [torch.cuda.synchronize, lambda: torch.cuda.current_stream().synchronize()])
-def test_a_wait_for_a_captured_stream_is_an_error(wait: object) -> None:
+def test_waiting_for_capturing_stream_raises_error(wait: object) -> None:
     assert callable(wait)
     with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         wait()
 
 
-def test_other_streams_can_be_waited_for_while_one_is_captured() -> None:
+def test_uncaptured_stream_can_be_synchronized_during_capture() -> None:
     other, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="relaxed"):
         other.synchronize()
     graph.replay()
 
 
-def test_an_operation_whose_size_depends_on_numbers_cannot_be_captured() -> None:
+def test_operation_with_data_dependent_size_cannot_be_captured() -> None:
     x = torch.ones(4, device="cuda")
     with pytest.raises(RuntimeError, match="nonzero cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         x.nonzero()

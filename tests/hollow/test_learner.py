@@ -57,7 +57,7 @@ CASES = [(name, "policy") for name in SPLITS] + [(name, "value") for name in SPL
 
 
 @pytest.mark.parametrize(("name", "role"), CASES)
-def test_a_learner_on_cuda_is_the_learner_on_the_cpu(
+def test_learner_on_cuda_matches_learner_on_cpu(
     tmp_path: Path, on_cpu: RankPool, on_cuda: RankPool, name: str, role: str
 ) -> None:
     check(tmp_path, on_cpu, on_cuda, name, role)

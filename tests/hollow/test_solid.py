@@ -96,7 +96,7 @@ def test_an_operation_has_the_numbers_of_the_cpu(name: str) -> None:
         assert found == expected
 
 
-def test_a_kernel_whose_numbers_nobody_computes_is_an_error() -> None:
+def test_kernel_without_implementation_raises_error() -> None:
     from torch.utils._python_dispatch import _disable_current_modes
 
     x = torch.ones(4, device="cuda")
@@ -105,14 +105,14 @@ def test_a_kernel_whose_numbers_nobody_computes_is_an_error() -> None:
     assert (x + 1).tolist() == [2.0] * 4
 
 
-def test_a_tensor_that_has_lost_its_memory_cannot_be_read() -> None:
+def test_tensor_without_memory_cannot_be_read() -> None:
     x = torch.ones(1000, device="cuda")
     x.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="has lost its memory"):
         x + 1
 
 
-def test_the_gradient_of_a_bias_of_attention_is_an_error() -> None:
+def test_gradient_of_attention_bias_raises_error() -> None:
     query, key, value = (numbers(1, 2, 8, 16, seed=seed).cuda().requires_grad_() for seed in range(3))
     bias = torch.zeros(1, 2, 8, 8, device="cuda", requires_grad=True)
     out = scaled_dot_product_attention(query, key, value, attn_mask=bias)
@@ -124,7 +124,7 @@ def test_a_tensor_shows_its_numbers() -> None:
     assert str(torch.arange(3, device="cuda")) == "tensor([0, 1, 2], device='cuda:0')"
 
 
-def test_random_numbers_follow_from_the_state_of_the_devices_generator() -> None:
+def test_random_numbers_depend_on_device_generator_state() -> None:
     torch.manual_seed(1)
     host = torch.get_rng_state()
     first, second = (torch.rand(8, device="cuda") for _ in range(2))
@@ -155,14 +155,12 @@ def attention(device: str, dtype: torch.dtype, is_causal: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
-def test_attention_and_its_gradients_are_those_of_the_cpu(
-    dtype: torch.dtype, tolerance: float, is_causal: bool
-) -> None:
+def test_attention_and_its_gradients_match_cpu(dtype: torch.dtype, tolerance: float, is_causal: bool) -> None:
     found, expected = (attention(device, dtype, is_causal) for device in ("cuda", "cpu"))
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_attention_within_sequences_of_a_row_is_that_of_each_sequence() -> None:
+def test_varlen_attention_matches_attention_of_each_sequence() -> None:
     from torch.nn.attention.varlen import varlen_attn
 
     lengths = [3, 1, 5]
@@ -180,7 +178,7 @@ def test_attention_within_sequences_of_a_row_is_that_of_each_sequence() -> None:
     assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
 
 
-def test_attention_of_vllm_sees_the_keys_of_its_window() -> None:
+def test_vllm_attention_respects_sliding_window() -> None:
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     lengths, left = [3, 1, 9], 2
@@ -204,7 +202,7 @@ def test_attention_of_vllm_sees_the_keys_of_its_window() -> None:
         torch.testing.assert_close(pieces[-1].float().cpu(), expected.transpose(0, 1), rtol=2e-2, atol=2e-2)
 
 
-def test_a_kernel_of_triton_is_interpreted_in_the_devices_memory() -> None:
+def test_triton_kernel_is_interpreted_in_device_memory() -> None:
     from tests.hollow.kernels import scaled_product
 
     left, right = (numbers(16, 16, dtype=torch.bfloat16, seed=seed) for seed in range(2))
@@ -213,7 +211,7 @@ def test_a_kernel_of_triton_is_interpreted_in_the_devices_memory() -> None:
     torch.testing.assert_close(out.cpu(), ((left + left).float() @ right.float()).bfloat16(), rtol=1e-2, atol=1e-2)
 
 
-def test_fused_experts_of_vllm_are_a_sum_over_experts() -> None:
+def test_vllm_fused_experts_equal_sum_over_experts() -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 

@@ -115,7 +115,7 @@ def learnt(run_dir: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def test_a_run_whose_disk_is_lost_goes_on_from_its_mirror(pool: RankPool, tmp_path: Path) -> None:
+def test_run_with_lost_disk_resumes_from_mirror(pool: RankPool, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = arguments(tmp_path, save_freq=1, max_ckpt_to_keep=2, default_hdfs_dir="s3://mirror/of/run")
     with s3_server("mirror") as environ:

@@ -151,7 +151,7 @@ def test_all_ranks_continue_after_a_save_that_fails(
         assert error.endswith("No space left on device; free space there, or name a directory on another disk")
 
 
-def test_a_file_that_one_rank_cannot_write_fails_the_save_on_all(
+def test_write_failure_on_one_rank_fails_save_everywhere(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk", 16 << 20) as disk:
@@ -172,7 +172,7 @@ def refused(directory: Path) -> str:
     return str(raised.value)
 
 
-def test_a_directory_of_the_run_that_is_read_only_is_named_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+def test_read_only_run_directory_is_named_everywhere(pool: RankPool, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1 << 20) as disk, disk.read_only():
         for message in pool.run(2, refused, disk.path / "run"):
             assert message.startswith(f"trainer.default_local_dir={disk.path / 'run'} cannot be written: ")

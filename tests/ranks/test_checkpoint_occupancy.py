@@ -68,7 +68,7 @@ def enter(directory: Path, patience_s: float) -> str:
         return (directory / LOCK).read_text()
 
 
-def test_a_job_that_waits_for_another_says_so_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_job_waiting_for_directory_reports_holder_immediately(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with another_job(tmp_path) as process:
         waiting = threading.Thread(target=occupancy._enter, args=[tmp_path, 600.0])
         waiting.start()
@@ -80,7 +80,7 @@ def test_a_job_that_waits_for_another_says_so_at_once(tmp_path: Path, caplog: py
     assert caplog.messages == [f"{tmp_path} is in use: waiting up to 600 s for {holder}"]
 
 
-def test_a_running_job_keeps_others_out_and_a_job_that_died_does_not(pool: RankPool, tmp_path: Path) -> None:
+def test_running_job_locks_directory_until_it_dies(pool: RankPool, tmp_path: Path) -> None:
     directory = tmp_path / "new"
     with another_job(directory) as process:
         with pytest.raises(AssertionError) as refused:
@@ -136,11 +136,11 @@ def start_again(run_dir: Path) -> Path | None:
         return prepare_checkpoint(TrainerSection(default_local_dir=str(run_dir), resume_mode="disable"))
 
 
-def test_a_launcher_need_not_notify_all_ranks_of_a_restart(pool: RankPool, tmp_path: Path) -> None:
+def test_restart_by_launcher_need_not_reach_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, start_again, tmp_path) == [tmp_path / "global_step_2"] * 2
 
 
-def test_unfinished_files_of_a_job_that_died_are_removed(pool: RankPool, tmp_path: Path) -> None:
+def test_unfinished_files_of_dead_job_are_removed(pool: RankPool, tmp_path: Path) -> None:
     for name in LEFT:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -148,7 +148,7 @@ def test_unfinished_files_of_a_job_that_died_are_removed(pool: RankPool, tmp_pat
     assert {name: (tmp_path / name).exists() for name in LEFT} == LEFT
 
 
-def test_a_checkpoint_that_was_to_be_replaced_gets_its_name_back(pool: RankPool, tmp_path: Path) -> None:
+def test_checkpoint_under_replacement_gets_its_name_back(pool: RankPool, tmp_path: Path) -> None:
     for name in (".global_step_4.old", ".global_step_4.part"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.json").write_text(name)

@@ -38,7 +38,7 @@ def test_what_differs_is_named_on_every_rank(pool: RankPool) -> None:
     ]
 
 
-def test_a_secret_that_differs_is_named_and_not_shown(pool: RankPool) -> None:
+def test_differing_secret_is_named_but_not_shown(pool: RankPool) -> None:
     facts = [{"uri": f"http://ann:Swordf1sh{rank}@host", "engine.hf_token": f"Swordf1sh{rank}"} for rank in range(3)]
     said = pool.run(3, believe, facts)[0]
     assert "uri: 'http://***@host' on rank 0" in said and "engine.hf_token: *** on rank 0" in said

@@ -93,7 +93,7 @@ def of_cuda(store: Path) -> Any:
     return backends, together(dist.get_rank), together(lambda: prefix)
 
 
-def test_on_cuda_only_one_group_is_of_gloo_and_host_data_take_it(tmp_path: Path) -> None:
+def test_host_data_use_only_gloo_group_on_cuda(tmp_path: Path) -> None:
     with RankPool() as pool:  # of its own: its ranks end in a world that is not the pool's
         results = pool.run(2, of_cuda, tmp_path / "store")
     for backends, ranks, (first, second) in results:
@@ -103,7 +103,7 @@ def test_on_cuda_only_one_group_is_of_gloo_and_host_data_take_it(tmp_path: Path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the threads of a process in /proc")
-def test_all_groups_share_the_thread_that_waits_for_messages(pool: RankPool) -> None:
+def test_all_groups_share_one_waiting_thread(pool: RankPool) -> None:
     assert pool.run(2, over_five_groups) == [(32.0, 1)] * 2
 
 
@@ -112,11 +112,11 @@ def test_every_rank_learns_all_answers_in_rank_order(pool: RankPool) -> None:
     assert pool.run(2, together, dist.get_rank) == [[0, 1]] * 2
 
 
-def test_an_error_on_one_rank_is_raised_on_all(pool: RankPool) -> None:
+def test_error_on_one_rank_is_raised_on_all(pool: RankPool) -> None:
     assert pool.run(3, told, {2: ValueError("row 7")}) == [("ValueError", "row 7")] * 3
 
 
-def test_of_several_errors_every_rank_has_its_own_or_the_first(pool: RankPool) -> None:
+def test_rank_raises_own_error_or_first_of_several(pool: RankPool) -> None:
     errors = {1: ValueError("row 7"), 2: KeyError("prompt")}
     assert pool.run(3, told, errors) == [("ValueError", "row 7"), ("ValueError", "row 7"), ("KeyError", "'prompt'")]
 
@@ -132,7 +132,7 @@ def test_an_answer_may_be_an_exception(pool: RankPool) -> None:
     assert pool.run(3, exceptions_as_answers) == [["rank 0", "rank 1", "rank 2"]] * 3
 
 
-def test_the_wait_for_slower_ranks_is_counted_until_somebody_takes_it() -> None:
+def test_straggler_wait_accumulates_until_it_is_read() -> None:
     clock = Mock(perf_counter=Mock(side_effect=[1.0, 3.5, 10.0, 10.25]))
     with patch.object(exchange, "time", clock), patch.object(dist, "barrier"):
         exchange.seconds_waited()
@@ -154,6 +154,6 @@ def of_all_ranks() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_step_reports_the_greatest_memory_and_the_mean_wait(pool: RankPool, num_ranks: int) -> None:
+def test_step_reports_maximum_memory_and_mean_wait(pool: RankPool, num_ranks: int) -> None:
     lost = {"perf/time_lost_to_stragglers": 0.5} if num_ranks > 1 else {}
     assert pool.run(num_ranks, of_all_ranks) == [{"perf/max_host_memory_gb": float(num_ranks)} | lost] * num_ranks

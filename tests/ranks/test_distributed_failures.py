@@ -28,7 +28,7 @@ def run(command: list[str], directory: Path, kind: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("kind", BUGS)
-def test_a_bug_shows_its_stack_and_the_last_line_names_its_file(tmp_path: Path, kind: str) -> None:
+def test_bug_shows_traceback_and_names_its_file_last(tmp_path: Path, kind: str) -> None:
     code, errors = run(PLAIN, tmp_path, kind)
     function, message = BUGS[kind]
     file = tmp_path / "errors" / "rank_1.txt"
@@ -53,7 +53,7 @@ def test_other_launchers_name_the_file_too(tmp_path: Path, command: list[str]) -
     assert "in unequal_zip\n" in file.read_text(encoding="utf-8")
 
 
-def test_what_a_user_can_mend_is_one_line_and_its_origin_is_kept(tmp_path: Path) -> None:
+def test_user_error_is_one_line_and_keeps_traceback(tmp_path: Path) -> None:
     code, errors = run(PLAIN, tmp_path, "user")
     assert code == 1
     assert "megarl: rank 1: trainer.n_gpus_per_node=3: write 2\n" in errors

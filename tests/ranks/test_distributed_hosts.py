@@ -75,7 +75,7 @@ def test_two_hosts_are_examined(pair: Hosts, tmp_path: Path) -> None:
     assert first.count("are not seen here") == 2
 
 
-def test_two_tasks_on_each_of_two_hosts_meet_at_one_address(pair: Hosts) -> None:
+def test_slurm_tasks_meet_across_two_hosts(pair: Hosts) -> None:
     """Rank 1 finds the store although the name of its own host may be a loopback address there."""
     step = outside_launchers() | {
         "SLURM_JOB_ID": str(os.getpid()),
@@ -100,7 +100,7 @@ def test_two_tasks_on_each_of_two_hosts_meet_at_one_address(pair: Hosts) -> None
 
 
 @NEEDS_MPIRUN
-def test_mpirun_over_two_hosts_is_told_nothing(pair: Hosts, tmp_path: Path) -> None:
+def test_mpirun_over_two_hosts_needs_no_settings(pair: Hosts, tmp_path: Path) -> None:
     """Run the README's line: no MASTER_ADDR, no exported variables."""
     (tmp_path / "hosts").write_text("".join(f"{name} slots=1\n" for name in pair.names))
     mpirun = ["mpirun", "--allow-run-as-root", "--mca", "plm_rsh_agent", pair.agent, "-n", "2"]
@@ -111,7 +111,7 @@ def test_mpirun_over_two_hosts_is_told_nothing(pair: Hosts, tmp_path: Path) -> N
     assert meeting(output) == MEETING
 
 
-def test_a_name_that_does_not_resolve_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_host_is_named_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "REPORT_INTERVAL_S", 0.0)
     with pytest.raises(ValueError, match=r"no address of the host 'no\.such\.invalid'.*set MASTER_ADDR .*NodeAddr"):
         resolve("no.such.invalid")
@@ -120,7 +120,7 @@ def test_a_name_that_does_not_resolve_is_named_with_the_remedy(monkeypatch: pyte
 OTHER_HOST = Launch(rank=2, world_size=4, local_rank=0, local_world_size=2)
 
 
-def test_a_first_host_that_is_this_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_host_resolving_to_local_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "REPORT_INTERVAL_S", 0.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -66,7 +66,7 @@ def test_launch_scripts(script: str, ranks: dict[str, str]) -> None:
 
 
 @EVERY_LAUNCHER
-def test_two_ranks_meet_and_one_that_fails_fails_the_job_and_is_heard(command: list[str]) -> None:
+def test_failing_rank_fails_job_and_shows_error(command: list[str]) -> None:
     process = start(command, "fail=1")
     stdout, stderr = process.communicate(timeout=120)
     assert sorted(line for line in stdout.splitlines() if line.startswith("rank")) == MEETING
@@ -77,7 +77,7 @@ def test_two_ranks_meet_and_one_that_fails_fails_the_job_and_is_heard(command: l
 @pytest.mark.parametrize(
     "command", [pytest.param(PLAIN, id="plain"), pytest.param(MPIRUN, id="mpirun", marks=NEEDS_MPIRUN)]
 )
-def test_a_job_on_one_host_keeps_its_store_to_itself(command: list[str]) -> None:
+def test_single_host_job_binds_store_to_loopback_only(command: list[str]) -> None:
     stdout, stderr = start(command, "listens=yes").communicate(timeout=120)
     listening = {line.split()[2] for line in stdout.splitlines() if line.startswith("listens")}
     assert "127.0.0.1" in listening, stderr
@@ -85,7 +85,7 @@ def test_a_job_on_one_host_keeps_its_store_to_itself(command: list[str]) -> None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-def test_the_store_listens_at_the_address_that_was_asked_for(host: str) -> None:
+def test_store_listens_at_requested_address(host: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -100,7 +100,7 @@ def test_the_store_listens_at_the_address_that_was_asked_for(host: str) -> None:
 
 
 @pytest.mark.faults
-def test_a_killed_rank_is_named_and_its_signal_is_the_exit_code() -> None:
+def test_killed_rank_is_named_and_sets_exit_code() -> None:
     process = start(PLAIN, "kill=1")
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL
@@ -126,7 +126,7 @@ def test_ranks_do_not_outlive_a_killed_agent() -> None:
     process.communicate(timeout=60)  # returns when the last rank has closed the pipe: a rank left behind would not
 
 
-def test_a_terminated_job_says_so_in_its_exit_code() -> None:
+def test_terminated_job_exits_with_signal_code() -> None:
     process = start(PLAIN, "hang=yes")
     assert process.stdout is not None
     assert process.stdout.readline().startswith("rank")

@@ -64,7 +64,7 @@ def source(uri: str, cache: str) -> tuple[str, int, int]:
     return str(first.directory), download.call_count, first.architecture.num_layers
 
 
-def test_one_rank_works_and_all_have_its_answer_and_see_it_go_on(pool: RankPool) -> None:
+def test_all_ranks_see_answer_and_progress_of_one(pool: RankPool) -> None:
     found = pool.run(3, answers)
     assert {(answer, pid) for answer, pid, _ in found} == {("done", found[0][1])}
     for _, _, told in found:
@@ -72,11 +72,11 @@ def test_one_rank_works_and_all_have_its_answer_and_see_it_go_on(pool: RankPool)
         assert told[-1] == "before"
 
 
-def test_what_one_rank_could_not_do_is_an_error_of_all(pool: RankPool) -> None:
+def test_failure_of_one_rank_is_raised_on_all(pool: RankPool) -> None:
     assert pool.run(3, fails) == 3 * ["the disk is full"]
 
 
-def test_a_model_at_a_uri_comes_once_for_all_ranks_of_a_node(pool: RankPool, tmp_path: Path) -> None:
+def test_model_at_uri_is_fetched_once_per_node(pool: RankPool, tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model", "llama")
     found = pool.run(3, source, f"local://{model}", str(tmp_path / "cache"))
     assert len({directory for directory, _, _ in found}) == 1

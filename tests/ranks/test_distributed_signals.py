@@ -108,7 +108,7 @@ def test_a_second_sigterm_does_not_wait(tmp_path: Path, how: str) -> None:
     assert code in (128 + signal.SIGTERM, -signal.SIGTERM), messages
 
 
-def test_outside_of_its_steps_a_process_ends_at_once() -> None:
+def test_process_outside_steps_ends_immediately_on_signal() -> None:
     code = "from megarl.distributed import signals; import os; signals.listen(); os.kill(os.getpid(), 10); print('on')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, check=False)
     assert (done.returncode, done.stdout) == (EXIT_CODE, b"")
@@ -207,7 +207,7 @@ def handles(pid: int, number: int, how: str) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
-def test_a_program_that_is_still_imported_ends_with_a_line(number: signal.Signals) -> None:
+def test_program_signalled_during_imports_ends_with_one_line(number: signal.Signals) -> None:
     process = start([sys.executable, "-m", "megarl", "train"], "--check")
     while not handles(process.pid, signal.SIGHUP, "SigCgt"):
         time.sleep(0.001)
@@ -218,7 +218,7 @@ def test_a_program_that_is_still_imported_ends_with_a_line(number: signal.Signal
     assert words == f"{number.name}: there is nothing to save now; the job ends, and the same command starts it\n"
 
 
-def test_every_program_that_obeys_signals_does_so_from_its_first_import() -> None:
+def test_programs_handle_signals_from_their_first_import() -> None:
     programs = [path for path in (ROOT / "megarl").rglob("*.py") if "import run\n" in path.read_text()]
     assert len(programs) > 4
     for path in programs:

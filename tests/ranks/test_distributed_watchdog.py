@@ -37,7 +37,7 @@ def reports(directory: Path) -> dict[int, dict[str, object]]:
 
 
 @pytest.mark.parametrize("how", ["none", "slow-rewards"])
-def test_a_job_that_goes_on_is_left_alone(ended: dict[str, tuple[int, str, Path]], how: str) -> None:
+def test_progressing_job_is_left_alone(ended: dict[str, tuple[int, str, Path]], how: str) -> None:
     code, errors, directory = ended[how]
     assert code == 0, errors
     assert not directory.exists()
@@ -52,7 +52,7 @@ def test_rewards_that_hang_end_the_job(ended: dict[str, tuple[int, str, Path]]) 
 
 
 @pytest.mark.parametrize("how", ["stop", "lock"])
-def test_a_rank_that_cannot_speak_is_named_by_the_others(ended: dict[str, tuple[int, str, Path]], how: str) -> None:
+def test_unresponsive_rank_is_named_by_other_ranks(ended: dict[str, tuple[int, str, Path]], how: str) -> None:
     code, errors, directory = ended[how]
     assert code == EXIT_CODE
     assert (
@@ -64,9 +64,7 @@ def test_a_rank_that_cannot_speak_is_named_by_the_others(ended: dict[str, tuple[
 
 
 @pytest.mark.parametrize("how", ["sleep", "sleep-begun"])
-def test_a_rank_that_is_elsewhere_is_told_from_those_that_wait(
-    ended: dict[str, tuple[int, str, Path]], how: str
-) -> None:
+def test_rank_behind_is_distinguished_from_waiting_ranks(ended: dict[str, tuple[int, str, Path]], how: str) -> None:
     code, errors, directory = ended[how]
     assert code == EXIT_CODE
     behind, waiting = errors.split("Behind:")[1].split("Waiting:")
@@ -100,7 +98,7 @@ def waits_in_a_barrier(root: Path, holds_up: bool | None) -> list[bool]:
 
 
 @pytest.mark.parametrize(("holds_up", "waits"), [(None, [True, False]), (True, [False] * 2), (False, [True] * 2)])
-def test_a_rank_that_polls_says_itself_whether_it_waits(
+def test_polling_rank_reports_itself_whether_it_waits(
     pool: RankPool, tmp_path: Path, holds_up: bool | None, waits: list[bool]
 ) -> None:
     assert pool.run(2, waits_in_a_barrier, tmp_path, holds_up) == [waits] * 2

@@ -42,7 +42,7 @@ def exchange_buckets() -> tuple[list[float], list[float], int]:
     return shards[0].unique().tolist(), weights.unique().tolist(), started
 
 
-def test_one_rank_keeps_what_it_has_without_a_thread(pool: RankPool) -> None:
+def test_single_rank_keeps_its_buckets_without_thread(pool: RankPool) -> None:
     assert pool.run(1, exchange_buckets) == [([1.0], [1.0], 0)]
 
 

@@ -60,7 +60,7 @@ def save_twice(source: Path, split: dict[str, Any], optimizer: bool, at_once: Pa
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False])
-def test_a_save_alongside_training_equals_a_save_at_once(
+def test_asynchronous_save_equals_synchronous_save(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, distributed_optimizer: bool
 ) -> None:
     for tp in (1, 2):
@@ -116,7 +116,7 @@ def test_another_split(pool: RankPool, checkpoints: dict[str, Path], tmp_path: P
         torch.testing.assert_close(outputs, expected[1], rtol=1e-4, atol=1e-4)
 
 
-def test_continues_with_the_rates_and_the_length_of_the_new_configuration(
+def test_resumed_learner_uses_new_learning_rate_and_length(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     source = checkpoints["llama"]
@@ -171,7 +171,7 @@ def load_refused(source: Path, directory: Path) -> str:
     return repr(refused.value)
 
 
-def test_code_in_a_checkpoint_is_not_run_and_other_directories_are_not_read(
+def test_checkpoint_with_code_or_outside_paths_is_refused(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     source, saved = checkpoints["qwen2"], tmp_path / "saved"

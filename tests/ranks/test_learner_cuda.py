@@ -39,7 +39,7 @@ def left_on_the_host() -> dict[str, list[str]]:
     return found
 
 
-def test_every_model_is_built_on_the_device_without_transformer_engine() -> None:
+def test_models_are_built_on_device_without_transformer_engine() -> None:
     with RankPool() as pool:  # of its own: a patch of an earlier test would last in its process
         [found] = pool.run(1, left_on_the_host)
     assert len(found) == 2 * len(VARIANTS)
@@ -71,7 +71,7 @@ def rest(source: Path, dtype: str) -> tuple[list[set[int]], list[dict[str, float
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_optimizer_rests_in_memory_that_is_pinned_once_and_is_there_in_time(
+def test_offloaded_optimizer_is_pinned_once_and_reloaded_correctly(
     pool: RankPool, checkpoints: dict[str, Path], dtype: str
 ) -> None:
     [(places, found, expected)] = pool.run(1, rest, checkpoints["qwen2"], dtype)
@@ -109,7 +109,7 @@ def learn_offloaded(*args: Any) -> Any:
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False])
-def test_a_learner_continues_exactly_with_an_optimizer_on_the_host(
+def test_learner_with_host_optimizer_resumes_exactly(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, distributed_optimizer: bool
 ) -> None:
     place = (checkpoints["qwen2"], "policy", {"optimizer_offload": True})
@@ -137,7 +137,7 @@ def learn_deterministically(source: Path) -> Any:
     return {*seen}, learner.modules[0].config.deterministic_mode, torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_deterministic_run_lets_the_learner_take_no_other_kernel(checkpoints: dict[str, Path]) -> None:
+def test_deterministic_run_restricts_learner_to_deterministic_kernels(checkpoints: dict[str, Path]) -> None:
     with RankPool() as pool:  # of its own: the decision is for a process
         assert pool.run(1, learn_deterministically, checkpoints["qwen2"]) == [({True}, True, False)]
 
@@ -148,7 +148,7 @@ def learn_lazily(*args: Any) -> Any:
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False])
-def test_a_learner_continues_exactly_with_the_adam_of_apex(
+def test_learner_with_apex_adam_resumes_exactly(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, distributed_optimizer: bool
 ) -> None:
     place = (checkpoints["qwen2"], "policy", sizes(1, 1))

@@ -92,7 +92,7 @@ def chunks_with_entropy(checkpoint: Path) -> dict[str, set[bool]]:
     return found
 
 
-def test_entropies_are_computed_only_where_somebody_asks_for_them(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+def test_entropies_are_computed_only_on_request(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     assert pool.run(1, chunks_with_entropy, checkpoints["llama"]) == [
         {
             "infer": {False},
@@ -107,7 +107,7 @@ def test_entropies_are_computed_only_where_somebody_asks_for_them(pool: RankPool
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_one_pass_learns_what_two_passes_learn_and_a_discarded_gradient_nothing(
+def test_one_pass_equals_two_and_drops_discarded_gradient(
     pool: RankPool, checkpoints: dict[str, Path], split: str
 ) -> None:
     for found in pool.run(SPLITS[split][0], learned_in_one_pass, checkpoints["llama"], SPLITS[split][1]):

@@ -75,9 +75,7 @@ def test_equals_plain_softmax(
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
-def test_nothing_is_rounded_to_the_type_of_the_weights_before_the_gradient(
-    pool: RankPool, divergence: Divergence
-) -> None:
+def test_values_are_not_rounded_before_gradient(pool: RankPool, divergence: Divergence) -> None:
     [numbers] = pool.run(1, in_bfloat16, "cpu", divergence)
     assert_not_rounded(*numbers)
 
@@ -105,9 +103,7 @@ def added_to_a_buffer(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
-def test_the_gradient_of_the_weight_goes_straight_into_its_buffer(
-    pool: RankPool, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_weight_gradient_is_added_directly_to_its_buffer(pool: RankPool, dtype: torch.dtype, tolerance: float) -> None:
     [(expected, added)] = pool.run(1, added_to_a_buffer, dtype)
     torch.testing.assert_close(added, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 

@@ -52,7 +52,7 @@ def check(found: dict[str, Any], expected: Any, norm: float, metrics: dict[str, 
         assert found["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
-def test_it_is_that_of_whole_logits_under_every_split(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+def test_divergence_equals_full_logits_under_every_split(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     policy, reference = checkpoints["policy"], checkpoints["reference"]
     expected = reference_outputs(policy, ACTOR, against=reference)
     assert expected[2]["actor/kl_loss"] > 0.1
@@ -80,7 +80,7 @@ def test_each_data_source_has_its_own_teacher(
         check(found, *expected)
 
 
-def test_experts_on_several_ranks_take_part_in_the_reading(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+def test_expert_parallel_ranks_take_part_in_reference_pass(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     policy, reference = checkpoints["policy of experts"], checkpoints["reference of experts"]
     expected = reference_outputs(policy, ACTOR, against=reference)
     arguments = ({"expert_model_parallel_size": 2}, 24, ACTOR, reference)
@@ -88,7 +88,7 @@ def test_experts_on_several_ranks_take_part_in_the_reading(pool: RankPool, check
         check(found, *expected)
 
 
-def test_a_policy_that_has_not_learnt_does_not_diverge(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+def test_untrained_policy_has_zero_divergence(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     policy = checkpoints["policy"]
     arguments = (policy, "policy", TENSOR, 24, ACTOR, policy)
     for found in pool.run(2, learner_outputs, *arguments):

@@ -146,7 +146,7 @@ def test_router_losses_are_what_their_coefficients_say(pool: RankPool, checkpoin
         assert again == pytest.approx(norm, rel=1e-5), split
 
 
-def test_the_z_loss_depends_on_no_split_of_the_batch(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+def test_z_loss_is_independent_of_batch_split(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     only = {"moe_z_loss_coeff": 0.05}
     norm = pool.run(1, router_gradients, checkpoints["qwen3_moe"], {}, only, 1000)[0][0]
     assert norm > 0
@@ -156,7 +156,7 @@ def test_the_z_loss_depends_on_no_split_of_the_batch(pool: RankPool, checkpoints
     assert pool.run(1, router_gradients, checkpoints["qwen3_moe"], {}, {}, 24)[0][0] == 0
 
 
-def test_an_update_moves_the_bias_of_the_router_only_when_asked(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+def test_update_moves_router_bias_only_if_enabled(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     for rate, moved in ((None, False), (0.1, True)):
         override = {} if rate is None else {"moe_router_bias_update_rate": rate}
         before, after = pool.run(2, router_biases, checkpoints["deepseek_v3"], override)[0]
@@ -177,7 +177,7 @@ def router_biases(checkpoint: Path, override: dict[str, Any]) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False])
-def test_goes_on_exactly_from_a_checkpoint(
+def test_moe_learner_resumes_exactly_under_any_split(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, distributed_optimizer: bool
 ) -> None:
     source, split = checkpoints["deepseek_v3"], cut(ep=2)

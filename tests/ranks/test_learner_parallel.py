@@ -194,9 +194,7 @@ def test_experts_and_chunks_and_shared_sequences_go_together(pool: RankPool, che
         torch.testing.assert_close(found["after"].log_probs, expected["after"].log_probs, rtol=1e-4, atol=1e-4)
 
 
-def test_a_checkpoint_of_a_virtual_pipeline_goes_on_under_any_other_split(
-    pool: RankPool, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_virtual_pipeline_checkpoint_resumes_under_any_split(pool: RankPool, checkpoint: Path, tmp_path: Path) -> None:
     expected, expected_outputs = pool.run(2, learn_twice, checkpoint, "policy", VIRTUAL, tmp_path, None, True)[0]
     metrics, outputs = pool.run(2, learn_twice, checkpoint, "policy", VIRTUAL, None, tmp_path, True)[0]
     assert metrics == expected

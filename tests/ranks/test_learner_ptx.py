@@ -64,9 +64,7 @@ def expected_metrics(checkpoint: Path) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def test_it_is_one_step_on_the_sum_of_both_losses_under_every_split(
-    pool: RankPool, checkpoints: dict[str, Path]
-) -> None:
+def test_mixed_update_follows_summed_losses_under_every_split(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     learner = {"lr": 1e-3, "skipped_updates": 0.0, "empty_minibatches": 0.0, "idle_minibatches": 0.0}
     expected = expected_metrics(checkpoints["dense"]) | learner
     first: Tensor | None = None
@@ -97,7 +95,7 @@ def router_norms(checkpoint: Path, split: dict[str, Any]) -> tuple[float, float]
     return whole["grad_norm"], parts["grad_norm"]
 
 
-def test_routers_see_the_tokens_of_both_parts_as_one_batch(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+def test_routers_see_tokens_of_both_parts_together(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     for world_size, split in ((1, {}), (2, {"expert_model_parallel_size": 2})):
         for whole, parts in pool.run(world_size, router_norms, checkpoints["experts"], split):
             assert parts == pytest.approx(whole, rel=1e-5)

@@ -154,7 +154,7 @@ def read_values(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
     return {"values": values[batch.mask], "alone": alone, "metrics": update(learner, [batch], CRITIC, budget)}
 
 
-def test_a_critic_of_other_tokens_values_the_states_it_reads(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+def test_critic_with_own_tokenizer_values_states_it_reads(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     first: dict[str, Any] | None = None
     for (tp, pp, _), world_size in SPLITS.items():
         for result in pool.run(world_size, read_values, checkpoints["llama"], sizes(tp, pp)):

@@ -66,9 +66,7 @@ def waits_of(source: Path, role: str, max_tokens: int) -> tuple[int, list[Counte
 
 @pytest.mark.parametrize("role", ["policy", "value"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_host_waits_at_the_end_of_a_pass(
-    pool: RankPool, checkpoints: dict[str, Path], name: str, role: str
-) -> None:
+def test_host_waits_only_at_end_of_pass(pool: RankPool, checkpoints: dict[str, Path], name: str, role: str) -> None:
     numbers = []
     for max_tokens in (24, 1000):
         [(num, found)] = pool.run(1, waits_of, checkpoints[name], role, max_tokens)

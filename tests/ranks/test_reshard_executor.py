@@ -126,7 +126,7 @@ def packs(rows, columns):
 
 
 @pytest.mark.parametrize(("shape", "is_packed"), [((4, 64), False), ((4, 128), True), ((3, 5), True)])
-def test_a_box_that_is_a_message_is_sent_from_its_place(pool, shape, is_packed):
+def test_box_filling_its_message_is_sent_in_place(pool, shape, is_packed):
     """The first box is all of its tensor, the second the left half of one; the third has no multiple of 16 bytes."""
     assert pool.run(2, packs, *shape) == [is_packed, False]
 
@@ -210,7 +210,7 @@ def reshard_with_a_fault(kind):
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_check_names_what_arrives_wrong_on_every_rank(kind, pool):
+def test_check_names_wrong_data_on_every_rank(kind, pool):
     messages = pool.run(2, reshard_with_a_fault, kind)
     assert messages[0] == messages[1]
     assert re.search(FAULTS[kind], messages[0]), messages[0]
@@ -234,7 +234,7 @@ def memory(num_layers):
     return peak, report
 
 
-def test_a_reshard_needs_its_buckets_and_nothing_else_however_large_the_model(pool):
+def test_reshard_memory_is_bounded_by_buckets(pool):
     small, large = (pool.run(2, memory, num_layers) for num_layers in (4, 32))
     for (peak, report), (peak_of_large, report_of_large) in zip(small, large, strict=True):
         assert report_of_large.bytes_received > 7 * report.bytes_received > 7 * 25 * 8192

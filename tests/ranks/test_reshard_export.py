@@ -94,7 +94,7 @@ def export_incomplete(target):
         )
 
 
-def test_a_parameter_that_nobody_holds_is_named_before_anything_is_written(pool, tmp_path):
+def test_missing_parameter_is_named_before_export_writes_anything(pool, tmp_path):
     write_checkpoint(tmp_path / "source", "llama")
     pool.run(2, export_incomplete, tmp_path)
     assert not (tmp_path / "target").exists()

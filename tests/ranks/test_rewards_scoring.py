@@ -99,7 +99,7 @@ def judged_with(pool: RankPool, path: Path, on_sample_3: str, *args: Any) -> lis
 
 
 @pytest.mark.parametrize("started", [[], [(0, 5), (0, 0), (1, 1), (0, 2), (1, 3), (1, 4)], [(1, 0), (1, 1), (1, 5)]])
-def test_every_rank_has_every_score_in_the_order_of_the_samples(
+def test_every_rank_has_all_scores_in_sample_order(
     pool: RankPool, tmp_path: Path, started: list[tuple[int, int]]
 ) -> None:
     ranks = judged_with(pool, tmp_path, "pass", started)
@@ -118,9 +118,7 @@ def test_every_awaited_reward_is_counted_on_every_rank(pool: RankPool, tmp_path:
 
 
 @pytest.mark.parametrize("on_failure", ["mask", "score"])
-def test_a_run_stops_on_all_ranks_if_a_response_has_changed_the_reward(
-    on_failure: str, pool: RankPool, tmp_path: Path
-) -> None:
+def test_response_altering_reward_stops_all_ranks(on_failure: str, pool: RankPool, tmp_path: Path) -> None:
     source = """
 paid = 0.0
 def compute_score(solution_str, **_):
@@ -146,7 +144,7 @@ def compute_score(solution_str, **_):
         ("time.sleep(1000)", "timeout", "it took longer than reward_model.timeout_s=4"),
     ],
 )
-def test_a_response_without_a_score_has_the_default_and_is_named_once(
+def test_response_without_score_gets_default_and_one_warning(
     pool: RankPool, tmp_path: Path, on_sample_3: str, fault: str, cause: str
 ) -> None:
     ranks = judged_with(pool, tmp_path, on_sample_3, [], BATCH, 4.0 if fault == "timeout" else 100.0)
@@ -182,7 +180,7 @@ def test_a_failure_may_stop_every_rank(pool: RankPool, tmp_path: Path) -> None:
     assert [without_places(said) for said in found] == [message] * 2
 
 
-def test_a_reward_that_fails_on_all_responses_stops_every_rank(pool: RankPool, tmp_path: Path) -> None:
+def test_reward_failing_on_all_responses_stops_every_rank(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def compute_score(**_): raise KeyError('answer')\n")
     message = (
         "the reward fails on all 6 responses; the reward failed on sample 0 (data source 'countdown', data row 0, "
@@ -191,7 +189,7 @@ def test_a_reward_that_fails_on_all_responses_stops_every_rank(pool: RankPool, t
     assert pool.run(2, judged, str(tmp_path / "mine.py")) == [message] * 2
 
 
-def test_a_row_that_no_reward_can_read_stops_every_rank(pool: RankPool, tmp_path: Path) -> None:
+def test_row_unreadable_by_reward_stops_every_rank(pool: RankPool, tmp_path: Path) -> None:
     odd = [replace(prompt, extra_info={"x": {1, 2}} if prompt.index == 1 else {}) for prompt in BATCH.prompts]
     rollouts = replace(BATCH, prompts=odd)
     (tmp_path / "mine.py").write_text("def compute_score(**_): return 1.0\n")

@@ -35,7 +35,7 @@ def answers_with_few_tokens(paths: list[Path], step_tokens: int) -> list[Generat
     return generations
 
 
-def test_log_probs_are_those_of_all_tokens_also_if_few_can_be_drawn(pool: RankPool, checkpoints: list[Path]) -> None:
+def test_log_probs_cover_all_tokens_under_restricted_sampling(pool: RankPool, checkpoints: list[Path]) -> None:
     [generations] = pool.run(1, answers_with_few_tokens, checkpoints, 1024)
     model = AutoModelForCausalLM.from_pretrained(checkpoints[0], dtype=torch.float32)
     for generation in generations:
@@ -44,7 +44,7 @@ def test_log_probs_are_those_of_all_tokens_also_if_few_can_be_drawn(pool: RankPo
         assert generation.weight_versions == [7] * RESPONSE
 
 
-def test_a_prompt_that_is_cut_has_the_same_responses(pool: RankPool, checkpoints: list[Path]) -> None:
+def test_chunked_prefill_gives_same_responses(pool: RankPool, checkpoints: list[Path]) -> None:
     """The token that vLLM draws after each part but the last is not used, and must not change the next one."""
     (uncut,), (cut,) = (pool.run(1, answers_with_few_tokens, checkpoints, tokens) for tokens in (1024, 48))
     assert [generation.token_ids for generation in cut] == [generation.token_ids for generation in uncut]
@@ -79,7 +79,7 @@ def to_go(num_tokens: int, *, index: int) -> Group:
     return replace(group, samples=tuple(replace(drawn, sample=sample.sample) for sample in group.samples))
 
 
-def test_a_replica_with_room_draws_groups_of_another(pool: RankPool, checkpoints: list[Path]) -> None:
+def test_idle_replica_takes_groups_from_another(pool: RankPool, checkpoints: list[Path]) -> None:
     """The first replica would take 3 x 40 steps. After 16 steps the second takes one of its groups."""
     ranks = pool.run(2, drawn_with_room_for_two, checkpoints)
     assert ranks[0] == ranks[1]

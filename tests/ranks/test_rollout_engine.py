@@ -156,7 +156,7 @@ def placed(group: Group, place: int) -> tuple[Generation, ...]:
     return tuple(replace(sample, prompt=place) for sample in group.samples)
 
 
-def test_a_response_that_is_stopped_goes_on_under_other_weights(pool: RankPool, checkpoints: Checkpoints) -> None:
+def test_stopped_response_continues_under_new_weights(pool: RankPool, checkpoints: Checkpoints) -> None:
     """Each token has the log-probability of the weights that drew it, after all tokens before it, on both ranks."""
     paths = checkpoints("llama")
     groups, others = pool.run(2, drawn_under_two_weights, paths)
@@ -189,7 +189,7 @@ def test_whole_experts_are_traced(pool: RankPool, checkpoints: Checkpoints, vari
     pool.run(2, trace_whole_experts, checkpoints(variant))
 
 
-def test_samples_do_not_depend_on_the_number_of_replicas(
+def test_samples_are_independent_of_replica_count(
     pool: RankPool, responses: Callable[[str, int, str], list[Any]], checkpoints: Checkpoints
 ) -> None:
     [alone] = pool.run(1, answers_after_each_sync, checkpoints("llama"), 1, "float32")
@@ -262,9 +262,7 @@ def write_only(names: set[str], weights: Any) -> None:
         weights.close(param)
 
 
-def test_engine_stops_keeps_the_trainers_state_and_refuses_half_a_sync(
-    pool: RankPool, checkpoints: Checkpoints
-) -> None:
+def test_engine_respects_stops_and_refuses_partial_sync(pool: RankPool, checkpoints: Checkpoints) -> None:
     for seen in pool.run(2, behaviour, checkpoints("llama")):
         free, stopped = seen["free"], seen["stopped"]
         assert seen["later"][0].token_ids == seen["second"].token_ids  # counted on from there
@@ -359,7 +357,7 @@ def complaints(paths: list[Path], tp_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_an_engine_that_fails_says_so_on_all_ranks(pool: RankPool, checkpoints: Checkpoints, tp_size: int) -> None:
+def test_engine_failure_is_reported_on_all_ranks(pool: RankPool, checkpoints: Checkpoints, tp_size: int) -> None:
     said, others = pool.run(2, complaints, checkpoints("llama"), tp_size)
     assert said == others
     name, rows = (

@@ -37,7 +37,7 @@ class Model(nn.Module):
             self.loader(self.layer.weight.data, tensor)
 
 
-def test_the_arguments_read_from_the_source_are_those_of_the_class() -> None:
+def test_arguments_parsed_from_source_match_engine_class() -> None:
     assert engine_arguments() == {field.name for field in fields(EngineArgs)} >= OURS
 
 
@@ -45,7 +45,7 @@ def traced(loader: Loader, shape: tuple[int, ...] = (8, 3)) -> Any:
     return trace(Model(loader), {"w": shape}, torch.device("cpu"))
 
 
-def test_rows_and_padding_are_recorded_and_nothing_is_written() -> None:
+def test_trace_records_rows_and_padding_without_writing() -> None:
     model = Model(lambda param, full: (param[:3].copy_(full[5:8]), param[3:].fill_(0)))
     layout = trace(model, {"w": (8, 3)}, torch.device("cpu"))
     assert layout.pieces == [Piece("w", Box((5, 0), (8, 3)), "layer.weight", 0, (3, 1), torch.float32)]
@@ -56,7 +56,7 @@ def test_rows_and_padding_are_recorded_and_nothing_is_written() -> None:
     assert torch.equal(model.layer.weight, torch.ones(4, 3))
 
 
-def test_a_column_shard_is_a_box_on_the_second_axis() -> None:
+def test_column_shard_is_box_on_second_axis() -> None:
     [piece] = traced(lambda param, full: param.copy_(full.narrow(1, 6, 3)), (4, 12)).pieces
     assert piece.box == Box((0, 6), (4, 9))
 
@@ -95,7 +95,7 @@ def test_anything_but_a_plain_copy_is_refused(loader: Loader, shape: tuple[int, 
     assert torch.equal(model.layer.weight, torch.ones(4, 3))  # the engine is as it was
 
 
-def test_a_parameter_that_two_modules_share_is_the_first_ones() -> None:
+def test_shared_parameter_belongs_to_first_module() -> None:
     model = Model(lambda param, full: param.copy_(full[:4]))
     model.gate, model.experts = nn.Module(), nn.Module()
     bias = nn.Parameter(torch.ones(8), requires_grad=False)

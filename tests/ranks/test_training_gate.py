@@ -205,9 +205,7 @@ def steps(checkpoint: Path, dtype: str) -> Seen:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_fault_is_caught_in_its_own_step_and_nothing_learns_from_it(
-    pool: RankPool, tmp_path: Path, dtype: str
-) -> None:
+def test_gate_catches_fault_in_its_step_before_updates(pool: RankPool, tmp_path: Path, dtype: str) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", "qwen3_moe", num_key_value_heads=4)
     for seen in pool.run(2, steps, checkpoint, dtype):
         for fault, step in product(FAULTS, (1, 2)):

@@ -157,7 +157,7 @@ def test_another_vocabulary_and_chat_template(pool: RankPool, tmp_path: Path) ->
         torch.testing.assert_close(found, cut, **TOLERANCE)
 
 
-def test_special_tokens_inside_a_response_are_judged_as_written(pool: RankPool, tmp_path: Path) -> None:
+def test_special_tokens_inside_response_are_scored_as_written(pool: RankPool, tmp_path: Path) -> None:
     policy, own = tokenizers(tmp_path)
     tokenizer = load_tokenizer(str(own))
     asked = {"role": "user", "content": "ab 3"}
@@ -173,7 +173,7 @@ def test_special_tokens_inside_a_response_are_judged_as_written(pool: RankPool, 
             torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-def test_the_same_tokens_pass_and_prompts_that_cannot_be_read_are_named(pool: RankPool, tmp_path: Path) -> None:
+def test_shared_tokens_pass_and_unreadable_prompts_are_named(pool: RankPool, tmp_path: Path) -> None:
     policy, refusing = tokenizers(tmp_path)
     own = write_classifier(tmp_path / "same", "llama", pad_token_id=2)
     tokenizer = load_tokenizer(str(policy), chat_template=POLICY_TEMPLATE)
@@ -264,7 +264,7 @@ def refused_at_the_end(checkpoint: Path, disk: Disk, split: dict[str, Any]) -> s
         return refused(checkpoint, disk.path / "out", split)
 
 
-def test_an_export_that_a_full_disk_does_not_take_leaves_nothing(pool: RankPool, tmp_path: Path) -> None:
+def test_export_to_full_disk_leaves_no_files(pool: RankPool, tmp_path: Path) -> None:
     checkpoint = write_classifier(tmp_path / "source", "llama")
     train_sentencepiece(checkpoint / "tokenizer.model", vocab_size=200)
     weights = (checkpoint / "model.safetensors").stat().st_size
@@ -290,7 +290,7 @@ def test_an_export_that_a_full_disk_does_not_take_leaves_nothing(pool: RankPool,
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2"])
-def test_a_classifier_goes_through_the_ranks_bit_for_bit(pool: RankPool, tmp_path: Path, variant: str) -> None:
+def test_classifier_round_trips_through_ranks_bit_for_bit(pool: RankPool, tmp_path: Path, variant: str) -> None:
     checkpoint = write_classifier(tmp_path / "source", variant)
     train_sentencepiece(checkpoint / "tokenizer.model", vocab_size=200)
     pool.run(4, write_back, checkpoint, tmp_path / "out", sizes(2, 2))
@@ -302,9 +302,7 @@ def test_a_classifier_goes_through_the_ranks_bit_for_bit(pool: RankPool, tmp_pat
     assert (after.config.num_labels, after.config.pad_token_id) == (1, 0)
 
 
-def test_a_value_model_that_began_as_a_language_model_is_written_as_a_classifier(
-    pool: RankPool, tmp_path: Path
-) -> None:
+def test_value_model_from_language_model_exports_as_classifier(pool: RankPool, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "source", "qwen2")  # tied embeddings
     train_sentencepiece(checkpoint / "tokenizer.model", vocab_size=200)
     pool.run(2, write_back, checkpoint, tmp_path / "out", sizes(1, 2))

@@ -138,7 +138,7 @@ def idled(checkpoint: Path, split: dict[str, Any]) -> tuple[list[str], dict[str,
 
 @pytest.mark.parametrize("optimizer", [True, False])
 @pytest.mark.parametrize("name", SPLITS)
-def test_a_mini_batch_without_a_gradient_might_never_have_been(
+def test_mini_batch_without_gradient_changes_no_state(
     pool: RankPool, checkpoints: dict[str, Path], name: str, optimizer: bool
 ) -> None:
     """Without the rule, momentum and weight decay move the weights."""
@@ -182,7 +182,7 @@ def stopped(checkpoint: Path, split: dict[str, Any], run_dir: Path) -> tuple[lis
 
 
 @pytest.mark.parametrize("name", ["tensor", "data"])
-def test_too_many_in_a_row_end_the_run_on_all_ranks(
+def test_too_many_consecutive_skips_end_run_everywhere(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     variant, split = SPLITS[name]
@@ -266,7 +266,7 @@ def last_words(run_dirs: list[Path]) -> str:
     return str(caught.value)
 
 
-def test_the_last_good_checkpoint_is_the_one_that_the_first_rank_sees(pool: RankPool, tmp_path: Path) -> None:
+def test_ranks_name_last_good_checkpoint_of_rank_0(pool: RankPool, tmp_path: Path) -> None:
     run_dirs = [tmp_path / "first", tmp_path / "second"]
     for run_dir, said in zip(run_dirs, pool.run(2, last_words, run_dirs), strict=True):
         assert f"the last good checkpoint is {run_dir / 'global_step_2'}" in said

@@ -167,7 +167,7 @@ def test_reinforce_plus_plus_by_hand() -> None:
     torch.testing.assert_close(reinforce_plus_plus(rewards, mask, gamma=0.5), expected)
 
 
-def test_reinforce_plus_plus_is_the_score_less_the_divergence_to_come() -> None:
+def test_reinforce_plus_plus_subtracts_future_divergence_from_score() -> None:
     mask = torch.ones(1, 3, dtype=torch.bool)
     log_probs, reference = torch.tensor([[-1.0, -2.0, -0.5]]), torch.tensor([[-1.5, -1.0, -0.5]])
     rewards = token_rewards(torch.tensor([3.0]), log_probs - reference, mask, kl_coef=0.1)
@@ -184,7 +184,7 @@ def test_remax_by_hand() -> None:
 
 
 @given(seed=SEEDS)
-def test_remax_charges_no_token_for_the_divergence_before_it(seed: int) -> None:
+def test_remax_charges_tokens_only_for_future_divergence(seed: int) -> None:
     mask, (rewards, kl) = random_batch(seed, 2)
     scores, baselines = rewards.nansum(-1), kl.nansum(-1)
     advantages = remax(token_rewards(scores, kl, mask, kl_coef=0.1), baselines, mask)
@@ -199,9 +199,7 @@ def test_remax_charges_no_token_for_the_divergence_before_it(seed: int) -> None:
     groups=st.lists(st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=4), min_size=1, max_size=5),
     seed=SEEDS,
 )
-def test_gpg_is_the_gradient_of_a_batch_without_the_groups_that_tell_nothing(
-    groups: list[list[float]], seed: int
-) -> None:
+def test_gpg_matches_gradient_without_uninformative_groups(groups: list[list[float]], seed: int) -> None:
     scores = torch.tensor([score for group in groups for score in group])
     members = torch.tensor([number for number, group in enumerate(groups) for _ in group])
     telling = torch.tensor([len(set(group)) > 1 for group in groups for _ in group])

@@ -32,7 +32,7 @@ def test_ratios_by_hand(level: Level, expected: list[list[float]]) -> None:
     torch.testing.assert_close(ratios(TRAINER, ROLLOUT, MASK, level=level), torch.tensor(expected))
 
 
-def test_weights_are_cut_off_and_ratios_out_of_bounds_rejected() -> None:
+def test_weights_are_truncated_and_outlying_ratios_rejected() -> None:
     ratio = torch.tensor([[0.25, 1.0, 3.0, 9.0]])
     mask = torch.tensor([[True, True, True, False]])
     assert truncated_weights(ratio, mask, threshold=2.0).tolist() == [[0.25, 1.0, 2.0, 0.0]]
@@ -70,7 +70,7 @@ def test_means_by_hand() -> None:
     seed=st.integers(0, 2**31),
     owners=st.lists(st.integers(0, 2), min_size=6, max_size=6),
 )
-def test_any_split_of_the_samples_gives_the_same_means(seed: int, owners: list[int]) -> None:
+def test_mismatch_means_are_independent_of_sample_split(seed: int, owners: list[int]) -> None:
     generator = torch.Generator().manual_seed(seed)
     trainer, rollout = -torch.rand(2, 6, 4, generator=generator)
     mask = torch.rand(6, 4, generator=generator) < 0.6

@@ -40,7 +40,7 @@ def test_equal_covariances_are_taken_in_order() -> None:
     lower=st.floats(-1.0, 0.5),
     width=st.floats(0.0, 2.0),
 )
-def test_clip_cov_draws_from_the_band(seed: int, ratio: float, lower: float, width: float) -> None:
+def test_clip_cov_selects_tokens_within_band(seed: int, ratio: float, lower: float, width: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(4, 6, generator=generator) < 0.7
     mask[0, 0] = True
@@ -53,7 +53,7 @@ def test_clip_cov_draws_from_the_band(seed: int, ratio: float, lower: float, wid
     assert torch.equal(again, chosen), "ranks would differ"
 
 
-def test_clip_cov_draws_evenly() -> None:
+def test_clip_cov_selects_tokens_uniformly() -> None:
     mask = torch.ones(1, 2000, dtype=torch.bool)
     chosen = clip_cov_tokens(torch.full((1, 2000), 2.0), mask, ratio=0.25, lower=1.0, upper=5.0)
     assert int(chosen.sum()) == 500

@@ -25,14 +25,14 @@ def test_best_of_by_hand() -> None:
 
 
 @given(scores_of_a_prompt, st.data())
-def test_best_of_is_the_mean_over_all_draws(scores: list[float], data: st.DataObject) -> None:
+def test_best_of_k_averages_over_all_subsets(scores: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(scores)))
     bests = [max(drawn) for drawn in combinations(scores, k)]
     assert best_of(torch.tensor([scores]), k).item() == pytest.approx(sum(bests) / len(bests), abs=1e-6)
 
 
 @pytest.mark.parametrize(("num", "right", "k"), [(10, 3, 4), (256, 5, 64), (8, 0, 2), (8, 7, 4)])
-def test_best_of_right_and_wrong_is_pass_at_k(num: int, right: int, k: int) -> None:
+def test_best_of_binary_scores_equals_pass_at_k(num: int, right: int, k: int) -> None:
     scores = torch.zeros(1, num)
     scores[0, :right] = 1.0
     assert best_of(scores, k).item() == pytest.approx(1 - comb(num - right, k) / comb(num, k))
@@ -64,7 +64,7 @@ def test_majority_by_hand(answers: list[str], scores: list[float], expected: flo
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", "a", "b", "c"]), st.floats(0, 1)), min_size=1, max_size=5))
-def test_majority_depends_on_no_order_and_draws_among_the_winners(votes: list[tuple[str, float]]) -> None:
+def test_majority_ignores_order_and_averages_over_ties(votes: list[tuple[str, float]]) -> None:
     answers = [answer for answer, _ in votes]
     told = [answer for answer in answers if answer] or answers
     winners = [answer for answer in set(told) if all(told.count(answer) >= told.count(other) for other in told)]
@@ -91,7 +91,7 @@ def test_statistics_of_two_prompts() -> None:
 
 
 @pytest.mark.parametrize(("num", "names"), [(2, {2}), (4, {2, 4}), (5, {2, 4, 5}), (16, {2, 4, 8, 16})])
-def test_the_best_of_powers_of_two_and_of_all(num: int, names: set[int]) -> None:
+def test_best_of_covers_powers_of_two_and_all(num: int, names: set[int]) -> None:
     found = statistics(list(torch.rand(3, num)), None, num=num)
     assert found.keys() == {f"mean@{num}", f"std@{num}", *(f"best@{k}/mean" for k in names)}
 
@@ -101,7 +101,7 @@ def test_one_answer_has_no_statistics() -> None:
 
 
 @given(st.lists(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=4), min_size=1, max_size=5))
-def test_each_statistic_is_the_mean_over_the_prompts_with_enough_scores(prompts: list[list[float]]) -> None:
+def test_statistics_average_over_prompts_with_enough_scores(prompts: list[list[float]]) -> None:
     def mean(values: Iterable[float]) -> Any:
         found = list(values)
         return pytest.approx(fmean(found), abs=1e-6) if found else None

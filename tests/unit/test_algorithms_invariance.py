@@ -94,7 +94,7 @@ def miscounted(log_probs: Tensor, mask: Tensor) -> PolicyLoss:
         ),
     ],
 )
-def test_a_loss_that_depends_on_more_than_its_rows_is_refused(loss: Callable[..., PolicyLoss], fault: str) -> None:
+def test_loss_depending_on_other_rows_is_refused(loss: Callable[..., PolicyLoss], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         check_policy_loss(loss)
 
@@ -120,9 +120,7 @@ def per_token(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tenso
         (lambda token_rewards: (token_rewards, token_rewards.sum(-1)), r"its returns are of shape \[.\]"),
     ],
 )
-def test_an_estimator_that_depends_on_more_than_its_samples_is_refused(
-    estimator: Callable[..., Any], fault: str
-) -> None:
+def test_estimator_depending_on_other_samples_is_refused(estimator: Callable[..., Any], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         check_estimator(estimator)
 

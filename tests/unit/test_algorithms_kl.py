@@ -79,7 +79,7 @@ def test_each_exact_kind_by_hand(divergence: Divergence, expected: float) -> Non
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_the_gradient_of_each_exact_kind_is_that_of_small_changes(kind: ExactKL) -> None:
+def test_exact_divergence_gradients_match_finite_differences(kind: ExactKL) -> None:
     divergence, logits = Divergence(kind, 0.3), torch.tensor([[0.3, -0.2, 1.0]], dtype=torch.float64)
 
     def value(z: torch.Tensor) -> float:
@@ -94,7 +94,7 @@ def test_the_gradient_of_each_exact_kind_is_that_of_small_changes(kind: ExactKL)
         )
 
 
-def test_jensen_shannon_of_small_shares_is_a_divergence_of_its_own() -> None:
+def test_scaled_jensen_shannon_approaches_forward_and_reverse_kl() -> None:
     """As the share of the teacher vanishes, JS / beta becomes the forward divergence; as it grows, the reverse one."""
     for beta, kind, share in ((1e-6, "full_forward", 1e-6), (1.0 - 1e-6, "full", 1e-6)):
         js, _ = Divergence("full_js", beta).summands(POLICY.log()[None], TEACHER.log()[None])
@@ -147,6 +147,6 @@ def test_an_adaptive_weight_follows_the_error(current_kl: float, factor: float) 
 
 
 @pytest.mark.parametrize("current_kl", [math.nan, math.inf, -math.inf])
-def test_an_adaptive_weight_stays_where_the_divergence_is_not_finite(current_kl: float) -> None:
+def test_adaptive_coefficient_ignores_non_finite_divergence(current_kl: float) -> None:
     controller = AdaptiveKL(0.5, target=0.2, horizon=10_000)
     assert controller.update(current_kl, num_steps=100) == controller

@@ -105,7 +105,7 @@ def test_kl_cov_penalises_the_chosen_tokens(ratio: float, chosen: bool, loss: fl
     assert tensors[0].grad.item() == pytest.approx(gradient, rel=1e-5)
 
 
-def test_gspo_is_the_loss_of_the_paper_and_its_gradient() -> None:
+def test_gspo_loss_and_gradient_match_paper() -> None:
     log_probs, old_log_probs, advantages, mask, _ = example()
     advantages = advantages[:, :1].expand_as(mask)  # one for a sequence
     x = log_probs.clone().requires_grad_()
@@ -161,7 +161,7 @@ def test_far_from_the_old_policy_everything_stays_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "gpg", "clip_cov"])
-def test_a_positive_factor_of_the_advantages_is_one_of_the_loss(name: str) -> None:
+def test_positive_advantage_factor_scales_loss(name: str) -> None:
     log_probs, old_log_probs, advantages, mask, chosen = example()
     factors = torch.rand(NUM_SAMPLES, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     weighted = LOSSES[name](log_probs, old_log_probs, factors * advantages, mask, chosen)
@@ -194,7 +194,7 @@ def test_any_split_adds_up_to_the_whole(name: str, mode: LossAggregation, owners
     torch.testing.assert_close(gradient_of_parts, gradient)
 
 
-def test_a_mini_batch_without_a_token_has_no_loss() -> None:
+def test_mini_batch_without_tokens_has_zero_loss() -> None:
     mask = torch.zeros(2, 3, dtype=torch.bool)
     totals = Totals.of(mask)
     for mode in MODES:

@@ -64,7 +64,7 @@ def test_the_objective_by_hand() -> None:
 
 
 @given(owners=st.lists(st.integers(0, 2), min_size=NUM_PAIRS, max_size=NUM_PAIRS))
-def test_any_division_of_the_pairs_adds_up_to_the_whole(owners: list[int]) -> None:
+def test_any_split_of_pairs_sums_to_full_loss(owners: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
     margins = torch.randn(NUM_PAIRS, generator=generator).repeat_interleave(2)
     whole = scoring_batch([[1]] * (2 * NUM_PAIRS)).extend(Preferences, margins=margins)

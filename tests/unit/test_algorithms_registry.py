@@ -20,5 +20,5 @@ def test_an_estimator_takes_what_its_row_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "custom"])
-def test_a_policy_loss_chooses_tokens_if_its_row_says_so(name: str) -> None:
+def test_policy_loss_chooses_tokens_if_registry_declares_it(name: str) -> None:
     assert ("chosen" in signature(getattr(losses, LOSSES[name].function)).parameters) == LOSSES[name].chooses

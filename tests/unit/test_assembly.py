@@ -51,7 +51,7 @@ RECORDS = ("config.yaml", "history.jsonl", "metrics.jsonl", "report.html", "stat
 
 
 @pytest.mark.parametrize("step", [None, 1])
-def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_they_are(
+def test_val_only_job_shows_scores_and_keeps_records(
     tmp_path: Path, step: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     resume_point = ResumePoint(
@@ -91,7 +91,7 @@ def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_th
     assert files() != records
 
 
-def test_a_fixed_coefficient_is_the_configured_one_and_an_adaptive_one_goes_on() -> None:
+def test_only_adaptive_kl_coefficient_is_restored_on_resume() -> None:
     adaptive = KLControlSection(type="adaptive", kl_coef=0.1, target_kl=0.02, horizon=50)
     assert make_kl_controller(adaptive, State(step=0)) == AdaptiveKL(0.1, target=0.02, horizon=50)
     assert make_kl_controller(adaptive, State(step=3, kl_coef=0.07)) == AdaptiveKL(0.07, target=0.02, horizon=50)
@@ -100,7 +100,7 @@ def test_a_fixed_coefficient_is_the_configured_one_and_an_adaptive_one_goes_on()
 
 
 @pytest.mark.parametrize("name", ["plain", "with a space"])
-def test_the_commands_at_the_end_of_a_run_can_be_typed_as_shown(name: str, tmp_path: Path) -> None:
+def test_final_commands_can_be_typed_as_shown(name: str, tmp_path: Path) -> None:
     run_dir = tmp_path / name
     (run_dir / "global_step_2" / "huggingface").mkdir(parents=True)
     (run_dir / "global_step_2" / "huggingface" / "config.json").write_text("{}")
@@ -124,7 +124,7 @@ def test_the_commands_at_the_end_of_a_run_can_be_typed_as_shown(name: str, tmp_p
     ],
     ids=str,
 )
-def test_a_reference_is_counted_in_the_phases_that_it_reads_in(kinds: dict[str, str], passes: dict[str, int]) -> None:
+def test_reference_passes_are_counted_in_their_phases(kinds: dict[str, str], passes: dict[str, int]) -> None:
     """Two epochs. An exact divergence is taken within the passes of the actor."""
     actor = "actor_rollout_ref.actor"
     arguments = [

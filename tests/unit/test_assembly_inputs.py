@@ -87,7 +87,7 @@ def test_another_content_under_the_same_name_is_named(
     assert ("the best starts anew" in said) != keeps_best
 
 
-def test_a_checkpoint_of_a_version_that_did_not_describe_files_says_nothing(
+def test_checkpoint_without_input_descriptions_reports_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = with_inputs(tmp_path)
@@ -100,9 +100,7 @@ def test_a_checkpoint_of_a_version_that_did_not_describe_files_says_nothing(
     assert told(caplog) == ""
 
 
-def test_files_at_a_uri_are_known_by_size_and_mark_and_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_files_are_identified_without_reading_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(tmp_path, "data.train_files=s3://data/train.parquet")
     with s3_server("data") as environ:
         for name, value in environ.items():

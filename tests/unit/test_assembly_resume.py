@@ -20,7 +20,7 @@ from tests.support.resumes import configured, save, told
 pytestmark = pytest.mark.usefixtures("world", "news_captured")
 
 
-def test_a_run_that_is_as_it_was_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unchanged_run_resumes_without_messages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = configured(tmp_path)
     assert ResumePoint.find(config) == ResumePoint(checkpoint=None, state=State(step=0))
     checkpoint = save(config, step=3)
@@ -30,7 +30,7 @@ def test_a_run_that_is_as_it_was_says_nothing(tmp_path: Path, caplog: pytest.Log
     assert told(caplog) == ""
 
 
-def test_what_is_otherwise_is_said_and_whether_it_matters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_keys_are_reported_with_their_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = save(configured(tmp_path), step=3)
     assert ResumePoint.find(configured(tmp_path, "trainer.save_freq=2")).same_curve
     assert told(caplog) == "changed without effect on the curve: trainer.save_freq\n"
@@ -44,7 +44,7 @@ def test_what_is_otherwise_is_said_and_whether_it_matters(tmp_path: Path, caplog
     ]
 
 
-def test_another_content_of_the_reward_file_is_another_curve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_reward_file_changes_curve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reward, run_dir = tmp_path / "reward.py", tmp_path / "run"
     reward.write_text("def compute_score(**_): return 1\n")
     config = configured(run_dir, f"custom_reward_function.path={reward}")
@@ -67,7 +67,7 @@ def test_another_content_of_the_reward_file_is_another_curve(tmp_path: Path, cap
     assert ResumePoint.find(config).same_curve
 
 
-def test_what_a_run_began_with_is_kept_also_when_its_reward_file_has_changed_since(tmp_path: Path) -> None:
+def test_checkpoint_keeps_initial_code_after_reward_file_changes(tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(**_): return 1\n")
     config = configured(tmp_path, f"custom_reward_function.path={reward}")
@@ -88,7 +88,7 @@ def test_what_a_run_began_with_is_kept_also_when_its_reward_file_has_changed_sin
         ("reward_model.num_workers=3", Best(0.5, 3)),
     ],
 )
-def test_the_best_begins_anew_where_scores_do_not_compare(
+def test_best_score_is_reset_if_scores_are_incomparable(
     tmp_path: Path, change: str, best: Best | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(configured(tmp_path, "data.val_files=val.parquet"), step=3, best=Best(0.5, 3))
@@ -96,7 +96,7 @@ def test_the_best_begins_anew_where_scores_do_not_compare(
     assert ("the best starts anew" in told(caplog)) == (best is None)
 
 
-def test_another_version_of_a_package_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_package_version_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = configured(tmp_path)
     checkpoint = save(config, step=3)
     path = checkpoint / "versions.json"
@@ -107,7 +107,7 @@ def test_another_version_of_a_package_is_said(tmp_path: Path, caplog: pytest.Log
     assert f"  torch: 1.0 -> {was['torch']} (another version" in told(caplog)
 
 
-def test_the_mlflow_run_goes_on_in_an_empty_directory_under_its_own_name_only(tmp_path: Path) -> None:
+def test_mlflow_run_continues_in_empty_directory_if_unrenamed(tmp_path: Path) -> None:
     config = configured(tmp_path / "run")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / RUN_ID_FILE).write_text("of the first")
@@ -122,7 +122,7 @@ def test_the_mlflow_run_goes_on_in_an_empty_directory_under_its_own_name_only(tm
     assert (tmp_path / "moved" / RUN_ID_FILE).read_text() == "its own"
 
 
-def test_what_another_mlflow_run_recorded_is_not_what_comes(tmp_path: Path) -> None:
+def test_other_mlflow_run_changes_curve(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (run_id := tmp_path / "run" / RUN_ID_FILE).write_text("of the first")
     config = configured(tmp_path / "run")
@@ -134,7 +134,7 @@ def test_what_another_mlflow_run_recorded_is_not_what_comes(tmp_path: Path) -> N
     assert ResumePoint.find(config).same_curve  # its own, from before MLflow lost the first
 
 
-def test_a_job_without_records_of_its_own_takes_no_mlflow_run(tmp_path: Path) -> None:
+def test_job_without_records_takes_over_no_mlflow_run(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / RUN_ID_FILE).write_text("of the first")
     checkpoint = save(configured(tmp_path / "run"), step=3)
@@ -151,7 +151,7 @@ def pointer(run_dir: Path) -> str:
     return (run_dir / LATEST_FILE).read_text()
 
 
-def test_who_starts_afresh_has_the_directory_for_the_new_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fresh_start_sets_old_checkpoints_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in (3, 12):
         save(configured(tmp_path), step=step)
     afresh = configured(tmp_path, "trainer.resume_mode=disable")
@@ -172,7 +172,7 @@ def test_who_starts_afresh_has_the_directory_for_the_new_run(tmp_path: Path, cap
     assert ResumePoint.find(configured(tmp_path)).state.step == 1
 
 
-def test_who_goes_back_leaves_what_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_from_earlier_step_sets_later_checkpoints_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 3, 12):
         save(configured(tmp_path), step=step)
     monkeypatch.chdir(tmp_path.parent)
@@ -187,7 +187,7 @@ def test_who_goes_back_leaves_what_came_later(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_who_goes_on_from_elsewhere_leaves_all_that_was_here(tmp_path: Path, scheme: str) -> None:
+def test_resume_from_elsewhere_sets_local_checkpoints_aside(tmp_path: Path, scheme: str) -> None:
     here = tmp_path / "here"
     for step in (1, 7):
         save(configured(here), step=step)
@@ -202,7 +202,7 @@ def test_who_goes_on_from_elsewhere_leaves_all_that_was_here(tmp_path: Path, sch
 
 
 @pytest.mark.parametrize("launcher", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_a_job_that_is_started_again_by_its_launcher_goes_on_from_its_own_last_checkpoint(
+def test_restarted_job_resumes_from_its_own_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, launcher: str
 ) -> None:
     run_dir, elsewhere = tmp_path / "run", save(configured(tmp_path / "there"), step=3)
@@ -226,7 +226,7 @@ def test_a_job_that_is_started_again_by_its_launcher_goes_on_from_its_own_last_c
     "arguments",
     [[], ["trainer.resume_mode=disable"], ["trainer.resume_mode=resume_path", "trainer.resume_from_path=a"]],
 )
-def test_a_job_that_was_told_to_end_says_how_to_go_on(tmp_path: Path, arguments: list[str]) -> None:
+def test_signalled_job_shows_how_to_resume(tmp_path: Path, arguments: list[str]) -> None:
     trainer = configured(tmp_path, *arguments).trainer
     said = how_to_resume(trainer, {}).removeprefix("the same command").removesuffix(" resumes the run")
     changes = said.removeprefix(" with").split()

@@ -10,7 +10,7 @@ from megarl.rollout.responses import as_rollouts
 from tests.support.records import answer, prompts
 
 
-def test_joined_records_have_the_samples_of_one_after_those_of_the_other() -> None:
+def test_joined_records_keep_samples_in_order() -> None:
     first, second = answer(prompts([4, 6]), [1, 2, 1, 1]), answer(prompts([3]), [3, 1])
     both = join([first, second])
     assert [len(prompt.token_ids) for prompt in both.prompts] == [4, 6, 3]
@@ -22,7 +22,7 @@ def test_joined_records_have_the_samples_of_one_after_those_of_the_other() -> No
     assert both.lengths().tolist() == [5, 6, 7, 7, 6, 4]
 
 
-def test_the_record_of_some_prompts_has_all_their_samples_and_counts_anew() -> None:
+def test_record_of_selected_prompts_renumbers_their_samples() -> None:
     some = answer(prompts([4, 6, 3]), [1, 2, 1, 1, 3, 1]).of_prompts([0, 2])
     assert [prompt.index for prompt in some.prompts] == [0, 2]
     assert some.groups.tolist() == [0, 0, 1, 1]
@@ -34,7 +34,7 @@ def generation(prompt: int, log_probs: list[float] | None) -> Generation:
     return Generation(prompt=prompt, token_ids=[7] * (prompt + 1), log_probs=log_probs, truncated=False)
 
 
-def test_log_probs_that_were_not_asked_for_are_none() -> None:
+def test_unrequested_log_probs_are_none() -> None:
     def record(*log_probs: list[float] | None) -> Rollouts:
         return as_rollouts(
             prompts([1, 1]), [0, 1], [generation(place, told) for place, told in enumerate(log_probs)], n=1
@@ -53,7 +53,7 @@ def test_a_prompt_without_all_its_samples_is_named() -> None:
 
 
 @given(st.data())
-def test_tokens_of_samples_are_prompt_and_response_of_each(data: st.DataObject) -> None:
+def test_sample_tokens_are_prompt_then_response(data: st.DataObject) -> None:
     batch = answer(prompts(data.draw(st.lists(st.integers(1, 4), min_size=3, max_size=3))), [2, 0, 3, 1, 4, 2])
     chosen = data.draw(st.lists(st.integers(0, 5), max_size=8))
     expected = [[*batch.prompt_of(sample).token_ids, *batch.response_ids(sample)] for sample in chosen]

@@ -51,9 +51,7 @@ def test_models_are_as_large_as_they_are_called(name: str, millions: float) -> N
     assert sum(map(prod, shapes.values())) / 1e6 == pytest.approx(millions, rel=1e-3)
 
 
-def test_a_model_that_is_neither_a_shape_nor_a_directory_is_refused_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_model_is_refused_immediately(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("llama-100m", str(tmp_path)):
         assert step_parser().parse_known_args(["--model", name])[0].model == name
     for name, remedy in (("llama-3x", "did you mean llama-3m?"), ("/zzz", "name a directory, or one of ")):
@@ -62,7 +60,7 @@ def test_a_model_that_is_neither_a_shape_nor_a_directory_is_refused_at_once(
         assert f"'{name}' is neither a directory nor a known shape: {remedy}" in capsys.readouterr().err
 
 
-def test_a_case_is_as_slow_as_its_slowest_rank_and_its_median_repeat() -> None:
+def test_case_takes_slowest_rank_and_median_repeat() -> None:
     def rank(mine: list[float], received: int) -> dict[str, Any]:
         seconds = {"megarl": mine, "mbridge": [10.0, 10.0, 10.0], "copy": [0.5], "repack": [0.5], "exchange": [0.25]}
         ways = {"megarl": received, "mbridge": 40}
@@ -104,7 +102,7 @@ def test_throughputs_are_compared_over_all_steps() -> None:
 GRPO = Workload(model="llama-1m", lengths="equal", algorithm="grpo", num_prompts=32, num_responses=4)
 
 
-def test_a_token_of_trl_is_compared_with_one_of_megarl_phase_by_phase() -> None:
+def test_trl_is_compared_per_token_in_each_phase() -> None:
     def step(tokens: int, **seconds: float) -> dict[str, float]:
         return {f"timing_s/{phase}": value for phase, value in seconds.items()} | {"perf/total_num_tokens": tokens}
 
@@ -116,7 +114,7 @@ def test_a_token_of_trl_is_compared_with_one_of_megarl_phase_by_phase() -> None:
     assert (found["samples_per_second"], found["tokens_per_second"], found["tokens"]) == (2.0, 6.25, 50)
 
 
-def test_trl_learns_outside_of_the_preparation_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trl_update_time_excludes_input_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, now = Clock(), iter([0.0, 1.0, 2.0, 5.0, 6.0, 10.0])
     monkeypatch.setattr("benchmarks.peer_trl.time.perf_counter", lambda: next(now))
     clock.begin()
@@ -125,7 +123,7 @@ def test_trl_learns_outside_of_the_preparation_of_its_inputs(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("lengths", "rows"), [("equal", 128), ("ragged", 32), ("long-tail", 8)])
-def test_micro_batches_of_trl_are_as_large_as_the_budget_allows(lengths: Lengths, rows: int) -> None:
+def test_trl_micro_batches_fill_token_budget(lengths: Lengths, rows: int) -> None:
     workload = Workload(model="llama-1m", lengths=lengths, algorithm="grpo", num_prompts=32, num_responses=4)
     found = arguments(workload.settings(Path()) | {"dtype": "float32", "output": "out"})
     assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == (rows, 128 // rows)
@@ -149,7 +147,7 @@ def test_work_that_trl_cannot_do_is_refused(
         step_trl.check(workload, [override])
 
 
-def test_a_peer_takes_the_steps_that_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_peer_runs_requested_number_of_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = tmp_path / "python"
     program.write_text(
         """#!/bin/bash
@@ -169,7 +167,7 @@ exit 3
             trl.steps(1)
 
 
-def test_the_cost_of_an_engine_step_is_solved_from_two_engines() -> None:
+def test_engine_step_cost_is_solved_from_two_engines() -> None:
     def seconds(num_layers: int, num_samples: int) -> float:
         return 0.008 + 0.0003 * num_layers + 0.0002 * num_samples
 
@@ -207,7 +205,7 @@ def test_runs_become_the_tables_of_the_page() -> None:
     assert page.count("- Command: `python -m benchmarks step`") == 1
 
 
-def test_scaling_changes_one_size_at_a_time_and_is_drawn(tmp_path: Path) -> None:
+def test_scaling_varies_one_size_and_plots_it(tmp_path: Path) -> None:
     options = scaling_parser().parse_args(["--ranks", "1,2", "--prompts", "8,16", "--response-tokens", "32"])
     points = scaling.points(options)
     assert [(point.ranks, point.prompts, point.response_tokens) for point in points] == [

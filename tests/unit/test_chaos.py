@@ -22,7 +22,7 @@ def chaos(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("chaos")
 
 
-def test_kills_come_in_order_in_all_phases_and_before_the_last_save(chaos: ModuleType) -> None:
+def test_kills_cover_all_phases_before_last_save(chaos: ModuleType) -> None:
     durations = dict.fromkeys((START, *chaos.PHASES), 2.0)
     faults = chaos.draw(20, 2, 12, durations, random.Random(1))
     assert len(faults) == 20
@@ -34,7 +34,7 @@ def test_kills_come_in_order_in_all_phases_and_before_the_last_save(chaos: Modul
     assert all(0.0 <= fault.delay_s <= 2.0 for fault in faults)
 
 
-def test_the_table_says_from_where_and_how_soon_a_run_went_on(
+def test_table_shows_step_and_delay_of_each_resume(
     chaos: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults = Faults(tmp_path / "faults.json")

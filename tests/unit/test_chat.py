@@ -56,7 +56,7 @@ def test_lines_end_with_the_input() -> None:
     assert list(typed_lines(read)) == ["a", "b"]
 
 
-def test_an_exported_model_is_loaded_from_where_it_is(tmp_path: Path) -> None:
+def test_exported_model_is_loaded_in_place(tmp_path: Path) -> None:
     exported = tmp_path / "run" / "huggingface"
     exported.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
@@ -71,7 +71,7 @@ def test_what_is_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"{tmp_path} is neither an exported model, nor a checkpoint, nor a run" in capsys.readouterr().err
 
 
-def test_what_libraries_announce_to_programmers_does_not_reach_a_person(
+def test_library_warnings_are_hidden_from_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Announcing:

@@ -48,7 +48,7 @@ def test_the_card_of_a_policy(tmp_path: Path) -> None:
     assert yaml.safe_load(body.split("```yaml\n")[1].split("```")[0]) == RL
 
 
-def test_a_local_model_is_no_id_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_model_is_not_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "model").mkdir(parents=True)
     config = {"model": {"path": "runs/model"}}

@@ -184,9 +184,7 @@ def test_every_file_is_spoilt_here(newest: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_altered_contents_and_other_things_in_place_of_a_file(
-    newest: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_altered_or_replaced_file_is_named(newest: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     path = newest / name
     for content in HOSTILE.values():
         with spoilt(path):
@@ -223,7 +221,7 @@ def test_random_changes(newest: Path, caplog: pytest.LogCaptureFixture, name: st
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in (MANIFEST_FILE, "actor/__0_0.distcp")])
-def test_contents_that_the_manifest_confirms_are_understood_or_named(
+def test_content_matching_manifest_is_loaded_or_named(
     newest: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Contents that a faulty program, or another version, may have written."""
@@ -304,7 +302,7 @@ def test_a_sector_that_cannot_be_read(newest: Path, caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("content", [*HOSTILE.values(), b"9" * 5000, b"-3", "\u0662".encode(), b"2\x00", b"007"])
-def test_a_spoilt_pointer_names_itself_and_the_newest_counts(
+def test_damaged_pointer_is_named_and_newest_checkpoint_used(
     newest: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     pointer = newest.parent / LATEST_FILE
@@ -340,7 +338,7 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(newest: Path) -> None:
         find_checkpoint(newest.parent, mode="resume_path", path="x" * 5000)
 
 
-def test_damage_between_the_check_and_the_load_is_named(newest: Path, tmp_path: Path) -> None:
+def test_damage_between_check_and_load_is_named(newest: Path, tmp_path: Path) -> None:
     from megarl.learner.checkpoint import load_learner
 
     learner = make_test_learner(newest.parents[1] / "model", {})

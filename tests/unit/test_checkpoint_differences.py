@@ -55,7 +55,7 @@ def sections(root: type) -> Iterator[type]:
             yield from sections(kind)
 
 
-def test_only_a_changed_curve_is_taken_for_granted_in_a_section() -> None:
+def test_only_curve_effect_is_default_for_sections() -> None:
     """Keys that a section will have tomorrow have its mark."""
     marked = {kind: getattr(kind, "__change__") for root in ROOTS for kind in sections(root)}  # noqa: B009
     others = {kind for kind, change in marked.items() if change and change.effect is not Effect.CURVE}
@@ -111,9 +111,7 @@ def test_the_largest_effects_come_first() -> None:
         (["warmup_style=cosine", "total_training_steps=9"], Effect.NONE),
     ],
 )
-def test_a_longer_run_has_another_curve_if_the_learning_rate_follows_its_length(
-    optim: list[str], effect: Effect
-) -> None:
+def test_longer_run_changes_curve_if_learning_rate_depends(optim: list[str], effect: Effect) -> None:
     schedule = [f"critic.optim.{setting}" for setting in optim]
     was, now = (tree(*schedule, f"trainer.total_training_steps={steps}") for steps in (6, 9))
     assert effects(was, now) == {"trainer.total_training_steps": effect}

@@ -73,7 +73,7 @@ def test_an_empty_disk_gets_the_last_complete_checkpoint(here: Path, there: Path
     assert found(here, there) == here / "global_step_2"  # from now on it is local
 
 
-def test_the_newer_checkpoint_wins_and_on_a_tie_the_local_one(here: Path, there: Path) -> None:
+def test_newer_checkpoint_wins_and_tie_prefers_local(here: Path, there: Path) -> None:
     write(here, 1, 2)
     write(there, 1, 2, kl_coef=0.7)
     assert found(here, there) == here / "global_step_2"
@@ -85,19 +85,19 @@ def test_the_newer_checkpoint_wins_and_on_a_tie_the_local_one(here: Path, there:
     assert find_checkpoint(here, mode="disable", path=None, mirror=str(there)) is None
 
 
-def test_checkpoints_of_the_mirror_after_its_pointer_are_ignored(here: Path, there: Path) -> None:
+def test_mirror_checkpoints_after_pointer_are_ignored(here: Path, there: Path) -> None:
     write(there, 1, 2, 90)
     (there / LATEST_FILE).write_text("2")
     assert found(here, there) == here / "global_step_2"
 
 
-def test_a_pointer_that_was_half_written_points_at_the_newest(here: Path, there: Path) -> None:
+def test_half_written_pointer_leads_to_newest_checkpoint(here: Path, there: Path) -> None:
     write(there, 1, 2)
     (there / LATEST_FILE).write_text("")
     assert found(here, there) == here / "global_step_2"
 
 
-def test_a_damaged_local_checkpoint_is_replaced_from_the_mirror(here: Path, there: Path) -> None:
+def test_damaged_local_checkpoint_is_replaced_from_mirror(here: Path, there: Path) -> None:
     (write(here, 1, 2) / "state.json").unlink()
     (here / "global_step_1" / MANIFEST_FILE).unlink()
     write(there, 1, 2, kl_coef=0.7)
@@ -105,7 +105,7 @@ def test_a_damaged_local_checkpoint_is_replaced_from_the_mirror(here: Path, ther
     assert State.read(here / "global_step_2").kl_coef == 0.7
 
 
-def test_a_damaged_checkpoint_of_the_mirror_is_named_and_the_one_before_it_is_used(
+def test_damaged_mirror_checkpoint_is_named_and_predecessor_used(
     here: Path, there: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoilt = write(there, 1, 2) / "actor" / SHARDS
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_of_the_mirror_is_named_and_the_one_before_it_is_us
     assert f"{SHARDS} has another content than when it was written" in caplog.text
 
 
-def test_a_mirror_without_a_complete_checkpoint_is_an_error(here: Path, there: Path) -> None:
+def test_mirror_without_complete_checkpoint_raises_error(here: Path, there: Path) -> None:
     (write(there, 3) / MANIFEST_FILE).unlink()
     with pytest.raises(ValueError, match=r"no intact checkpoint.*names step 3, but no complete.*resume_mode=disable"):
         found(here, there)
@@ -157,7 +157,7 @@ def test_a_checkpoint_named_by_its_uri(here: Path, there: Path) -> None:
         named(here, f"file://{there}/global_step_9")
 
 
-def test_a_checkpoint_named_by_its_uri_never_replaces_an_intact_one(here: Path, there: Path) -> None:
+def test_checkpoint_from_uri_never_replaces_intact_one(here: Path, there: Path) -> None:
     write(here, 4)
     uri = f"file://{write(there, 4, kl_coef=0.7)}"
     with pytest.raises(ValueError, match=r"global_step_4 is intact, but differs from file://.*move it away"):

@@ -79,9 +79,7 @@ def written() -> list[str]:
     return [path.partition("/there/")[2] for path in FaultyFileSystem.written]
 
 
-def test_a_saved_checkpoint_is_mirrored_and_its_manifest_and_the_pointer_come_last(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mirror_uploads_manifest_and_pointer_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "megarl")
     run, there = start(tmp_path), tmp_path / "there"
     (tmp_path / "here" / "metrics.jsonl").write_text("the records\n")
@@ -103,14 +101,14 @@ def test_a_saved_checkpoint_is_mirrored_and_its_manifest_and_the_pointer_come_la
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_the_end_of_a_run_waits_for_the_mirror(tmp_path: Path, is_async: bool) -> None:
+def test_closing_run_waits_for_mirror(tmp_path: Path, is_async: bool) -> None:
     run = start(tmp_path, is_async=is_async)
     run.save(State(step=1))
     run.close()
     assert intact(tmp_path / "there") == ["global_step_1"]
 
 
-def test_a_file_that_fails_now_and_then_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_transient_upload_failure_is_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     FaultyFileSystem.arm(
         faults={"state.json": 2, MANIFEST_FILE: 1, LATEST_FILE: 2}, shortened={"there/global_step_1/rng/rank_0.pt": 2}
     )
@@ -121,7 +119,7 @@ def test_a_file_that_fails_now_and_then_is_tried_again(tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("file", ["rng/rank_0.pt", MANIFEST_FILE, LATEST_FILE])
-def test_an_upload_that_keeps_failing_is_reported_and_tried_again_after_the_next_save(
+def test_failing_upload_is_reported_and_retried_after_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
     run, here, there = start(tmp_path), tmp_path / "here", tmp_path / "there"
@@ -143,9 +141,7 @@ def test_an_upload_that_keeps_failing_is_reported_and_tried_again_after_the_next
     ]
 
 
-def test_a_local_file_that_was_damaged_does_not_reach_the_mirror(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_local_file_is_not_mirrored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = start(tmp_path)
     FaultyFileSystem.gate.clear()
     run.save(State(step=1))
@@ -156,9 +152,7 @@ def test_a_local_file_that_was_damaged_does_not_reach_the_mirror(
     assert intact(tmp_path / "there") == []
 
 
-def test_an_unreachable_mirror_is_reported_at_the_end_and_costs_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreachable_mirror_is_reported_at_end_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "there").write_text("a file where the directory should be")
     run = start(tmp_path, keep=2)
     assert save(run, 1, 2, 3) == {"checkpoint/mirror_failures": 5.0}  # the older ones again each time
@@ -172,7 +166,7 @@ def test_an_unreachable_mirror_is_reported_at_the_end_and_costs_nothing_else(
     assert intact(tmp_path / "there") == ["global_step_3"]
 
 
-def test_a_stalled_mirror_does_not_delay_the_end_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_stalled_mirror_does_not_block_end_forever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = start(tmp_path)
     mirror = Mirror(Remote(f"faulty://{tmp_path / 'there'}"), tmp_path / "here", keep=None, stalled_s=0.0)
     run.save(State(step=1))
@@ -191,7 +185,7 @@ def test_a_stalled_mirror_does_not_delay_the_end_for_ever(tmp_path: Path, caplog
     is_async=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_the_best_exists_here_and_there_until_a_better_one_does(
+def test_best_checkpoint_exists_locally_and_in_mirror(
     scores: list[int], keep: int, restarts: set[int], is_async: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -210,7 +204,7 @@ def test_the_best_exists_here_and_there_until_a_better_one_does(
                 best = run.load(place / "here" / f"global_step_{step}").best
 
 
-def test_the_old_best_stays_in_the_mirror_until_the_new_one_has_arrived(tmp_path: Path) -> None:
+def test_old_best_stays_mirrored_until_new_one_arrives(tmp_path: Path) -> None:
     run, there = start(tmp_path, keep=1), tmp_path / "there"
     run.save(State(step=1, best=Best(0.5, 1)))
     settle(run)
@@ -227,7 +221,7 @@ def test_the_old_best_stays_in_the_mirror_until_the_new_one_has_arrived(tmp_path
     assert intact(there) == ["global_step_2", "global_step_5"]
 
 
-def test_the_oldest_are_removed_and_the_last_complete_one_stays(tmp_path: Path) -> None:
+def test_mirror_removes_oldest_but_keeps_last_complete_checkpoint(tmp_path: Path) -> None:
     run, there = start(tmp_path, keep=2), tmp_path / "there"
     save(run, 8, 9, 10)
     assert intact(there) == ["global_step_10", "global_step_9"]
@@ -245,7 +239,7 @@ def test_a_mirror_without_permission_to_delete_still_works(tmp_path: Path, caplo
     assert "not allowed to delete" in caplog.text
 
 
-def test_a_run_that_resumes_from_an_earlier_step_replaces_its_later_checkpoints(tmp_path: Path) -> None:
+def test_run_resumed_earlier_replaces_later_mirrored_checkpoints(tmp_path: Path) -> None:
     there = tmp_path / "there"
     save(start(tmp_path), 1, 2, 3, kl_coef=0.5)
     run = start(tmp_path)
@@ -259,7 +253,7 @@ def test_a_run_that_resumes_from_an_earlier_step_replaces_its_later_checkpoints(
     assert (there / LATEST_FILE).read_text() == "2"
 
 
-def test_a_checkpoint_that_is_being_uploaded_is_removed_afterwards(tmp_path: Path) -> None:
+def test_checkpoint_under_upload_is_removed_afterwards(tmp_path: Path) -> None:
     run, here, there = start(tmp_path, keep=1), tmp_path / "here", tmp_path / "there"
     FaultyFileSystem.gate.clear()
     for step in (1, 2, 3):
@@ -273,7 +267,7 @@ def test_a_checkpoint_that_is_being_uploaded_is_removed_afterwards(tmp_path: Pat
     assert "global_step_2" not in " ".join(written())  # overtaken
 
 
-def test_a_checkpoint_that_is_removed_during_its_upload_is_not_pending_any_more(
+def test_checkpoint_removed_during_upload_is_no_longer_pending(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, here, there = start(tmp_path), tmp_path / "here", tmp_path / "there"
@@ -287,7 +281,7 @@ def test_a_checkpoint_that_is_removed_during_its_upload_is_not_pending_any_more(
     assert not caplog.records
 
 
-def test_a_failed_upload_of_a_removed_checkpoint_leaves_nothing_in_the_mirror(tmp_path: Path) -> None:
+def test_failed_upload_of_removed_checkpoint_leaves_no_files(tmp_path: Path) -> None:
     run, there = start(tmp_path, keep=1), tmp_path / "there"
     FaultyFileSystem.arm(faults={"global_step_1/state.json": 3, f"global_step_2/{MANIFEST_FILE}": 3})
     save(run, 1, 2)
@@ -297,7 +291,7 @@ def test_a_failed_upload_of_a_removed_checkpoint_leaves_nothing_in_the_mirror(tm
     assert [path.name for path in there.glob("global_step_*")] == ["global_step_3"]
 
 
-def test_a_complete_checkpoint_stays_in_the_mirror_when_it_is_removed_locally(tmp_path: Path) -> None:
+def test_complete_mirrored_checkpoint_survives_local_removal(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     save(start(tmp_path), 1, 2)
     run = start(tmp_path)
@@ -316,7 +310,7 @@ def test_a_mirrored_checkpoint_is_not_uploaded_again(tmp_path: Path) -> None:
     assert written() == []
 
 
-def test_the_resumed_checkpoint_stays_until_the_run_has_saved_its_own(tmp_path: Path) -> None:
+def test_resumed_checkpoint_stays_until_next_save(tmp_path: Path) -> None:
     save(start(tmp_path), 1, 2)
     here, run = tmp_path / "here", start(tmp_path, keep=1)
     (here / "global_step_2" / "state.json").write_text("{}")  # damaged, but the pointer still names it
@@ -327,7 +321,7 @@ def test_the_resumed_checkpoint_stays_until_the_run_has_saved_its_own(tmp_path: 
     assert intact(here) == ["global_step_2"]
 
 
-def test_every_file_has_one_rank_and_every_rank_about_as_much() -> None:
+def test_files_are_divided_evenly_among_ranks() -> None:
     files = {f"{number}.distcp": (100 + number, 0) for number in range(8)} | {"small.json": (1, 0)}
     shares = [share_of(files, rank, 4) for rank in range(4)]
     assert sorted(item for share in shares for item in share) == sorted(files.items())

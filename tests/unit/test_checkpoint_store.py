@@ -66,7 +66,7 @@ def test_a_saved_checkpoint_is_found_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(groups.get_states()["model-parallel-rng"], of_group)
 
 
-def test_a_state_without_position_best_and_metrics_is_read(tmp_path: Path) -> None:
+def test_old_state_without_optional_fields_is_readable(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"step": 3, "kl_coef": 0.1}')
     assert State.read(tmp_path) == State(step=3, kl_coef=0.1)
 
@@ -85,9 +85,7 @@ def test_the_oldest_are_removed(tmp_path: Path) -> None:
     assert steps(tmp_path) == ["global_step_10", "global_step_11", "global_step_12"]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_not_a_failed_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unremovable_old_checkpoint_does_not_fail_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, first = checkpoints(tmp_path, keep=1), tmp_path / "global_step_1"
     with small_disk(first, 1 << 20):  # a mount point can be neither renamed nor removed
         (first / "state.json").write_text("{}")
@@ -100,7 +98,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_not_a_failed_save(
         assert f"the old checkpoint {first} cannot be removed: {first}: Device or resource busy" in caplog.text
 
 
-def test_a_half_removed_checkpoint_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_removed_checkpoint_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints(tmp_path).save(State(step=1))
     rmtree = shutil.rmtree
 
@@ -119,9 +117,7 @@ def test_a_half_removed_checkpoint_is_not_taken_for_one(tmp_path: Path, monkeypa
     assert steps(tmp_path) == ["global_step_2"]
 
 
-def test_files_that_cannot_be_tidied_up_do_not_keep_a_job_from_starting(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unremovable_unfinished_files_do_not_block_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(tmp_path / ".global_step_1.part", 1 << 20) as disk:
         tidy_up(tmp_path)
     assert f"{disk.path}, left unfinished by a job that died, cannot be removed" in caplog.text
@@ -166,7 +162,7 @@ def test_a_crash_while_saving_leaves_the_one_before(
 
 
 @pytest.mark.parametrize("dies_before_rename", [1, 2])
-def test_a_crash_while_a_checkpoint_is_replaced_leaves_an_intact_one(
+def test_crash_during_replacement_leaves_intact_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_before_rename: int
 ) -> None:
     for step in (1, 2):
@@ -195,7 +191,7 @@ def test_a_crash_while_a_checkpoint_is_replaced_leaves_an_intact_one(
     assert steps(tmp_path) == ["global_step_1", "global_step_2"]
 
 
-def test_an_asynchronous_save_becomes_the_latest_when_it_is_complete(tmp_path: Path) -> None:
+def test_asynchronous_save_becomes_latest_when_complete(tmp_path: Path) -> None:
     run = checkpoints(tmp_path, is_async=True)
     run.save(State(step=1, kl_coef=0.5))
     assert found(tmp_path) is None
@@ -248,7 +244,7 @@ def test_lost_checkpoints_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\0\0", b"global_step_3", b"\xff", b"-3"])
-def test_a_damaged_pointer_is_named_and_the_newest_intact_checkpoint_is_used(
+def test_damaged_pointer_is_named_and_newest_checkpoint_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
     for step in (3, 12, 100):
@@ -305,7 +301,7 @@ def list_names_alone(path: Path) -> str:
 
 
 @pytest.mark.parametrize("spoil", [truncate, flip_a_bit, remove, spoil_manifest, lead_elsewhere, list_names_alone])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
+def test_damaged_checkpoint_is_named_and_predecessor_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], str]
 ) -> None:
     for step in (1, 2, 3):
@@ -334,7 +330,7 @@ def test_only_an_intact_checkpoint_is_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_save_on_a_full_disk_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, is_async: bool) -> None:
+def test_save_on_full_disk_is_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture, is_async: bool) -> None:
     with small_disk(tmp_path / "disk", 8 << 20) as disk:
         run = checkpoints(disk.path, keep=1, is_async=is_async)
         run.save(State(step=1))
@@ -384,9 +380,7 @@ def test_a_directory_that_becomes_read_only(tmp_path: Path) -> None:
         assert found(disk.path) == disk.path / "global_step_2"
 
 
-def test_a_disk_that_is_too_small_for_a_checkpoint_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_disk_too_small_for_checkpoint_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(tmp_path / "disk", 8 << 20) as disk:
         warn_of_space(disk.path, 7 << 20)
         assert not caplog.text

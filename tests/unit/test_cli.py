@@ -63,13 +63,13 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
         assert re.search(rf"^  {command.name} ", printed, re.MULTILINE)
 
 
-def test_a_configuration_is_checked_before_anything_heavy_is_imported() -> None:
+def test_configuration_check_imports_no_heavy_package() -> None:
     modules = [f"megarl.commands.{name}" for name in ("train", "sft", "train_reward", "evaluate", "export", "verify")]
     words = f"import sys, {', '.join(modules)}; assert not {HEAVY} & sys.modules.keys(), {HEAVY} & sys.modules.keys()"
     succeed(sys.executable, "-c", words, timeout_s=120)
 
 
-def test_verify_asks_for_the_model_before_anything_heavy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_checks_model_before_heavy_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     shown = (sys.executable, "-X", "importtime", "-m", "megarl", "verify", "org/nothere")
     code, output = run_program(*shown, timeout_s=120)
@@ -78,7 +78,7 @@ def test_verify_asks_for_the_model_before_anything_heavy_is_imported(monkeypatch
     assert not re.search(r"\| +(torch|vllm|transformers)$", output, re.MULTILINE)
 
 
-def test_every_command_has_a_module_and_every_module_a_command() -> None:
+def test_commands_and_modules_match_one_to_one() -> None:
     listed = {command.module for command in COMMANDS}
     assert not [name for name in listed if find_spec(name) is None]
     files = {
@@ -98,7 +98,7 @@ def test_the_version_names_commit_and_engine() -> None:
         assert head.startswith(str(re.search(r"commit (\w+)", printed)[1]))  # type: ignore[index]
 
 
-def test_a_package_in_somebody_elses_checkout_has_no_commit(tmp_path: Path) -> None:
+def test_package_in_foreign_checkout_has_no_commit(tmp_path: Path) -> None:
     inner = tmp_path / "site-packages"
     inner.mkdir()
     succeed("git", "-C", tmp_path, "init", "-q", timeout_s=60)
@@ -128,7 +128,7 @@ def test_messages_hide_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Swordf1sh" not in printed
 
 
-def test_options_may_stand_among_keys_and_unknown_options_are_left_to_the_configuration() -> None:
+def test_options_mix_with_keys_and_unknown_options_pass() -> None:
     found = parse(TRAIN, ["a.yaml", "--replay", "samples", "x.y=-1", "--learning_rate", "1e-6", "~z"])
     assert found == {"configuration": ("a.yaml", "x.y=-1", "--learning_rate", "1e-6", "~z"), "replay": Path("samples")}
     assert parse(PLAN, ["a.yaml", "--json", "--host-memory=1GB"])["host_memory"] == 10**9
@@ -162,7 +162,7 @@ def test_shells_complete_commands_options_and_keys(words: tuple[str, ...], expec
     assert expected in completions(*words)
 
 
-def test_a_checkpoint_that_is_none_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_checkpoint_is_refused_immediately(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (2, 10):
         (tmp_path / "run" / f"global_step_{step}" / "huggingface").mkdir(parents=True)
     (tmp_path / "run" / "global_step_2" / "huggingface" / "config.json").write_text("{}")
@@ -181,7 +181,7 @@ def test_a_checkpoint_that_is_none_is_refused_at_once(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("shell", "options"), [("bash", ("--norc", "--noprofile", "-i")), ("zsh", ("-f", "-i"))], ids=["bash", "zsh"]
 )
-def test_a_value_is_typed_next_to_a_completed_key(shell: str, options: tuple[str, ...], tmp_path: Path) -> None:
+def test_completed_key_is_followed_directly_by_value(shell: str, options: tuple[str, ...], tmp_path: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     (program := tmp_path / "megarl").write_text(
@@ -219,7 +219,7 @@ def test_a_person_is_shown_the_command_as_typed(tmp_path: Path, monkeypatch: pyt
     assert typed() == "python -m megarl train a.b=c"
 
 
-def test_both_names_of_a_command_report_a_fault_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_names_of_command_report_same_fault(capsys: pytest.CaptureFixture[str]) -> None:
     faulty = ["configs/ppo_tinystories.yaml", "trainer.total_training_stepz=3"]
     code, printed = shown(capsys, "plan", *faulty)
     assert (plan(faulty), capsys.readouterr().err) == (code, printed)

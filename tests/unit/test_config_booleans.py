@@ -18,7 +18,7 @@ def test_no_key_of_a_number_takes_a_bool(root: type, word: str) -> None:
     assert said["trainer.save_freq"] == f"should be a number, not {word.title()}"
 
 
-def test_no_number_in_a_list_or_of_a_key_without_a_default_is_a_bool() -> None:
+def test_list_items_and_optional_numbers_refuse_booleans() -> None:
     argv = ["trainer.profile_steps=[1,true]", "trainer.max_ckpt_to_keep=true", "trainer.peak_tflops=true"]
     argv.append("reward_model.weights={format: true}")
     _, faults, _ = read(Config, argv)

@@ -109,13 +109,13 @@ def test_whole_experts_need_not_be_cut(argv: list[str], tmp_path: Path) -> None:
     assert faults(argv, *model, *whole, *trainer) == {}
 
 
-def test_uris_and_hub_ids_are_left_to_whoever_opens_them(argv: list[str]) -> None:
+def test_uris_and_hub_ids_are_not_checked_locally(argv: list[str]) -> None:
     remote = ["data.train_files=hdfs://host/train.parquet", "actor_rollout_ref.model.path=org/name-1.5B"]
     assert faults(argv, *remote, "data.tokenizer=org/name", world_size=8) == {}
     assert faults(argv, *remote).keys() == {"data.train_files"}  # before a launch there is time to open it
 
 
-def test_columns_and_rules_are_looked_for_before_any_rank_starts(argv: list[str], tmp_path: Path) -> None:
+def test_columns_and_rules_are_checked_before_ranks_start(argv: list[str], tmp_path: Path) -> None:
     lines = [ROW | {"data_source": source} for source in ("gsm8k", "sudoku", "chess", None)]
     (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (tmp_path / "bare.jsonl").write_text('{"question": "1 + 1"}')
@@ -173,7 +173,7 @@ def test_supervised_runs_are_checked_the_same_way(tmp_path: Path) -> None:
         load_sft_config([*sound, "data.train_batch_size=4"], world_size=None)
 
 
-def test_a_teacher_must_exist_fit_the_mesh_and_know_the_same_tokens(argv: list[str], tmp_path: Path) -> None:
+def test_teacher_must_exist_fit_mesh_and_share_tokens(argv: list[str], tmp_path: Path) -> None:
     teacher, loss = f"{REF}.model.path", [f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=false"]
     exact = f"{ACTOR}.kl_loss_type=full"
     assert "no directory" in faults(argv, *loss, f"{teacher}={tmp_path}/none")[teacher]

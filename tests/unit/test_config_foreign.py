@@ -64,7 +64,7 @@ def faults(*arguments: str) -> list[Fault]:
 
 
 @pytest.mark.parametrize("section", PEERS)
-def test_a_key_of_another_trainer_is_answered_and_not_mistaken_for_one_of_ours(section: str) -> None:
+def test_foreign_key_gets_answer_instead_of_unknown_key(section: str) -> None:
     keys = [f"{section}.{name}" for name in PEERS[section].split()]
     found = {fault.path: fault for fault in faults(*(f"{key}=something" for key in keys))}
     assert found.keys() == set(keys)
@@ -102,9 +102,7 @@ def example(pattern: str) -> str:
 @pytest.mark.parametrize(
     ("pattern", "accepted"), [(pattern, row.accepts) for row in FIXED for pattern in row.keys], ids=str
 )
-def test_a_key_without_a_choice_is_dropped_with_its_value_and_refused_with_another(
-    pattern: str, accepted: list[object]
-) -> None:
+def test_fixed_key_accepts_only_its_value(pattern: str, accepted: list[object]) -> None:
     key = example(pattern)
     plain = load_config(MINIMAL, world_size=None, check_paths=False)
     for value in (*accepted, "${data.seed}"):
@@ -115,20 +113,20 @@ def test_a_key_without_a_choice_is_dropped_with_its_value_and_refused_with_anoth
     assert key not in Schema.of(Config).leaves
 
 
-def test_a_key_without_a_choice_is_one_of_supervised_runs_too() -> None:
+def test_fixed_key_is_accepted_in_supervised_runs() -> None:
     argv = ["data.train_files=a", "model.path=org/m", "model.use_remove_padding=true", "model.lora_rank=0"]
     assert "use_remove_padding" not in to_yaml(load_sft_config(argv, world_size=None, check_paths=False))
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_a_flag_of_an_argument_parser_is_answered_with_our_key(flag: str) -> None:
+def test_argument_parser_flag_is_answered_with_our_key(flag: str) -> None:
     keys = re.findall(r"[a-z_]+\.[a-z_.]+", FLAGS[flag])
     assert set(keys) <= Schema.of(Config).leaves.keys()
     spelt = faults(f"--{flag}", f"{flag.replace('_', '-')}=1") if "." not in flag else faults(f"--{flag}")
     assert FLAGS[flag] in spelt[0].message
 
 
-def test_no_row_is_hidden_by_an_earlier_one_or_by_a_key_of_ours() -> None:
+def test_no_row_of_foreign_keys_is_shadowed() -> None:
     patterns = [pattern for row in KEYS for pattern in row.keys]
     assert len(patterns) == len(set(patterns))
 
@@ -147,7 +145,7 @@ COMMAND = """data.train_files=train.parquet data.val_files=test.parquet data.tra
 """The command line of the well-known small script, to the letter."""
 
 
-def test_the_command_of_the_well_known_small_script_is_accepted() -> None:
+def test_small_script_command_is_accepted() -> None:
     config = load_config(COMMAND.split(), world_size=2, check_paths=False)
     policy = config.actor_rollout_ref
     assert config.trainer.logger == ["wandb"]

@@ -59,7 +59,7 @@ def faults(argv: list[str], *more: str) -> dict[str, str]:
         (f"{OVERRIDE}.model_config.rope=3", "model_config is not read"),
     ],
 )
-def test_a_field_that_nobody_has_is_a_fault_of_the_configuration(argv: list[str], argument: str, message: str) -> None:
+def test_nonexistent_field_is_configuration_fault(argv: list[str], argument: str, message: str) -> None:
     found = faults(argv, f"+{argument}", "trainer.save_frq=1")
     (dictionary,) = found.keys() - {"trainer.save_frq"}
     assert argument.startswith(dictionary) and message in found[dictionary]

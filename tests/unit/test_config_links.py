@@ -46,7 +46,7 @@ def test_a_text_has_the_value_of_its_type(text: str, value: object) -> None:
         ),
     ],
 )
-def test_a_text_that_may_mean_another_thing_is_refused(text: str, message: str) -> None:
+def test_ambiguous_text_is_refused(text: str, message: str) -> None:
     with pytest.raises(YAMLError, match=re.escape(message)):
         parse(text)
 
@@ -87,7 +87,7 @@ def by_hand(written: dict[str, Any]) -> dict[str, Any]:
         | st.sampled_from([1, 0.5, None, True, "word", [1, "${a}"], {"b": "${c}"}, "???"]),
     )
 )
-def test_a_link_leads_where_values_filled_in_by_hand_lead(written: dict[str, Any]) -> None:
+def test_link_resolves_like_values_filled_in_by_hand(written: dict[str, Any]) -> None:
     known = by_hand(written)
     for key in written:
         if key in known:
@@ -97,7 +97,7 @@ def test_a_link_leads_where_values_filled_in_by_hand_lead(written: dict[str, Any
                 follow(key, written)
 
 
-def test_a_link_leads_to_a_part_of_a_mapping_and_to_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_resolves_to_mapping_part_and_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACE", "/scratch")
     monkeypatch.delenv("NOWHERE", raising=False)
     values = {"a.b": {"c": {"d": "${ e }"}}, "e": 5, "place": "${oc.env:PLACE}/x", "size": "${oc.env:NOWHERE, 8}"}

@@ -33,7 +33,7 @@ def write(path: Path, tree: object) -> str:
     return str(path)
 
 
-def test_arguments_win_over_files_and_later_files_over_earlier_ones(tmp_path: Path) -> None:
+def test_arguments_override_files_and_later_files_override_earlier(tmp_path: Path) -> None:
     first = write(tmp_path / "first.yaml", {"data": {"seed": 10, "train_batch_size": 256, "val_batch_size": 7}})
     second = write(tmp_path / "second.yml", {"data": {"seed": 20, "train_batch_size": 512}})
     config = load("data.seed=30", first, second)
@@ -64,7 +64,7 @@ def test_arguments_win_over_files_and_later_files_over_earlier_ones(tmp_path: Pa
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "actor_rollout_ref.actor.optim.lr_warmup_steps", None),
     ],
 )
-def test_values_typed_in_a_shell_mean_what_they_say(argument: str, key: str, value: object) -> None:
+def test_shell_values_have_expected_value_and_type(argument: str, key: str, value: object) -> None:
     found: object = load(argument)
     for name in key.split("."):
         found = getattr(found, name)
@@ -108,7 +108,7 @@ def test_interpolations_of_the_user_reach_defaults_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("use_kl_loss", "in_reward"), [("true", False), ("false", True)])
-def test_kl_is_in_the_reward_unless_it_is_in_the_loss(use_kl_loss: str, in_reward: bool) -> None:
+def test_kl_is_in_reward_unless_in_loss(use_kl_loss: str, in_reward: bool) -> None:
     assert load(f"actor_rollout_ref.actor.use_kl_loss={use_kl_loss}").algorithm.use_kl_in_reward is in_reward
     kept = load(f"actor_rollout_ref.actor.use_kl_loss={use_kl_loss}", "algorithm.use_kl_in_reward=true")
     assert kept.algorithm.use_kl_in_reward is True
@@ -141,7 +141,7 @@ def test_the_resolved_configuration_loads_as_itself(
     assert to_dict(again) == to_dict(config)
 
 
-def test_what_is_kept_of_a_configuration_has_no_secrets_and_says_so(tmp_path: Path) -> None:
+def test_saved_configuration_masks_secrets_and_states_it(tmp_path: Path) -> None:
     secrets = (
         "trainer.mlflow_tracking_uri=http://ann:Swordf1sh@host:5000",
         "data.val_files=[a.parquet,'https://host/b.parquet?X-Amz-Signature=Swordf1sh']",
@@ -215,7 +215,7 @@ def test_wrong_values_are_named_with_what_is_allowed(key: str, value: str, messa
     assert message in found[key]
 
 
-def test_a_fault_of_a_key_is_not_repeated_for_those_that_follow_it() -> None:
+def test_fault_of_key_is_not_repeated_for_followers() -> None:
     assert list(faults("actor_rollout_ref.actor.megatron.dtype=fp8")) == ["actor_rollout_ref.actor.megatron.dtype"]
 
 
@@ -234,7 +234,7 @@ def test_arguments_that_cannot_be_read_are_faults(argument: str, message: str) -
     assert message in faults(argument)[argument.partition("=")[0]]
 
 
-def test_a_missing_file_is_the_only_fault_and_the_nearest_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_only_fault_and_nearest_named(tmp_path: Path) -> None:
     (tmp_path / "grpo_gsm8k.yaml").touch()
     (tmp_path / "ppo_stories.yaml").touch()
     typed = str(tmp_path / "grpo_gsm8k.yml")
@@ -254,7 +254,7 @@ def test_a_missing_file_is_the_only_fault_and_the_nearest_is_named(tmp_path: Pat
         ("${Swordfish", "a link is neither ${a.b.c} nor ${oc.env:NAME} (line 1, column 1)"),
     ],
 )
-def test_a_value_that_is_no_yaml_is_not_shown(value: str, message: str, tmp_path: Path) -> None:
+def test_value_with_invalid_yaml_is_not_shown(value: str, message: str, tmp_path: Path) -> None:
     key = "+actor_rollout_ref.rollout.engine_kwargs"
     file = tmp_path / "broken.yaml"
     file.write_text(f"a: {value}\n")

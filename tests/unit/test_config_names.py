@@ -51,7 +51,7 @@ def message_of(argument: str) -> str:
         ("critic.clip_ratio", "actor_rollout_ref.actor.clip_ratio"),
     ],
 )
-def test_a_key_nearly_right_is_answered_with_the_right_one(written: str, meant: str) -> None:
+def test_misspelt_key_is_answered_with_correct_key(written: str, meant: str) -> None:
     assert message_of(f"{written}=1") == f"unknown key: did you mean {meant}?"
 
 
@@ -60,7 +60,7 @@ def test_one_letter_too_few_is_always_understood(leaf: str) -> None:
     assert Schema.of(Config).nearest(leaf[:-1]) == leaf
 
 
-def test_a_key_that_nobody_knows_is_an_unknown_one() -> None:
+def test_unfamiliar_key_is_reported_as_unknown() -> None:
     assert message_of("algorithm.nobodys.method=pow").startswith("unknown key")
 
 
@@ -91,7 +91,7 @@ def test_a_key_that_nobody_knows_is_an_unknown_one() -> None:
         ("reward_model.reward_manager=dapo", "reward_model.weights"),
     ],
 )
-def test_what_belongs_to_another_trainer_is_answered_with_our_equivalent(argument: str, equivalent: str) -> None:
+def test_foreign_argument_is_answered_with_our_equivalent(argument: str, equivalent: str) -> None:
     assert equivalent in message_of(argument)
 
 
@@ -114,7 +114,7 @@ def test_newer_names_of_the_same_keys_are_understood(written: str, ours: str) ->
     assert by_alias != load_config(MINIMAL, world_size=None, check_paths=False)
 
 
-def test_an_alias_must_not_contradict_the_name_beside_it(tmp_path: Path) -> None:
+def test_alias_must_not_contradict_canonical_name(tmp_path: Path) -> None:
     file = tmp_path / "twice.yaml"
     file.write_text("critic: {ppo_micro_batch_size: 4, ppo_micro_batch_size_per_gpu: 8}\n")
     with pytest.raises(ConfigError, match="given twice, as 4 and as 8"):
@@ -129,7 +129,7 @@ def sections(root: type) -> Iterator[type]:
 
 
 @pytest.mark.parametrize("kind", sorted({kind for root in ROOTS for kind in sections(root)}, key=str))
-def test_every_section_refuses_unknown_keys_and_every_key_is_explained(kind: type) -> None:
+def test_sections_forbid_unknown_keys_and_document_every_key(kind: type) -> None:
     assert kind.__pydantic_config__["extra"] == "forbid"  # type: ignore[attr-defined]
     (body,) = (
         node.body

@@ -56,7 +56,7 @@ def load(*arguments: str, loader: Any = load_config) -> Any:
 
 
 @pytest.mark.parametrize("root", ROOTS)
-def test_every_number_has_a_lower_and_an_upper_bound(root: type) -> None:
+def test_every_number_has_lower_and_upper_bound(root: type) -> None:
     unbounded = [
         key
         for key, said in numbers(root)
@@ -76,7 +76,7 @@ def is_allowed(written: str, said: list[Any]) -> bool:
 
 @settings(max_examples=12)
 @given(st.dictionaries(st.sampled_from(sorted(NUMBERS)), st.sampled_from(ABSURD) | st.floats().map(str), min_size=15))
-def test_what_is_outside_its_bounds_is_a_fault_that_names_its_key(written: dict[str, str]) -> None:
+def test_number_outside_bounds_is_fault_of_its_key(written: dict[str, str]) -> None:
     outside = {key for key, number in written.items() if not is_allowed(number, NUMBERS[key])}
     outside -= {key for key in outside if key.endswith("lr_warmup_steps") and float(written[key]) == -1}  # null
     try:
@@ -108,7 +108,7 @@ def test_what_is_outside_its_bounds_is_a_fault_that_names_its_key(written: dict[
         ("trainer.total_epochs", "1" + 5000 * "0", "4300 digits"),
     ],
 )
-def test_what_is_wrong_with_a_number_is_said(key: str, written: str, message: str) -> None:
+def test_number_fault_states_its_cause(key: str, written: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(f"{key}={written}")
     (fault,) = [fault for fault in caught.value.faults if fault.path == key]

@@ -27,7 +27,7 @@ def supervised(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("load", LOADERS)
 @pytest.mark.parametrize("template", ["/no/such.jinja", "'{% for m in'", "'{{ m | nonesuch }}'", "'{{ m | random }}'"])
-def test_a_bad_template_and_a_bad_directory_are_faults_like_all_others(
+def test_bad_template_and_directory_are_reported_together(
     load: Callable[..., Any], template: str, argv: list[str], tmp_path: Path
 ) -> None:
     sound = argv if load is load_config else supervised(tmp_path)
@@ -39,7 +39,7 @@ def test_a_bad_template_and_a_bad_directory_are_faults_like_all_others(
 
 @pytest.mark.parametrize("key", [DIRECTORY, SAMPLES])
 @pytest.mark.parametrize("below", ["", "/run", "/a/b"])
-def test_a_directory_that_cannot_be_made_is_a_fault(key: str, below: str, argv: list[str], tmp_path: Path) -> None:
+def test_uncreatable_directory_is_configuration_fault(key: str, below: str, argv: list[str], tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "nowhere").symlink_to("/proc/none")
     names = [tmp_path / "train.parquet", tmp_path / "circle", tmp_path / "nowhere", tmp_path / ("x" * 300)]
@@ -56,5 +56,5 @@ def test_a_sound_directory_is_left_as_it_was(argv: list[str], tmp_path: Path) ->
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_command_that_writes_no_run_needs_no_room_for_it(argv: list[str], tmp_path: Path) -> None:
+def test_command_without_run_ignores_run_directory(argv: list[str], tmp_path: Path) -> None:
     load_config([*argv, f"{DIRECTORY}={tmp_path}/train.parquet/x"], world_size=None, writes=False)

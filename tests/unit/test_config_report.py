@@ -81,7 +81,7 @@ def test_code_that_comes_with_tokenizers_is_named() -> None:
     assert custom_code(supervised) == {"model.trust_remote_code": "what comes with org/m and org/tokens"}
 
 
-def test_code_that_comes_with_teachers_is_named_with_or_without_another_reference() -> None:
+def test_teacher_code_is_named_with_or_without_reference() -> None:
     ref = "actor_rollout_ref.ref"
     trusted = [f"{ref}.model.trust_remote_code=true", f"{ref}.model.external_lib=ours"]
     teachers = f"{ref}.teachers={{openai/gsm8k: org/maths, code: org/code, more: org/maths}}"
@@ -127,7 +127,7 @@ def test_the_table_divides_a_batch_as_by_hand() -> None:
     assert meanings["engine replicas"] == "tensor 4; at most 32 prompts each"
 
 
-def test_the_table_counts_ranks_that_share_sequences_and_rounds_of_a_virtual_pipeline() -> None:
+def test_table_counts_context_ranks_and_virtual_pipeline_rounds() -> None:
     config = load(
         "trainer.n_gpus_per_node=8",
         f"{ACTOR}.megatron.context_parallel_size=2",
@@ -146,7 +146,7 @@ def test_the_table_counts_ranks_that_share_sequences_and_rounds_of_a_virtual_pip
     assert rows["actor micro-batches"].meaning.startswith("at most 2048 tokens each; 2 samples")
 
 
-def test_the_table_says_what_is_sampled_besides_a_batch() -> None:
+def test_table_shows_samples_beyond_batch() -> None:
     grouped = [f"{ROLLOUT}.n=4", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=16"]
     limited = load("algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true", *grouped)
     rows = {row.stage: row for row in batch_table(limited)}
@@ -158,14 +158,14 @@ def test_the_table_says_what_is_sampled_besides_a_batch() -> None:
     assert not {"generation batches", "greedy responses"} & sizes(load(*grouped)).keys()
 
 
-def test_the_table_says_what_is_learnt_besides_a_mini_batch() -> None:
+def test_table_shows_supervised_pairs_beyond_mini_batch() -> None:
     mixed = [f"{ROLLOUT}.n=4", f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.ptx_files=[a, b]", f"{ACTOR}.ptx_coef=1"]
     assert sizes(load(*mixed))["supervised pairs"] == "64"
     assert sizes(load(*mixed, f"{ACTOR}.ptx_batch_size=24"))["supervised pairs"] == "24"
     assert "supervised pairs" not in sizes(load())
 
 
-def test_the_table_has_no_critic_where_there_is_none() -> None:
+def test_table_omits_critic_if_there_is_none() -> None:
     config = load("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=5")
     assert not [stage for stage in sizes(config) if stage.startswith("critic")]
 
@@ -203,7 +203,7 @@ def test_doubtful_choices_are_remarked_on(arguments: list[str], remark: str) -> 
     assert remark in sentence
 
 
-def test_a_run_says_when_its_engine_is_not_compared_in_every_iteration() -> None:
+def test_note_reports_steps_without_engine_comparison() -> None:
     silent, other = load(f"{ROLLOUT}.top_p=0.9"), load(f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.temperature=0.7")
     assert not any("no step compares" in sentence for sentence in notes(silent))
     assert any("at another temperature than 1" in sentence for sentence in notes(other))
@@ -235,7 +235,7 @@ def test_there_is_nothing_to_remark_on_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_every_example_is_sound_short_and_survives_a_round_trip(path: Path, tmp_path: Path) -> None:
+def test_every_example_is_valid_short_and_round_trips(path: Path, tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) < 60
     loader = next((load for name, load in LOADERS.items() if name in path.stem), load_config)
     config = loader([str(path)], world_size=None, check_paths=False)

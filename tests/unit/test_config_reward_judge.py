@@ -16,7 +16,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [*sound_arguments(tmp_path), *(f"{JUDGE}.{key}" for key in judge), "reward_model.timeout_s=300"]
 
 
-def test_a_sound_judge_has_no_fault_and_scores_alone_or_with_rules(judged: list[str], tmp_path: Path) -> None:
+def test_valid_judge_scores_alone_or_with_rules(judged: list[str], tmp_path: Path) -> None:
     assert not faults(judged)
     assert not faults(judged, "reward_model.weights={judge: 1.0, format: 0.5}")
     assert not faults(judged, f"{JUDGE}.template='{{prompt}} {{solution_str}} {{extra_info[a][0]}} {{{{}}}}'")

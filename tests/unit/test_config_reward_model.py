@@ -19,7 +19,7 @@ def enabled(tmp_path: Path) -> list[str]:
     return [*sound_arguments(tmp_path), f"{REWARD}.enable=true", f"{REWARD}.model.path={model}"]
 
 
-def test_it_follows_the_actor_and_reads_the_policys_tokens(enabled: list[str], tmp_path: Path) -> None:
+def test_reward_model_follows_actor_and_reads_policy_tokens(enabled: list[str], tmp_path: Path) -> None:
     config = load_config([*enabled, f"{ACTOR}.megatron.{TP}=2", f"{REWARD}.megatron.dtype=float32"], world_size=None)
     section = config.reward_model
     assert section.megatron.tensor_model_parallel_size == 2
@@ -58,14 +58,14 @@ def test_faults_with_their_remedies(enabled: list[str], changes: list[str], key:
     assert message in found[f"{REWARD}.{key}"]
 
 
-def test_a_custom_function_beside_it_has_to_be_weighed(enabled: list[str], tmp_path: Path) -> None:
+def test_custom_function_beside_reward_model_needs_weight(enabled: list[str], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def compute_score(**_): return 1.0\n")
     custom = f"custom_reward_function.path={tmp_path}/own.py"
     assert "custom: 0.5" in faults(enabled, custom)[f"{REWARD}.weights"]
     assert not faults(enabled, custom, f"{REWARD}.weights={{model: 1.0, custom: 0.5}}")
 
 
-def test_language_models_do_not_score_and_classifiers_do_not_sample(enabled: list[str], tmp_path: Path) -> None:
+def test_language_models_cannot_score_and_classifiers_cannot_sample(enabled: list[str], tmp_path: Path) -> None:
     language_model = faults(enabled, f"{REWARD}.model.path={tmp_path}/model")
     assert "is a language model and no sequence classifier" in language_model[f"{REWARD}.model.path"]
     classifier = faults(enabled, f"actor_rollout_ref.model.path={tmp_path}/reward")

@@ -70,7 +70,7 @@ def test_rows_that_can_teach_are_not_mentioned(looked: Look) -> None:
         ([row({"target": 7, "numbers": [1, 1]}, source="countdown")], "no expression of the numbers [1, 1] is 7"),
     ],
 )
-def test_truths_that_no_response_can_match_are_named_with_file_and_row(
+def test_unmatchable_ground_truths_are_named_with_row(
     rows: list[dict[str, Any]], expected: str, looked: Look, tmp_path: Path
 ) -> None:
     (remark,) = looked(GOOD, rows)
@@ -81,13 +81,13 @@ def test_truths_that_no_response_can_match_are_named_with_file_and_row(
     assert expected in remark
 
 
-def test_equal_rows_are_counted_and_the_first_of_them_named(looked: Look) -> None:
+def test_equal_rows_are_counted_and_first_is_named(looked: Look) -> None:
     (remark,) = looked([*GOOD, *[row("18 dollars")] * 7])
     assert "7 of 27 rows" in remark
     assert remark.count("18 dollars") == 2  # in the row, and in the error
 
 
-def test_equal_truths_of_a_rule_with_other_inputs_are_all_tried(looked: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_ground_truths_with_different_inputs_are_tried(looked: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task of reasoning-gym reads `extra_info` too; the other rules read the ground truth alone."""
     trials, submit = list[Any](), Pool.submit
     monkeypatch.setattr(Pool, "submit", lambda pool, arguments: trials.append(arguments) or submit(pool, arguments))
@@ -99,7 +99,7 @@ def test_equal_truths_of_a_rule_with_other_inputs_are_all_tried(looked: Look, mo
         assert len(trials) == number
 
 
-def test_a_second_file_with_other_keys_does_not_start(looked: Look) -> None:
+def test_second_file_with_wrong_keys_blocks_start(looked: Look) -> None:
     other = [row({"goal": number, "numbers": [1, 2]}, source="countdown") for number in range(1000)]
     with pytest.raises(ConfigError) as error:
         looked(GOOD, other)
@@ -109,7 +109,7 @@ def test_a_second_file_with_other_keys_does_not_start(looked: Look) -> None:
     assert looked(GOOD, other, more=("reward_model.trial_rows=0",)) == []
 
 
-def test_faults_stop_a_start_as_failures_stop_a_step(looked: Look) -> None:
+def test_row_faults_stop_start_according_to_on_failure(looked: Look) -> None:
     with pytest.raises(ConfigError, match="1 of 21 rows"):
         looked([*GOOD, row("x")], more=("reward_model.on_failure=stop",))
     with pytest.raises(ConfigError, match=r"data\.val_files: 1 of 1 rows"):
@@ -164,7 +164,7 @@ def test_a_damaged_memory_is_no_memory(looked: Look, tmp_path: Path) -> None:
     assert looked([*GOOD, row("x")]) == first
 
 
-def test_the_check_of_a_file_names_the_same_rows(looked: Look, tmp_path: Path) -> None:
+def test_file_check_names_same_rows(looked: Look, tmp_path: Path) -> None:
     rows = [*GOOD, row("x"), row("1", " "), row("~1", source="math")]
     notes = looked(rows)
     report = check.examine(str(tmp_path / "0.jsonl"))

@@ -298,15 +298,13 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         ),
     ],
 )
-def test_a_combination_that_cannot_run_is_named_with_its_remedy(
+def test_impossible_combination_is_named_with_remedy(
     argv: list[str], arguments: list[str], key: str, message: str
 ) -> None:
     assert message in faults(argv, *arguments)[key]
 
 
-def test_a_tracker_whose_package_is_missing_is_named_with_its_extra(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_tracker_package_is_named_with_its_extra(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.config.checks.find_spec", lambda name: None)
     asked = "trainer.logger=[console,wandb]"
     assert faults(argv, asked) == {
@@ -316,7 +314,7 @@ def test_a_tracker_whose_package_is_missing_is_named_with_its_extra(
     load_config([*argv, asked], world_size=None, check_paths=False)  # as a plan for another machine reads it
 
 
-def test_dynamic_sampling_by_the_whole_reward_needs_the_divergence_elsewhere(argv: list[str]) -> None:
+def test_dynamic_sampling_by_reward_forbids_kl_in_reward(argv: list[str]) -> None:
     sampling = ["algorithm.filter_groups={enable: true, metric: seq_final_reward}", f"{ROLLOUT}.n=2"]
     for elsewhere in (f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=false", "algorithm.kl_ctrl.kl_coef=0"):
         assert faults(argv, *sampling, elsewhere) == {}
@@ -333,18 +331,18 @@ def test_dynamic_sampling_by_the_whole_reward_needs_the_divergence_elsewhere(arg
         [f"{ACTOR}.megatron.{CP}=2", f"{ACTOR}.ppo_max_token_len_per_gpu=512"],  # 1024 tokens on two ranks
     ],
 )
-def test_stages_and_chunks_may_differ_and_sequences_be_shared(argv: list[str], arguments: list[str]) -> None:
+def test_uneven_stages_chunks_and_context_parallelism_are_allowed(argv: list[str], arguments: list[str]) -> None:
     assert faults(argv, *arguments) == {}
 
 
-def test_a_model_that_only_answers_may_leave_the_device_under_any_optimizer(argv: list[str]) -> None:
+def test_inference_only_model_may_offload_under_any_optimizer(argv: list[str]) -> None:
     plain = f"{ACTOR}.megatron.use_distributed_optimizer=false"
     assert faults(argv, plain, "actor_rollout_ref.ref.megatron.param_offload=true") == {}
     followed = faults(argv, plain, f"{ACTOR}.megatron.param_offload=true")
     assert followed.keys() == {f"{ACTOR}.megatron.param_offload"}  # critic and reference follow it
 
 
-def test_tensor_parallelism_must_divide_the_heads_of_policy_and_critic(argv: list[str], tmp_path: Path) -> None:
+def test_tensor_parallelism_must_divide_policy_and_critic_heads(argv: list[str], tmp_path: Path) -> None:
     critic = make_model(tmp_path / "critic", num_attention_heads=6, num_key_value_heads=3)
     found = faults(argv, f"critic.model.path={critic}", f"{ACTOR}.megatron.{TP}=4")
     assert list(found) == [f"{ACTOR}.megatron.{TP}"]
@@ -372,7 +370,7 @@ def test_a_group_keeps_a_small_mini_batch_busy(argv: list[str]) -> None:
     assert faults(argv, f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=2") == {}
 
 
-def test_fixed_micro_batches_need_a_size_for_each_model_that_learns(argv: list[str]) -> None:
+def test_fixed_micro_batches_need_size_for_each_learner(argv: list[str]) -> None:
     fixed, grpo = f"{ACTOR}.use_dynamic_bsz=false", ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
     assert faults(argv, fixed).keys() == {f"{ACTOR}.ppo_micro_batch_size", "critic.ppo_micro_batch_size"}
     assert faults(argv, fixed, *grpo).keys() == {f"{ACTOR}.ppo_micro_batch_size"}
@@ -387,7 +385,7 @@ def test_group_advantages_need_no_critic_but_different_responses(argv: list[str]
     assert found.keys() == {f"{ROLLOUT}.do_sample", "trainer.critic_warmup"}
 
 
-def test_all_rules_speak_together_with_wrong_names_and_types(argv: list[str]) -> None:
+def test_rules_report_together_with_name_and_type_faults(argv: list[str]) -> None:
     found = faults(argv, "data.shufle=true", "trainer.save_freq=often", f"{ACTOR}.megatron.{TP}=3", "data.val_files=x")
     assert found.keys() == {"data.shufle", "trainer.save_freq", f"{ACTOR}.megatron.{TP}", "data.val_files"}
 

@@ -40,7 +40,7 @@ def tried(tmp_path: Path) -> Any:
     return attempt
 
 
-def test_a_model_that_the_hub_does_not_give_is_a_fault_of_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_missing_from_hub_faults_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     rl = load_config([*MINIMAL, "data.train_files=a.parquet"], world_size=None, check_paths=False)
     sft = load_sft_config(["model.path=org/start", "data.train_files=a.parquet"], world_size=None, check_paths=False)
@@ -66,7 +66,7 @@ def test_a_model_that_the_hub_does_not_give_is_a_fault_of_its_key(monkeypatch: p
         ("data.tokenizer=reader.model", "data.tokenizer: no such file: reader.model"),
     ],
 )
-def test_a_teacher_and_a_tokenizer_that_are_nowhere_are_faults_of_their_own_keys(
+def test_missing_teacher_and_tokenizer_fault_their_own_keys(
     argument: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -77,7 +77,7 @@ def test_a_teacher_and_a_tokenizer_that_are_nowhere_are_faults_of_their_own_keys
     assert f"  {said}" in said_by(error)
 
 
-def test_a_teacher_of_a_data_source_that_no_row_has_is_a_fault(tmp_path: Path) -> None:
+def test_teacher_for_absent_data_source_is_fault(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": "1", "data_source": source}) for source in ("math", "code", None)))
 
@@ -98,7 +98,7 @@ def said_by(error: pytest.ExceptionInfo[ConfigError]) -> str:
     return str(error.value)
 
 
-def test_a_reward_is_called_with_the_ground_truths_of_ten_rows_and_may_give_zeros(tried: Any, tmp_path: Path) -> None:
+def test_reward_trial_uses_ten_rows_and_allows_zeros(tried: Any, tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert tried(f"open({str(log)!r}, 'a').write(f'{{solution_str}} {{ground_truth}}\\n')") == []
     assert sorted(map(str.split, log.read_text().splitlines()), key=lambda pair: int(pair[0])) == [
@@ -130,7 +130,7 @@ def test_rows_of_every_file_are_tried(tmp_path: Path) -> None:
         ("import time; time.sleep(1000)", "it took longer than reward_model.timeout_s=0.5"),
     ],
 )
-def test_a_reward_that_fails_is_a_fault_of_the_configuration(body: str, detail: str, tried: Any) -> None:
+def test_failing_reward_is_configuration_fault(body: str, detail: str, tried: Any) -> None:
     with pytest.raises(ConfigError) as error:
         tried(body, "reward_model.timeout_s=0.5" if "sleep" in body else "reward_model.timeout_s=100")
     assert "custom_reward_function: " in said_by(error)
@@ -155,13 +155,13 @@ def test_failures_count_as_in_a_step(tried: Any) -> None:
         tried("raise KeyError('answer')", "reward_model.on_failure=score")
 
 
-def test_no_row_is_tried_if_nobody_wants_it_or_a_model_scores_alone(tried: Any) -> None:
+def test_reward_trial_is_skipped_if_disabled_or_unneeded(tried: Any) -> None:
     assert tried("raise KeyError('answer')", "reward_model.trial_rows=0") == []
     model = ["reward_model.enable=true", "reward_model.model.path=org/rm", "data.train_files=nothere.parquet"]
     assert list(try_reward(load_config([*MINIMAL, *model], world_size=None, check_paths=False))) == []
 
 
-def test_a_file_that_fails_to_load_is_a_fault_of_the_configuration(tried: Any) -> None:
+def test_unloadable_reward_file_is_configuration_fault(tried: Any) -> None:
     with pytest.raises(ConfigError, match="reward.py fails to load: IndentationError"):
         tried("    'too far'\n  return")
 

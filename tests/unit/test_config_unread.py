@@ -175,7 +175,7 @@ def said(*arguments: str) -> list[str]:
         (grpo(f"{ACTOR}.use_kl_loss=true"), False),
     ],
 )
-def test_a_divergence_in_the_reward_that_nobody_asked_for_is_said(arguments: list[str], is_said: bool) -> None:
+def test_default_kl_in_reward_is_reported(arguments: list[str], is_said: bool) -> None:
     found = list(unwritten_keys(load(*arguments), [*MINIMAL, *arguments]))
     assert len(found) == is_said
     assert all("algorithm.kl_ctrl.kl_coef=0.005" in sentence for sentence in found)
@@ -205,7 +205,7 @@ def test_conditions_name_keys_and_values_that_exist(root: type, loader: Callable
             )
 
 
-def test_every_condition_has_an_example_under_which_it_speaks() -> None:
+def test_every_condition_is_covered_by_example() -> None:
     cases = [(key, off) for key, (_, _, off) in EXAMPLES.items()]
     cases += [(argument.partition("=")[0], off) for argument, (_, off) in SAID.items()]
     cases += [(f"{model}.megatron.seed", []) for model in (REF, "critic", "reward_model")]
@@ -223,7 +223,7 @@ def test_every_condition_has_an_example_under_which_it_speaks() -> None:
     [*((f"{key}={value}", on, off) for key, (value, on, off) in EXAMPLES.items()), *((k, *v) for k, v in SAID.items())],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_written_key_is_remarked_on_when_nothing_reads_it(argument: str, on: list[str], off: list[str]) -> None:
+def test_unread_key_is_remarked(argument: str, on: list[str], off: list[str]) -> None:
     key = argument.partition("=")[0]
     assert key not in unread_of(*on, argument)
     assert unread_of(*off, argument)[key]
@@ -242,7 +242,7 @@ def test_a_remark_names_the_keys_that_decide(tmp_path: Path) -> None:
     assert said(str(file)) == [f"critic.megatron.seed is not read as {ACTOR}.megatron.seed serves all models"]
 
 
-def test_runs_that_learn_from_files_have_remarks_of_their_own() -> None:
+def test_supervised_runs_have_their_own_remarks() -> None:
     argv = [*FILES, "trainer.critic_warmup=2", "optim.min_lr_ratio=0.1"]
     for loader in (load_sft_config, load_reward_train_config):
         assert list(unread_keys(loader(argv, world_size=None, check_paths=False), argv)) == [
@@ -296,7 +296,7 @@ def numbers(config: Config) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("key", EXAMPLES)
-def test_what_the_table_says_is_true_of_what_is_computed(key: str) -> None:
+def test_read_conditions_match_actual_computation(key: str) -> None:
     value, on, off = EXAMPLES[key]
     for arguments, is_read in ((on, True), (off, False)):
         before, after = (repr(list(numbers(load(*arguments, *more)))) for more in ([], [f"{key}={value}"]))
@@ -310,7 +310,7 @@ CHOICES = {"algorithm.adv_estimator": ESTIMATORS, f"{ACTOR}.policy_loss.loss_mod
     ("key", "fact"),
     [(key, one.fact) for key in EXAMPLES for one in Schema.of(Config).read_if[key] if one.fact in CHOICES],
 )
-def test_the_marks_say_what_every_estimator_and_every_loss_reads(key: str, fact: str) -> None:
+def test_marks_match_keys_read_by_estimators_and_losses(key: str, fact: str) -> None:
     value, on, _ = EXAMPLES[key]
     for choice in CHOICES[fact].keys() - {"custom", "none"}:
         arguments = [*on, *GROUPS, f"{fact}={choice}"]

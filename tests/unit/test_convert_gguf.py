@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from scripts.convert_gguf import widen
 
 
-def test_wider_heads_do_not_change_what_a_model_computes() -> None:
+def test_wider_heads_preserve_model_outputs() -> None:
     torch.manual_seed(1)
     sizes = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=50, num_hidden_layers=2, head_dim=8, **sizes)

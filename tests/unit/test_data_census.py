@@ -72,7 +72,7 @@ def test_most_prompts_were_written_by_a_template(text: str, keys: list[str], mod
     assert read(rows(tmp_path, asked(text, "and", "another")), tokenizer(model))  # fewer than most
 
 
-def test_a_text_with_its_own_template_needs_its_tokens(model: Path, tmp_path: Path) -> None:
+def test_prompt_in_own_template_needs_special_tokens_allowed(model: Path, tmp_path: Path) -> None:
     file = rows(tmp_path, [WRITTEN])
     with pytest.raises(UserError, match=r"Write data.special_tokens_in_text=allow to read"):
         read(file, tokenizer(model))

@@ -74,7 +74,7 @@ def test_the_ids_are_those_of_sentencepiece(rule: str, text: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @given(text=TEXTS)
 @settings(deadline=None)
-def test_the_segmentation_of_a_unigram_model_is_as_likely(rule: str, text: str) -> None:
+def test_unigram_segmentation_is_equally_likely(rule: str, text: str) -> None:
     theirs, ours = tokenizers(rule, model_type="unigram")
     ids = ours.encode(text, add_special_tokens=False)
     assert "".join(theirs.id_to_piece(i) for i in ids) == "".join(theirs.id_to_piece(i) for i in theirs.encode(text))
@@ -94,7 +94,7 @@ def test_own_rules_are_followed(tmp_path: Path, rules: dict[str, str], text: str
 
 
 @pytest.mark.parametrize("rules", [{"ab": "ba", "b": "c"}, {"...": "…"}])
-def test_own_rules_that_no_fast_tokenizer_expresses_are_refused(tmp_path: Path, rules: dict[str, str]) -> None:
+def test_inexpressible_normalisation_rules_are_refused(tmp_path: Path, rules: dict[str, str]) -> None:
     with pytest.raises(UserError, match=r"own\.model: its normalisation has rules of several characters"):
         tokenizers_of(tmp_path, rules)
 

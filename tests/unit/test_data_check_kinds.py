@@ -75,7 +75,7 @@ def write(path: Path, row: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_is_checked_as_the_run_that_reads_it(
+def test_file_is_checked_for_run_kind_reading_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row, kind, said = FILES[name]
@@ -103,7 +103,7 @@ def test_the_kind_may_be_named(tmp_path: Path) -> None:
     )
 
 
-def test_options_of_a_run_say_that_a_file_holds_prompts(
+def test_run_options_mark_file_as_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path / "rows.jsonl", FILES["hh-rlhf pairs"][0])

@@ -32,7 +32,7 @@ def test_a_template_sees_this_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["{{ messages | map(attribute='content') | random }}", "{{ lipsum(n=1) }}"])
-def test_a_template_that_draws_numbers_is_refused(template: str, tmp_path: Path) -> None:
+def test_template_with_random_numbers_is_refused(template: str, tmp_path: Path) -> None:
     model = train_sentencepiece(tmp_path / "a.model")
     with pytest.raises(UserError, match=r"a.model draws random numbers \(.*\), so a row would have other tokens"):
         load_tokenizer(str(model), chat_template=template)

@@ -19,7 +19,7 @@ def conversations(tokenizer: Tokenizer, *, pad: int | None = None, max_length: i
     return Conversations(tokenizer=tokenizer, pad_token_id=pad, max_length=max_length)
 
 
-def test_messages_and_response_go_through_the_template_and_a_text_is_continued(tokenizer: Tokenizer) -> None:
+def test_messages_use_template_and_text_is_continued(tokenizer: Tokenizer) -> None:
     reader = conversations(tokenizer)
     messages = [{"role": "user", "content": "ab 3"}]
     expected = tokenizer.encode("user: ab 3 assistant: cd 4 ", add_special_tokens=False)
@@ -30,7 +30,7 @@ def test_messages_and_response_go_through_the_template_and_a_text_is_continued(t
         reader.encode(None, "")
 
 
-def test_a_long_sequence_keeps_its_end_and_its_begin_token(tokenizer: Tokenizer) -> None:
+def test_long_sequence_keeps_its_end_and_begin_token(tokenizer: Tokenizer) -> None:
     assert tokenizer.bos_token_id == 1
     short = conversations(tokenizer, max_length=4)
     assert short.fit([1, 10, 11, 12, 13, 14]) == [1, 12, 13, 14]
@@ -46,7 +46,7 @@ def test_the_score_is_read_before_pad_tokens(tokenizer: Tokenizer) -> None:
     assert conversations(tokenizer).fit([1, 10, 2]) == [1, 10, 2]
 
 
-def test_a_record_to_be_scored_has_one_state_per_sequence() -> None:
+def test_scored_record_has_one_state_per_sequence() -> None:
     record = scoring_batch([[5, 6, 7], [8]])
     assert record.mask.shape == (2, 1)
     assert record.mask.all()

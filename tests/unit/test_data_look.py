@@ -73,9 +73,7 @@ NEEDS = [BY_SOURCE, Needs(source=False), NOTHING]
 
 
 @given(row=rows_of_any_shape, needs=st.sampled_from(NEEDS))
-def test_a_row_of_any_shape_is_named_or_read(
-    place: Path, tokenizer: Tokenizer, row: dict[str, Any], needs: Any
-) -> None:
+def test_row_of_any_shape_is_read_or_named(place: Path, tokenizer: Tokenizer, row: dict[str, Any], needs: Any) -> None:
     file = write_lines(place / "any.jsonl", [ROW, row])
     try:
         prompts = dataset(file, tokenizer, needs)
@@ -104,7 +102,7 @@ def test_a_row_of_any_shape_is_named_or_read(
     ],
 )
 @pytest.mark.parametrize("truncation", ["error", "left"])
-def test_faults_of_a_row_are_found_before_it_is_reached(
+def test_row_faults_are_found_before_row_is_reached(
     tmp_path: Path, tokenizer: Tokenizer, change: dict[str, Any], fault: str, truncation: str
 ) -> None:
     file = write_lines(tmp_path / "rows.jsonl", [ROW, ROW, ROW | change])
@@ -112,7 +110,7 @@ def test_faults_of_a_row_are_found_before_it_is_reached(
         dataset(file, tokenizer, truncation=truncation)
 
 
-def test_many_faulty_rows_are_counted_and_the_first_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_many_faulty_rows_are_counted_and_first_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write_lines(tmp_path / "rows.jsonl", [ROW | {"prompt": ""}] * 25)
     with pytest.raises(ValueError, match="line 20, column prompt: the text is empty\n... and 5 more$"):
         dataset(file, tokenizer)
@@ -177,7 +175,7 @@ def read(file: Path, tokenizer: Tokenizer) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_the_same_table_in_any_kind_of_file_gives_the_same_prompts(
+def test_same_table_in_any_format_gives_same_prompts(
     tmp_path: Path, tokenizer: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.data.json_lines._BLOCK_BYTES", 7)  # records lie across blocks
@@ -233,7 +231,7 @@ def test_a_broken_file_is_named(tmp_path: Path, tokenizer: Tokenizer, name: str)
         dataset(tmp_path / name, tokenizer, NOTHING)
 
 
-def test_every_file_that_cannot_be_opened_is_named_at_once(tmp_path: Path) -> None:
+def test_every_unopenable_file_is_named_at_once(tmp_path: Path) -> None:
     good = write_lines(tmp_path / "good.jsonl", [ROW])
     bad = write_lines(tmp_path / "bad.jsonl", [{"text": 1}])
     with pytest.raises(ValueError, match=r"absent.parquet\n.*bad.jsonl has no column 'prompt', 'extra_info'; it"):
@@ -250,7 +248,7 @@ def test_text_columns_of_any_arrow_type_are_read(tmp_path: Path, tokenizer: Toke
         assert [(prompts[i].raw_prompt, prompts[i].extra_info["a"]) for i in range(3)] == [(t, t) for t in texts]
 
 
-def test_text_that_is_not_utf8_and_duplicate_columns_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_non_utf8_text_and_duplicate_columns_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     broken = pa.Array.from_buffers(
         pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xe9")]
     )
@@ -278,7 +276,7 @@ def other_content_at_the_same_time(file: Path) -> None:
 
 @pytest.mark.parametrize("change", [other_content, other_time, other_content_at_the_same_time])
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
-def test_a_file_of_the_same_size_that_changed_is_found(
+def test_changed_file_of_same_size_is_detected(
     tmp_path: Path, tokenizer: Tokenizer, name: str, change: Callable[[Path], None]
 ) -> None:
     file = write_lines(tmp_path / name, [ROW] * 3)

@@ -53,7 +53,7 @@ def test_the_text_that_the_model_reads(
     assert tokenizer.decode(scored).split() == [*words, *behind]
 
 
-def test_why_a_prompt_is_read_as_it_is_and_that_it_is_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_display_states_reading_and_is_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", secret := "hf_" + "b" * 34)
 
     def shown(prompt: Any, **options: Any) -> str:

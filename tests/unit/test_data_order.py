@@ -41,9 +41,7 @@ def test_more_rows_than_an_epoch_has() -> None:
 
 
 @given(st.integers(1, 40), st.data(), st.integers(-5, 5), st.booleans())
-def test_a_batch_at_a_time_is_the_order_of_the_steps(
-    num_rows: int, data: st.DataObject, seed: int, shuffle: bool
-) -> None:
+def test_batches_follow_order_of_steps(num_rows: int, data: st.DataObject, seed: int, shuffle: bool) -> None:
     batch_size = data.draw(st.integers(1, num_rows))
     rows = order(num_rows, batch_size, seed=seed, shuffle=shuffle)
     position = Position()
@@ -91,14 +89,14 @@ def test_a_window_fits_or_is_one_chunk(sizes: list[int], window: int) -> None:
         assert sum(held) <= window or len(held) == 1
 
 
-def test_rows_that_fit_in_a_window_are_shuffled_together() -> None:
+def test_rows_within_one_window_are_shuffled_together() -> None:
     shuffled = np.random.default_rng((7, 3)).permutation(9).tolist()
     for sizes in ([9], [4, 5], [1] * 9):
         taken, _ = walk(chunked(sizes, 3, window=9, seed=7), Position(3), [3, 3, 3])
         assert sum(taken, []) == shuffled
 
 
-def test_windows_mix_chunks_from_everywhere_and_differ_between_epochs() -> None:
+def test_windows_mix_distant_chunks_and_differ_between_epochs() -> None:
     order = chunked([10] * 20, 1, window=50)
     firsts = []
     for epoch in range(2):

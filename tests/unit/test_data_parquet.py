@@ -40,7 +40,7 @@ def files(tmp_path: Path) -> list[str]:
     return [write(tmp_path / "a.parquet", 0, 10), write(tmp_path / "b.parquet", 10, 25)]
 
 
-def test_rows_of_several_files_by_number_and_in_order(files: list[str]) -> None:
+def test_rows_of_several_files_are_read_in_order(files: list[str]) -> None:
     rows = Rows(files, columns=["number", "nested"])
     assert len(rows) == 25
     assert [chunk.num_rows for chunk in rows.chunks] == [4, 4, 2, 4, 4, 4, 3]
@@ -84,7 +84,7 @@ def test_row_groups_used_last_are_kept(files: list[str], monkeypatch: pytest.Mon
     assert reads.groups == [a0, a1, b0, a0]
 
 
-def test_an_epoch_in_windows_reads_each_row_group_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windowed_epoch_reads_each_row_group_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "rows.parquet", 0, 400, rows_per_group=10)
     window = 4 * 10 * 8  # bytes of four groups
     rows = Rows(file, columns=["number"], cache_bytes=2 * window)
@@ -102,7 +102,7 @@ def test_a_window_is_half_of_the_cache() -> None:
     assert 2 * order.WINDOW_BYTES <= rows_of_files.CACHE_BYTES
 
 
-def test_a_file_that_goes_or_changes_while_it_is_read(files: list[str], tmp_path: Path) -> None:
+def test_removed_or_changed_file_is_named_while_reading(files: list[str], tmp_path: Path) -> None:
     rows = Rows(files, columns=["number"], cache_bytes=0)
     assert rows[12]["number"] == 12
     Path(files[1]).rename(tmp_path / "away.parquet")
@@ -116,7 +116,7 @@ def test_a_file_that_goes_or_changes_while_it_is_read(files: list[str], tmp_path
     assert rows[20]["number"] == 20
 
 
-def test_files_are_written_in_groups_that_can_be_read_alone(tmp_path: Path) -> None:
+def test_files_are_written_in_separately_readable_row_groups(tmp_path: Path) -> None:
     write_rows(tmp_path / "deep" / "rows.parquet", [{"number": number} for number in range(10_000)])
     rows = Rows(str(tmp_path / "deep" / "rows.parquet"), columns=["number"])
     assert [chunk.num_rows for chunk in rows.chunks] == [4096, 4096, 1808]
@@ -198,7 +198,7 @@ print(num_seen, bounded, peak() - before)
 
 
 @pytest.mark.parametrize("rows_per_group", [128, 1 << 20])
-def test_memory_is_bounded_by_the_cache_and_not_by_the_file(tmp_path: Path, rows_per_group: int) -> None:
+def test_memory_is_bounded_by_cache_not_file(tmp_path: Path, rows_per_group: int) -> None:
     def write_bulk(name: str, num_rows: int) -> Path:
         prompts = [f"{row:08}" + "x" * 4992 for row in range(num_rows)]
         path = tmp_path / name

@@ -32,7 +32,7 @@ def stream(tmp_path: Path, reader: Conversations, rows: list[dict[str, Any]], **
     return PreferenceStream(section, file, reader)
 
 
-def test_a_pair_is_two_neighbours_the_preferred_one_first(tmp_path: Path, reader: Conversations) -> None:
+def test_pair_is_two_neighbours_with_preferred_first(tmp_path: Path, reader: Conversations) -> None:
     pairs = stream(tmp_path, reader, PAIRS, shuffle=False, margin_key="margin")
     assert (len(pairs), pairs.steps_per_epoch) == (5, 2)
     batch = pairs.take(1)

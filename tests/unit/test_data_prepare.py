@@ -30,7 +30,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, out: Path, task: str, *options: str
 
 
 @given(st.integers(), st.integers(2, 6), st.integers(1, 30), st.sampled_from(["+-*/", "+-", "*/"]))
-def test_every_solution_uses_every_number_and_reaches_the_target(
+def test_every_solution_uses_all_numbers_and_reaches_target(
     seed: int, num_numbers: int, max_number: int, operators: str
 ) -> None:
     problem = countdown.draw(random.Random(seed), num_numbers=num_numbers, max_number=max_number, operators=operators)
@@ -95,7 +95,7 @@ def test_countdown_templates_are_read_and_their_responses_solve(
     assert len(splits["sft"]) == 2
 
 
-def test_countdown_that_asks_for_too_much_says_what_to_change(
+def test_impossible_countdown_request_names_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -146,7 +146,7 @@ def test_gsm8k_from_one_file_makes_training_problems(monkeypatch: pytest.MonkeyP
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 1}
 
 
-def test_a_file_that_cannot_be_checked_is_named_without_its_password(
+def test_uncheckable_file_is_named_without_password(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["prepare", "--check", "scheme://ann:Swordf1sh@host"])
@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_checked_is_named_without_its_password(
     assert capsys.readouterr().out.startswith("scheme://***@host cannot be opened")
 
 
-def test_the_reward_of_a_checked_file_is_checked_too(
+def test_check_of_file_includes_its_reward(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_jsonl(tmp_path / "rows.jsonl", '{"prompt": "1+1="}\n')
@@ -178,7 +178,7 @@ def test_the_reward_of_a_checked_file_is_checked_too(
         assert message in capsys.readouterr().out
 
 
-def test_a_tokenizer_that_is_nowhere_is_an_argument_at_fault_before_any_file_is_written(
+def test_missing_tokenizer_is_reported_before_files_are_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -220,9 +220,7 @@ def test_guessing_is_demonstrated_with_and_without_care(monkeypatch: pytest.Monk
         assert all(heeded) == (careless == "0")
 
 
-def test_openings_of_stories_are_distinct_short_and_in_one_split(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_story_openings_are_short_and_never_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source, out = tmp_path / "stories.jsonl", tmp_path / "out"
     stories = [f"Story {number} began. It went on." for number in range(6)]
     texts = [stories[0], *stories, "", "a very " * 20 + "long story. It went on."]

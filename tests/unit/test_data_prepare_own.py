@@ -182,7 +182,7 @@ def test_mistakes_name_the_place_and_the_remedy(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_column_missing_from_a_table_of_texts_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_column_of_text_table_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = separated(",", ".csv")(tmp_path)
     with pytest.raises(SystemExit):
         own(file, out=tmp_path / "out")
@@ -194,7 +194,7 @@ def test_a_column_missing_from_a_table_of_texts_is_named(tmp_path: Path, capsys:
     assert f"no such file: {tmp_path}/missing.csv" in capsys.readouterr().err
 
 
-def test_a_run_that_names_such_files_is_sent_here(tmp_path: Path) -> None:
+def test_run_naming_saved_data_set_is_referred_here(tmp_path: Path) -> None:
     data = DataSection(train_files=str(saved_data_set(tmp_path)))
     (fault,) = data_faults(data, CheckpointSection(path="nobody/nothing"))
     assert "is a directory: name the files in it, or convert a saved data set with `megarl prepare own" in fault.message

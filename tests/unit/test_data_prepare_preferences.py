@@ -88,7 +88,7 @@ def test_prompts_are_of_one_kind(
     assert [row["prompt"] for row in rows] == [TALK, TALK]
 
 
-def test_held_out_pairs_share_no_prompt_with_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_held_out_pairs_share_no_prompt_with_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = [PAIR | {"prompt": f"prompt {number % 10}", "chosen": f"answer {number}"} for number in range(40)]
     write_rows(tmp_path / "pairs.parquet", rows)
     options = ("--from", tmp_path / "pairs.parquet", "--held-out", 10)

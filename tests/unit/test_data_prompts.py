@@ -71,7 +71,7 @@ def test_plain_and_chat_prompts_over_two_files(tmp_path: Path, tokenizer: Tokeni
     assert prompts[2].raw_prompt == [{"role": "user", "content": "ab"}]
 
 
-def test_a_missing_column_is_named_with_the_file_and_its_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_missing_column_is_named_with_file_and_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write(tmp_path / "questions.parquet", [{"question": "1+1", "answer": "2"}])
     with pytest.raises(
         ValueError,
@@ -99,7 +99,7 @@ def test_files_that_hold_no_rows_are_refused(tmp_path: Path, tokenizer: Tokenize
         dataset([], tokenizer)
 
 
-def test_an_over_long_prompt_is_an_error_that_says_what_to_change(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_overlong_prompt_error_names_remedy(tmp_path: Path, tokenizer: Tokenizer) -> None:
     first = write(tmp_path / "first.parquet", [row("1"), row("2")])
     second = write(tmp_path / "second.parquet", [row("3"), row("+ " * 30)])
     length = len(tokenizer.encode("+ " * 30, add_special_tokens=True))
@@ -111,7 +111,7 @@ def test_an_over_long_prompt_is_an_error_that_says_what_to_change(tmp_path: Path
         dataset([first, second], tokenizer)
 
 
-def test_over_long_prompts_are_left_out_or_cut_on_request(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_overlong_prompts_are_filtered_or_truncated_on_request(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write(tmp_path / "long.parquet", [row("+ " * 30), row("1 2 3"), row("- " * 30), row("4")])
     filtered = dataset(file, tokenizer, filter_overlong_prompts=True)
     assert [filtered[i].text for i in range(len(filtered))] == ["1 2 3", "4"]
@@ -226,7 +226,7 @@ def texts(stream: PromptStream, step: int) -> list[str]:
     return [prompt.text for prompt in prompts.prompts]
 
 
-def test_each_epoch_shows_full_batches_in_an_order_of_its_own(ten: PromptDataset) -> None:
+def test_each_epoch_has_full_batches_in_own_order(ten: PromptDataset) -> None:
     stream = PromptStream(ten, batch_size=3, shuffle=True, seed=1)
     assert stream.steps_per_epoch == 3
     epochs = [[text for step in range(3) for text in texts(stream, 3 * epoch + step)] for epoch in range(2)]
@@ -234,7 +234,7 @@ def test_each_epoch_shows_full_batches_in_an_order_of_its_own(ten: PromptDataset
     assert epochs[0] != epochs[1]
 
 
-def test_the_order_is_a_function_of_seed_and_position(ten: PromptDataset) -> None:
+def test_order_depends_on_seed_and_position(ten: PromptDataset) -> None:
     stream = PromptStream(ten, batch_size=3, shuffle=True, seed=1)
     later = texts(stream, 7)
     assert texts(PromptStream(ten, batch_size=3, shuffle=True, seed=1), 7) == later
@@ -244,7 +244,7 @@ def test_the_order_is_a_function_of_seed_and_position(ten: PromptDataset) -> Non
     assert texts(unshuffled, 4) == ["3", "4", "5"]
 
 
-def test_validation_goes_once_through_everything(ten: PromptDataset) -> None:
+def test_validation_covers_all_rows_once(ten: PromptDataset) -> None:
     sizes = [len(batch.prompts) for batch in PromptStream(ten, batch_size=4, shuffle=False, seed=1).batches()]
     assert sizes == [4, 4, 2]
     (everything,) = PromptStream(ten, batch_size=None, shuffle=False, seed=1).batches()

@@ -34,7 +34,7 @@ def put(endpoint: str, name: str, start: int, stop: int) -> str:
     return f"s3://{BUCKET}/{name}"
 
 
-def test_rows_of_objects_at_the_server_of_the_environment(endpoint: str) -> None:
+def test_rows_are_read_from_server_of_environment(endpoint: str) -> None:
     files = [put(endpoint, "deep/a.parquet", 0, 25), put(endpoint, "b.parquet", 25, 40)]
     rows = Rows(files, columns=["number"], cache_bytes=0)
     assert [row["number"] for row in rows] == list(range(40))

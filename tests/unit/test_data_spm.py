@@ -87,7 +87,7 @@ def test_symbols_with_blanks_have_the_ids_of_sentencepiece(
 @example("a\u0301 b\u0301")
 @example("a  \u0301b")
 @settings(deadline=None)
-def test_no_rule_of_normalisation_reaches_beyond_the_end_of_a_symbol(text: str) -> None:
+def test_normalisation_stops_at_end_of_symbol(text: str) -> None:
     native, ours = tokenizers(("a", "b ", "<x>", "  "), normalization_rule_name="nmt_nfkc")
     assert ours.encode(text, add_special_tokens=False) == native.encode(text)
 
@@ -172,7 +172,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_directory_with_other_ids_than_its_sentencepiece_model_is_named_once(
+def test_directory_differing_from_sentencepiece_model_is_named_once(
     config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = train_sentencepiece(tmp_path / "tokenizer.model", vocab_size=600, byte_fallback=True)
@@ -195,7 +195,7 @@ def test_a_directory_with_other_ids_than_its_sentencepiece_model_is_named_once(
     assert of_the_library.encode(text, add_special_tokens=False) == native.encode(text)
 
 
-def test_the_same_ids_and_models_of_other_formats_are_no_difference(tmp_path: Path) -> None:
+def test_equal_ids_and_other_formats_are_no_difference(tmp_path: Path) -> None:
     path = train_sentencepiece(tmp_path / "tokenizer.model")
     assert first_difference(path, SentencePieceProcessor(model_file=str(path)).encode) == ""
     assert "in the sentencepiece library" in first_difference(path, lambda text: [1])

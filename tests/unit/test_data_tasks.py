@@ -228,7 +228,7 @@ def test_a_misspelt_task_is_corrected(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "choose from 'countdown', " in capsys.readouterr().err
 
 
-def test_the_command_knows_what_scores_and_how_columns_are_called(
+def test_check_command_accepts_scorer_and_column_names(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (lines := tmp_path / "mine.jsonl").write_text('{"question": "2+3?"}\n{"question": ""}\n')

@@ -39,7 +39,7 @@ def compiles(template: str) -> bool:
 
 
 @pytest.mark.parametrize("template", SOUND)
-def test_a_template_that_parses_passes_and_nothing_in_it_is_computed(template: str, tmp_path: Path) -> None:
+def test_parsable_template_passes_without_evaluation(template: str, tmp_path: Path) -> None:
     check_template(template)
     (tmp_path / "own.jinja").write_text(template)
     check_template(str(tmp_path / "own.jinja"))
@@ -73,7 +73,7 @@ def test_the_line_of_a_fault_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["absent.jinja", "", ".", "x" * 5000, "a\0b", "latin.jinja"])
-def test_a_file_that_is_not_there_or_cannot_be_read_is_refused(
+def test_missing_or_unreadable_template_file_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -82,6 +82,6 @@ def test_a_file_that_is_not_there_or_cannot_be_read_is_refused(
         check_template(name)
 
 
-def test_a_template_that_draws_random_numbers_is_refused() -> None:
+def test_template_with_random_numbers_is_refused() -> None:
     with pytest.raises(UserError, match="draws random numbers"):
         check_template("{{ messages | random }}")

@@ -87,9 +87,7 @@ def random_texts(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS.keys())
-def test_sentencepiece_saved_and_read_by_transformers_gives_the_same_ids(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_saved_sentencepiece_tokenizer_keeps_ids_in_transformers(options: dict[str, Any], tmp_path: Path) -> None:
     model = train_sentencepiece(tmp_path / "small.model", **options)
     native = sentencepiece.SentencePieceProcessor(model_file=str(model))
     ours = load_tokenizer(str(model))
@@ -148,7 +146,7 @@ def test_chat_template_is_rendered_and_saved(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "saved")).chat([{"role": "user", "content": "3 5 = 8"}]) == ids
 
 
-def test_chat_template_may_be_a_file_and_must_be_there_to_be_applied(tmp_path: Path) -> None:
+def test_chat_template_may_be_file_and_must_exist(tmp_path: Path) -> None:
     model = train_sentencepiece(tmp_path / "small.model")
     (tmp_path / "own.jinja").write_text(TEMPLATE)
     message = [{"role": "user", "content": "1"}]
@@ -162,7 +160,7 @@ def test_chat_template_may_be_a_file_and_must_be_there_to_be_applied(tmp_path: P
         refuses.chat(message)
 
 
-def test_a_model_that_cannot_be_converted_exactly_is_refused(tmp_path: Path) -> None:
+def test_inexactly_convertible_model_is_refused(tmp_path: Path) -> None:
     model = train_sentencepiece(tmp_path / "newline.model", user_defined_symbols=["\n"])
     with pytest.raises(ValueError, match=r"user-defined symbols \['\\n'\]; train it with normalization_rule_name"):
         load_tokenizer(str(model))
@@ -202,7 +200,7 @@ def test_real_llama_style_directory() -> None:
     assert tokenizer.vocab_size == 512
 
 
-def test_a_model_without_a_tokenizer_is_named_without_advice_of_others(tmp_path: Path) -> None:
+def test_model_without_tokenizer_is_named_without_further_advice(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match=rf"^{tmp_path} has no tokenizer: data.tokenizer takes a directory with"):
         load_tokenizer(str(tmp_path))

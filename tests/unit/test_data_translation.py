@@ -65,7 +65,7 @@ def rollouts(writer: Tokenizer, prompt: Any, answers: list[list[int]]) -> Rollou
 
 @settings(deadline=None, max_examples=60)
 @given(prompt=TEXTS, answer=TEXTS, writer=st.sampled_from(list(MODELS)), reader=st.sampled_from(list(MODELS)))
-def test_a_state_covers_all_complete_tokens_of_the_text_so_far(
+def test_state_covers_all_complete_tokens_so_far(
     tokenizers: dict[str, Tokenizer], prompt: str, answer: str, writer: str, reader: str
 ) -> None:
     writes, reads = tokenizers[writer], tokenizers[reader]
@@ -85,7 +85,7 @@ def test_a_state_covers_all_complete_tokens_of_the_text_so_far(
     assert read.lengths().tolist() == [len(sequence) for sequence in read.sequences]
 
 
-def test_a_reader_of_the_same_tokens_reads_what_was_written(tokenizers: dict[str, Tokenizer]) -> None:
+def test_reader_with_same_tokenizer_reads_same_tokens(tokenizers: dict[str, Tokenizer]) -> None:
     same = tokenizers["coarse"]
     answers = [same.encode(text, add_special_tokens=False) + [same.eos_token_id] for text in ("a 12 + 7", "hkb")]
     batch = rollouts(same, "3 18 5 = 20 :", answers)
@@ -96,7 +96,7 @@ def test_a_reader_of_the_same_tokens_reads_what_was_written(tokenizers: dict[str
     assert tokens_of(chosen, 0) == tokens_of(batch, 1)
 
 
-def test_the_same_responses_are_read_once_and_others_again(tokenizers: dict[str, Tokenizer]) -> None:
+def test_same_responses_are_translated_once(tokenizers: dict[str, Tokenizer]) -> None:
     writer = tokenizers["coarse"]
     first, second = (rollouts(writer, "3 18", [writer.encode(text, add_special_tokens=False)]) for text in ("ab", "cd"))
     translation = Translation(writer=writer, reader=tokenizers["fine"])

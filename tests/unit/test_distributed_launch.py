@@ -104,13 +104,13 @@ def test_open_mpi_on_one_host_meets_on_loopback() -> None:
     assert rendezvous(OPEN_MPI, launch, Path())[0] == "127.0.0.1"
 
 
-def test_open_mpi_across_hosts_may_be_told_the_address() -> None:
+def test_open_mpi_across_hosts_accepts_given_address() -> None:
     launch = Launch(rank=1, world_size=4, local_rank=1, local_world_size=2)
     environ = {**OPEN_MPI, "MASTER_ADDR": "node7", "MASTER_PORT": "123"}
     assert rendezvous(environ, launch, Path()) == ("node7", 123)
 
 
-def test_open_mpi_across_hosts_meets_where_rank_0_says(tmp_path: Path) -> None:
+def test_open_mpi_hosts_meet_at_rank_0_address(tmp_path: Path) -> None:
     first = Launch(rank=0, world_size=4, local_rank=0, local_world_size=2)
     address, port = rendezvous(OPEN_MPI, first, tmp_path / "run")
     with socket.create_server((address, port)):
@@ -136,7 +136,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE))
     ("world", "fault"),
     [(8, ""), (128, ""), (129, "a process may open 512 files here, and a rank among 129 needs at least 514: raise")],
 )
-def test_a_rank_may_open_what_its_world_needs_or_the_number_is_named(world: int, fault: str) -> None:
+def test_open_file_limit_is_raised_or_named(world: int, fault: str) -> None:
     command = [sys.executable, "-c", LIMITED, "64", "512", str(world)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
     assert lines[-1] == "(512, 512)"

@@ -10,13 +10,13 @@ def place(rank: int) -> Launch:
     return Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
 
 
-def test_rank_0_speaks_for_all_who_say_the_same() -> None:
+def test_rank_0_reports_shared_error_for_all() -> None:
     store = HashStore()
     assert not reported_by_rank0(store, "no tokenizer", place(0))
     assert reported_by_rank0(store, "no tokenizer", place(1))
 
 
-def test_a_rank_with_an_error_of_its_own_speaks() -> None:
+def test_rank_reports_its_own_different_error() -> None:
     store = HashStore()
     assert not reported_by_rank0(store, "no tokenizer", place(0))
     assert not reported_by_rank0(store, "no device", place(1))

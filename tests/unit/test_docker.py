@@ -37,7 +37,7 @@ def of(stage: list[tuple[str, str]], wanted: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", [GPU, CPU], ids=lambda path: path.name)
-def test_an_image_is_built_from_named_releases_and_keeps_no_lists(path: Path) -> None:
+def test_image_pins_releases_and_removes_package_lists(path: Path) -> None:
     named = [rest for name, rest in instructions(path) if name in ("FROM", "ARG") and "/" in rest or ":" in rest]
     assert named and not [rest for rest in named if rest.endswith(":latest")]
     installs = [rest for name, rest in instructions(path) if name == "RUN" and "apt-get install" in rest]
@@ -47,7 +47,7 @@ def test_an_image_is_built_from_named_releases_and_keeps_no_lists(path: Path) ->
 
 
 @pytest.mark.parametrize("path", [GPU, CPU], ids=lambda path: path.name)
-def test_the_process_is_no_root_and_has_a_home(path: Path) -> None:
+def test_container_runs_as_user_with_home(path: Path) -> None:
     last = stages(path)[-1]
     assert of(last, "USER") == ["megarl"]
     environment = " ".join(of(last, "ENV"))
@@ -57,12 +57,12 @@ def test_the_process_is_no_root_and_has_a_home(path: Path) -> None:
     assert all(f"org.opencontainers.image.{key}=" in labels for key in ("title", "description", "licenses"))
 
 
-def test_the_command_of_the_gpu_image_receives_signals_itself() -> None:
+def test_gpu_image_command_receives_signals_directly() -> None:
     [entry], [command] = (of(stages(GPU)[-1], name) for name in ("ENTRYPOINT", "CMD"))
     assert [json.loads(entry), json.loads(command)] == [["megarl"], ["doctor"]]  # lists: no shell in between
 
 
-def test_compilers_stay_behind_and_their_number_is_that_of_the_argument() -> None:
+def test_compilers_are_left_out_and_build_jobs_configurable() -> None:
     build, final = stages(GPU)
     [compiling] = [run for run in of(build, "RUN") if "gpu-source.txt" in run]
     settings = dict(re.findall(r"(\w+)=(\S+)", compiling))
@@ -76,7 +76,7 @@ def test_compilers_stay_behind_and_their_number_is_that_of_the_argument() -> Non
     assert needed < set(installed)
 
 
-def test_a_change_of_the_code_installs_no_package_again() -> None:
+def test_code_change_reinstalls_no_package() -> None:
     """`make setup` imports megarl, so it needs all files; the layer before it needs the lock and the script alone."""
     steps = [f"{name} {rest.replace('--chown=megarl ', '')}" for name, rest in stages(CPU)[-1]]
     packages, copied, setup = map(steps.index, (f"RUN PYTHON=$PYTHON {SETUP} packages", "COPY . .", "RUN make setup"))
@@ -87,7 +87,7 @@ def test_a_change_of_the_code_installs_no_package_again() -> None:
     ]
 
 
-def test_nothing_that_users_make_is_sent_to_the_builder() -> None:
+def test_user_outputs_are_excluded_from_build_context() -> None:
     def is_ignored(name: str) -> bool:
         return any(fnmatch.fnmatch(name, pattern.removeprefix("**/")) for pattern in IGNORED)
 

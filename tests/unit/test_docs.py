@@ -184,7 +184,7 @@ def decisions() -> Iterator[tuple[str, str]]:
         yield from re.findall(r"^\| ([PED]\d+) \| ([^|]+) \|", page.read_text(), re.MULTILINE)
 
 
-def test_every_decision_has_an_id_of_its_own_and_the_one_that_replaces_it_exists() -> None:
+def test_decision_ids_are_unique_and_replacements_exist() -> None:
     found = list(decisions())
     assert len(dict(found)) == len(found) > 300
     replacing = {name for _, text in found for name in re.findall(r"Replaced by (\w+)", text)}
@@ -192,7 +192,7 @@ def test_every_decision_has_an_id_of_its_own_and_the_one_that_replaces_it_exists
     assert replacing <= dict(found).keys()
 
 
-def test_a_page_of_decisions_belongs_to_a_folder_of_the_package() -> None:
+def test_decision_pages_correspond_to_package_folders() -> None:
     folders = {path.name for path in (ROOT / "megarl").iterdir() if (path / "__init__.py").is_file()}
     assert {page.stem for page in DECISIONS.glob("*.md")} <= folders | {"dependencies", "environment", "index"}
 
@@ -213,18 +213,18 @@ def test_the_tree_names_every_package() -> None:
     assert set(re.findall(r"(\w+\.py)\b", tree)) >= files
 
 
-def test_the_picture_of_the_packages_shows_the_imports_of_the_code() -> None:
+def test_packages_picture_shows_imports_of_code() -> None:
     drawn = re.findall(r'id="(\w+)-&gt;(\w+)"', (DOCS / "images" / "packages.svg").read_text())
     assert set(drawn) == find_arrows(read_layers()), "run: python scripts/pictures.py packages"
 
 
-def test_the_picture_of_a_step_shows_the_phases_of_the_code() -> None:
+def test_step_picture_shows_timed_phases_of_code() -> None:
     files = [*(ROOT / "megarl" / "training").glob("*.py"), *(ROOT / "megarl" / "weight_sync").glob("*.py")]
     timed = {name for file in files for name in re.findall(r'timers\("(\w+)"', file.read_text())}
     assert {name for _, name, _, _ in STEP} - timed == {"gate"}
 
 
-def test_every_picture_can_be_drawn_again(tmp_path: Path) -> None:
+def test_script_regenerates_every_picture(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "scripts" / "pictures.py", "--out", tmp_path], check=True)
     for picture in ("packages", "step", "memory", "sync"):
         assert (tmp_path / f"{picture}.svg").read_text().rstrip().endswith("</svg>")

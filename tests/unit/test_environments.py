@@ -59,7 +59,7 @@ def ask(players: Players, responses: list[str], observations: list[str], *, epis
     return players.answer(data_source="", row=FIELDS, episode=episode, responses=responses, observations=observations)
 
 
-def test_a_worker_that_lost_an_episode_plays_it_again() -> None:
+def test_worker_replays_lost_episode() -> None:
     whole, numbers = Players(Count), [{"score": float(turn), DONE: 0.0} for turn in (1, 2)]
     first = ask(whole, ["a"], [])
     assert first == (numbers[0], '"1:a"')
@@ -69,7 +69,7 @@ def test_a_worker_that_lost_an_episode_plays_it_again() -> None:
     assert ask(whole, [], []).pred == '"row 5 begins"'
 
 
-def test_another_answer_to_a_replayed_turn_is_an_error() -> None:
+def test_different_observation_in_replayed_turn_is_error() -> None:
     players = Players(Fickle)
     first = ask(players, ["a"], [])
     ask(players, ["a", "b"], [first.pred])
@@ -118,7 +118,7 @@ SAID = Generation(2, [7, 8], [-1.0, -2.0], truncated=False, weight_versions=[4, 
 GOES_ON = Answer(reward=0.5, observation=[20, 21, 22])
 
 
-def test_an_observation_is_appended_and_the_policys_tokens_stay() -> None:
+def test_observation_is_appended_after_policy_tokens() -> None:
     once = proceed(SAID, GOES_ON, SECTION, max_tokens=30)
     assert (once.token_ids, once.complete) == ([7, 8, 20, 21, 22], False)
     assert once.log_probs == [-1.0, -2.0, 0.0, 0.0, 0.0]
@@ -146,7 +146,7 @@ TIMED_OUT = Answer(fault=StopReason.TIMEOUT, detail="late")
         (SAID, TIMED_OUT, replace(SECTION, on_failure="score"), 30, StopReason.TIMEOUT, -1.0),
     ],
 )
-def test_why_an_episode_ends_and_what_its_last_turn_earns(
+def test_episode_records_stop_reason_and_last_turn_reward(
     said: Generation,
     answer: Answer,
     section: EnvironmentSection,
@@ -242,7 +242,7 @@ def test_an_environment_that_continues_otherwise_ends_its_episode() -> None:
     assert found.fault and "not deterministic" in found.fault
 
 
-def test_a_turn_without_an_answer_ends_its_episode_alone() -> None:
+def test_failed_turn_ends_only_its_own_episode() -> None:
     with world_of_one():
         episodes = environments("Hangs", max_observation_length=5).begin(max_tokens=200)
         said = [say("hang", sample=0), say("a", sample=1), say("a long turn", sample=2)]
@@ -277,7 +277,7 @@ def test_the_environment_begins_each_episode() -> None:
             environments("Silent", on_failure="stop").open(rows, max_tokens=20)
 
 
-def test_an_environment_that_does_not_begin_is_tried_again_and_fails_the_episodes_of_its_row_alone() -> None:
+def test_failed_start_is_retried_and_affects_one_row() -> None:
     with world_of_one():
         made = environments("Busy", num_workers=1)
         rows = Prompts(prompts=[replace(PROMPT, index=number) for number in range(3)])

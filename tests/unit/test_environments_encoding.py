@@ -95,7 +95,7 @@ def test_a_text_is_continued_as_it_is(seen: str) -> None:
     assert ours.decode(ids, with_special_tokens=True) == seen
 
 
-def test_a_turn_that_ended_with_another_token_is_still_ended_by_the_template() -> None:
+def test_turn_without_eos_gets_end_of_turn_token() -> None:
     ours = tokenizer(template("chatml", APPENDING["chatml"]))
     by_end, by_other = (
         Observer(ours).encode("b", prompt=as_messages("a"), last=last) for last in (ours.eos_token_id, 7)

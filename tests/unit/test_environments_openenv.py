@@ -46,7 +46,7 @@ def test_requests_are_of_the_protocol(server: OpenEnvServer, monkeypatch: pytest
 @pytest.mark.parametrize(
     "turn", ["fails once", "stalls once", "hangs up once", "lies once", "talks nonsense once", "floods once"]
 )
-def test_a_turn_whose_answer_is_lost_is_taken_once(server: OpenEnvServer, turn: str) -> None:
+def test_turn_with_lost_reply_is_applied_once(server: OpenEnvServer, turn: str) -> None:
     """The server took the turn. Under another id the episode has it once, after its earlier turns."""
     environment = started(server)
     environment.step("a")

@@ -38,7 +38,7 @@ def test_a_program_says_what_it_prints(program: str, said: str) -> None:
     assert run(program).endswith(said)
 
 
-def test_an_answer_is_scored_by_the_rule_of_the_row() -> None:
+def test_answer_is_scored_by_rule_of_row() -> None:
     environment = Python()
     environment.reset(ROW)
     assert environment.step("<answer>42</answer>") == Step(None, 1.0, done=True)
@@ -63,9 +63,7 @@ def test_an_answer_is_scored_by_the_rule_of_the_row() -> None:
         "os.close(1); os.close(2)",
     ],
 )
-def test_a_program_cannot_put_another_file_in_the_place_of_its_output(
-    replace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_program_cannot_replace_its_output_file(replace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "the-secret-of-the-run")
     program = f"""
 import os

@@ -18,7 +18,7 @@ def row(name: str) -> Row:
     )
 
 
-def test_an_episode_earns_the_best_score_of_its_turns() -> None:
+def test_episode_reward_is_best_score_of_turns() -> None:
     asked = row("chain_sum")
     environment = ReasoningGym(feedback="no")
     assert environment.reset(asked) == asked.prompt

@@ -44,7 +44,7 @@ def test_a_key_has_type_default_and_meaning(capsys: Captured) -> None:
     assert "  value" not in printed
 
 
-def test_the_beginning_of_a_name_may_be_left_out(capsys: Captured) -> None:
+def test_key_name_may_omit_leading_sections(capsys: Captured) -> None:
     printed = shown(capsys, "optim.lr")
     assert "actor_rollout_ref.actor.optim.lr\n" in printed
     assert "critic.optim.lr\n" in printed

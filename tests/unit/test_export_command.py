@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["file", "file/x", "/proc/none"])
 @pytest.mark.parametrize("best", [Best(0.5, 0), Best(0.5, 1)])
-def test_no_best_checkpoint_and_a_place_that_takes_no_files_are_faults(name: str, best: Best, tmp_path: Path) -> None:
+def test_missing_best_checkpoint_and_unwritable_output_are_faults(name: str, best: Best, tmp_path: Path) -> None:
     run_dir, out = make_run(tmp_path / "run", best), tmp_path / name  # an absolute name stays as it is
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as caught:
@@ -41,7 +41,7 @@ def test_no_best_checkpoint_and_a_place_that_takes_no_files_are_faults(name: str
     assert f"\n  OUT: {out} cannot be written: " in str(caught.value)
 
 
-def test_a_mistake_leaves_no_file_and_names_no_rank(tmp_path: Path, here: Path) -> None:
+def test_argument_mistake_writes_no_file_nor_names_rank(tmp_path: Path, here: Path) -> None:
     run_dir = make_run(tmp_path / "run", Best(0.5, 0))
     command = [sys.executable, "-m", "megarl", "export", run_dir, "out", "--best"]
     code, printed = run_program(*command, timeout_s=60, cwd=here)
@@ -52,7 +52,7 @@ def test_a_mistake_leaves_no_file_and_names_no_rank(tmp_path: Path, here: Path) 
     assert {path.name for path in run_dir.iterdir()} == {"global_step_2"}
 
 
-def test_the_best_checkpoint_is_exported_and_its_run_has_the_reports(tmp_path: Path) -> None:
+def test_best_checkpoint_is_exported_with_reports_in_run(tmp_path: Path) -> None:
     run_dir, out = make_run(tmp_path / "run", Best(0.5, 2)), str(tmp_path / "out")
     for named in ([str(run_dir)], [str(run_dir), "--best"]):
         found = export.read_arguments([*named, out], world_size=None)

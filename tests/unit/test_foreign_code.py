@@ -49,7 +49,7 @@ def own_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path
     return model, witness
 
 
-def test_a_tokenizers_own_code_runs_only_with_the_key(own_tokenizer: tuple[Path, Path], tmp_path: Path) -> None:
+def test_tokenizer_code_runs_only_with_trust_remote_code(own_tokenizer: tuple[Path, Path], tmp_path: Path) -> None:
     model, witness = own_tokenizer
     with pytest.raises(
         ValueError, match=r"Python code, which was not run: .*actor_rollout_ref\.model\.trust_remote_code"

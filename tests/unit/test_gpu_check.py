@@ -23,7 +23,7 @@ STEP = {
 }
 
 
-def test_the_page_in_the_docs_shows_the_results_beside_it() -> None:
+def test_docs_page_shows_published_results() -> None:
     results = published()
     [num_devices] = {result["num_devices"] for result in results.values()}
     assert PAGE.read_text() == page(results, num_devices=num_devices)
@@ -34,7 +34,7 @@ def test_a_page_without_results_says_that_nothing_ran() -> None:
     assert "**Not run on a GPU yet.**" in page({}, num_devices=1)
 
 
-def test_a_step_is_shown_beside_its_floor_without_the_check_of_the_sync() -> None:
+def test_step_is_shown_without_sync_check_beside_floor() -> None:
     found = {"steps": [STEP | {"timing_s/step": 99.0}, STEP], "traces": []}
     results = {
         "train-0.5b-ppo": {"done": True, "seconds": 50.0, "found": found},
@@ -64,7 +64,7 @@ def stage(name: str, limit_s: int, calls: list[tuple[str, int]], *, fails: bool 
     return Stage(name=name, limit_s=limit_s, run=work)
 
 
-def test_a_stage_is_done_once_and_only_if_half_its_time_is_left(tmp_path: Path) -> None:
+def test_stage_runs_once_if_half_its_time_remains(tmp_path: Path) -> None:
     calls: list[tuple[str, int]] = []
     short, long, bad = stage("doctor", 50, calls), stage("tests", 300, calls), stage("resume", 20, calls, fails=True)
     assert run(site(tmp_path), [short, long, bad], budget_s=100.5) == ["tests"]
@@ -76,13 +76,13 @@ def test_a_stage_is_done_once_and_only_if_half_its_time_is_left(tmp_path: Path) 
     assert calls[2:] == [("tests", 200), ("resume", 20)]  # what is left of the time is the limit
 
 
-def test_stages_are_chosen_by_the_beginnings_of_their_names() -> None:
+def test_stages_are_selected_by_name_prefix() -> None:
     assert [stage.name for stage in choose("resume,train-3b")] == ["train-3b-ppo", "train-3b-grpo", "resume"]
     with pytest.raises(SystemExit, match="no stage tests2; there are doctor"):
         choose("tests2")
 
 
-def test_a_program_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_program_past_time_limit_dies_with_child_processes(tmp_path: Path) -> None:
     started = tmp_path / "started"
     code = (
         f"import subprocess; p = subprocess.Popen(['sleep', '60']); open('{started}', 'w').write(str(p.pid)); p.wait()"

@@ -34,7 +34,7 @@ def test_the_lines_that_only_cuda_runs(body: str) -> None:
     assert [branch.lines for branch in branches(text, "f.py")] == CASES[body]
 
 
-def test_the_package_has_such_branches_in_every_package_that_decides() -> None:
+def test_deciding_packages_have_cuda_only_branches() -> None:
     assert {branch.file.partition("/")[0] for branch in all_branches()} >= {
         "learner",
         "rollout",

@@ -25,7 +25,7 @@ def launch(rank: int, world_size: int, local_world_size: int) -> Launch:
     return Launch(rank=rank, world_size=world_size, local_rank=local, local_world_size=local_world_size)
 
 
-def test_the_place_is_that_of_the_launcher_or_of_the_name() -> None:
+def test_host_index_comes_from_launcher_or_host_name() -> None:
     assert own_index_of(("a", "b"), launch(1, 2, 1)) == 1
     assert own_index_of(("a", "b"), launch(4, 8, 4)) == 1
     assert own_index_of(("elsewhere", f"{HERE}.cluster.example"), None) == 1
@@ -56,7 +56,7 @@ def rows(findings: list[Finding], verdict: str) -> dict[str, tuple[str, str]]:
     return {found.name: (found.found, found.advice) for found in findings if found.verdict == verdict}
 
 
-def test_a_host_that_cannot_find_the_first_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_does_not_wait_for_unreachable_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothere7")
     monkeypatch.setattr("megarl.distributed.hosts.REPORT_INTERVAL_S", 0.0)
     [found] = examine(group("no.such.invalid", HERE, own_index=1), pytest.fail).values()
@@ -68,7 +68,7 @@ def test_a_host_that_cannot_find_the_first_does_not_wait_for_it(monkeypatch: pyt
     assert rows(found, "fault")["name localhost"][1].startswith("the name leads back to this host")
 
 
-def test_a_port_that_is_taken_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_occupied_port_is_reported_immediately(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         [found] = examine(group(HERE, "127.0.0.2", port=port), print).values()
@@ -127,7 +127,7 @@ def test_a_directory_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.Monk
     assert fault.verdict == "fault" and "not writable: " in fault.found
 
 
-def test_infiniband_ports_that_are_active_and_hosts_that_have_fewer(tmp_path: Path) -> None:
+def test_inactive_infiniband_ports_and_unequal_hosts_are_reported(tmp_path: Path) -> None:
     for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
         (tmp_path / device / "ports" / "1").mkdir(parents=True)
         (tmp_path / device / "ports" / "1" / "state").write_text(f"{state}\n")

@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 from tests.support.programs import ROOT, succeed
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FUNCTION_TOKENS, MAX_HABITS = 600, 80, 700, 6
+MAX_TEST_WORDS = 8
 SCREEN = Path("megarl/platform/screen.py")
 TESTS = ("tests.unit", "tests.ranks", "tests.e2e", "tests.gpu", "tests.cluster", "tests.hollow.test_")
 
@@ -124,6 +125,17 @@ def test_identifiers_are_the_words_of_the_field(trees: dict[Path, ast.Module]) -
     assert found == set()
 
 
+def test_names_of_tests_are_short(trees: dict[Path, ast.Module]) -> None:
+    names = {
+        f"{path}: {function.name}"
+        for path, tree in trees.items()
+        if path.parts[0] == "tests"
+        for function in functions(tree)
+        if function.name.startswith("test_") and function.name.count("_") > MAX_TEST_WORDS
+    }
+    assert names == set()
+
+
 def test_no_class_name_is_given_twice(trees: dict[Path, ast.Module]) -> None:
     files: dict[str, list[str]] = {}
     for path, tree in trees.items():
@@ -188,7 +200,7 @@ def opens_text(call: ast.Call) -> bool:
     return bool(modes) or (name == "open" and not owner)
 
 
-def test_no_text_is_read_by_the_encoding_of_a_locale(trees: dict[Path, ast.Module]) -> None:
+def test_every_text_file_is_opened_with_explicit_encoding(trees: dict[Path, ast.Module]) -> None:
     found = [
         f"{path}:{node.lineno}"
         for path, tree in trees.items()

@@ -31,7 +31,7 @@ def submit(root: Path, code: int) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("code", [0, 1, EXIT_CODE, 137])
-def test_a_job_is_requeued_when_it_was_told_to_end_and_only_then(tmp_path: Path, code: int) -> None:
+def test_job_is_requeued_only_after_graceful_stop(tmp_path: Path, code: int) -> None:
     ended, calls = submit(tmp_path, code)
     assert ended == code
     job = "python -m megarl.commands.train run.yaml a.b=c d trainer.nnodes=2 trainer.n_gpus_per_node=8"

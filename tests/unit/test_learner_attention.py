@@ -66,7 +66,7 @@ def test_groups_of_sequences_attend_as_each_alone(lengths: list[int], cp_size: i
 
 
 @given(lengths=lengths_of_sequences)
-def test_padding_is_at_most_a_quarter_of_the_tokens(lengths: list[int]) -> None:
+def test_padding_is_at_most_quarter_of_tokens(lengths: list[int]) -> None:
     ordered = sorted(lengths, reverse=True)
     counts = similar(ordered)
     assert sum(counts) == len(lengths) and all(counts)

@@ -17,7 +17,7 @@ def bounds(packed: Packed) -> list[int]:
     return packed.sequences.cu_seqlens_q.tolist()
 
 
-def test_sequences_lie_end_to_end_without_their_last_tokens() -> None:
+def test_sequences_are_concatenated_without_their_last_tokens() -> None:
     packed = pack_samples(BATCH, [2, 0], num_parts=1, device=CPU)
     assert packed.samples.tolist() == [2, 0]
     assert packed.tokens.tolist() == [[200, 201, 202, 30, 31, 100, 101, 10]]
@@ -108,7 +108,7 @@ def test_a_sample_without_a_response_has_no_predictors() -> None:
     assert packed.unpack(torch.tensor([5.0])).tolist() == [[0.0, 0.0, 0.0], [5.0, 0.0, 0.0]]
 
 
-def test_prompts_of_one_token_alone_still_make_a_row() -> None:
+def test_single_token_prompts_still_make_row() -> None:
     batch = answer(prompts([1, 1]), [2, 1]).without_responses(torch.tensor([True, True]))
     packed = pack_samples(batch, [0, 1], device=CPU, num_parts=2)
     assert packed.tokens.tolist() == [[0, 0]]

@@ -23,9 +23,7 @@ def test_partition_by_hand() -> None:
 
 
 @given(grouped_costs(), st.integers(min_value=1, max_value=8))
-def test_partition_takes_every_sample_once_and_keeps_groups_whole(
-    sample: tuple[list[int], list[int]], num_parts: int
-) -> None:
+def test_partition_takes_each_sample_once_and_keeps_groups(sample: tuple[list[int], list[int]], num_parts: int) -> None:
     costs, groups = sample
     parts = partition(costs, groups, num_parts)
     assert len(parts) == num_parts
@@ -36,9 +34,7 @@ def test_partition_takes_every_sample_once_and_keeps_groups_whole(
 
 
 @given(grouped_costs(), st.integers(min_value=1, max_value=8))
-def test_partition_loads_exceed_the_mean_by_at_most_one_group(
-    sample: tuple[list[int], list[int]], num_parts: int
-) -> None:
+def test_partition_load_is_at_most_mean_plus_group(sample: tuple[list[int], list[int]], num_parts: int) -> None:
     costs, groups = sample
     group_costs = [sum(c for c, g in zip(costs, groups, strict=True) if g == group) for group in set(groups)]
     loads = [sum(costs[index] for index in part) for part in partition(costs, groups, num_parts)]
@@ -57,7 +53,7 @@ def test_pack_keeps_every_sequence_once_within_both_budgets(
 
 
 @given(LENGTHS, st.integers(min_value=100, max_value=400))
-def test_pack_uses_at_most_twice_the_bins_it_must(lengths: list[int], max_tokens: int) -> None:
+def test_pack_uses_at_most_twice_minimal_bins(lengths: list[int], max_tokens: int) -> None:
     bins = pack(lengths, max_tokens=max_tokens)
     assert len(bins) <= 2 * -(-sum(lengths) // max_tokens) + 1
 

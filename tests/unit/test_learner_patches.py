@@ -70,13 +70,13 @@ def replacements(tree: ast.Module) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-def test_installed_versions_are_those_the_replacements_were_tested_with(table: list[Patch]) -> None:
+def test_patches_were_tested_with_installed_versions(table: list[Patch]) -> None:
     installed = [patch for patch in table if patch.installed_version]
     assert {patch.library for patch in installed} >= {"megatron-core", "torch", "vllm", "math-verify"}
     assert [f"{patch} ({patch.library} {patch.installed_version})" for patch in installed if not patch.is_tested] == []
 
 
-def test_no_code_of_other_libraries_is_replaced_beside_the_table() -> None:
+def test_every_replacement_of_library_code_is_in_table() -> None:
     assert {
         path: list(replacements(tree)) for path, tree in trees() if path not in FREE and any(replacements(tree))
     } == {}
@@ -97,7 +97,7 @@ def test_what_is_replaced_exists(table: list[Patch]) -> None:
     assert [str(patch) for patch in megatron if not patch.is_present] == []
 
 
-def test_the_table_is_complete_without_importing_what_it_changes() -> None:
+def test_patch_table_imports_no_patched_library() -> None:
     code = "import sys, megarl.learner.patches, megarl.rollout.patches; print({'megatron', 'vllm'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
@@ -156,7 +156,7 @@ def test_an_unknown_library_is_not_tested() -> None:
     assert planted("x").installed_version is None and not planted("x").is_tested
 
 
-def test_gradients_clipped_at_once_are_those_clipped_one_by_one() -> None:
+def test_batched_gradient_clipping_equals_separate_clipping() -> None:
     from megatron.core.utils import local_multi_tensor_scale
 
     from megarl.learner.patches.optimizer import CLIPPING, clip_gradients_at_once

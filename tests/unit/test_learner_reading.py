@@ -26,7 +26,7 @@ def written(value: Any) -> io.BytesIO:
     return file
 
 
-def test_an_index_of_an_early_python_3_11_is_read() -> None:
+def test_index_of_early_python_3_11_is_read() -> None:
     index = Metadata(state_dict_metadata={}, planner_data=_MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT, storage_data={})
     assert load_index(written(index)) == index
 

@@ -58,9 +58,7 @@ OPTIMS = st.builds(
 
 
 @given(optim=OPTIMS, num_updates=st.integers(1, 12))
-def test_every_update_of_an_accepted_schedule_learns_unless_min_lr_says_otherwise(
-    optim: OptimSection, num_updates: int
-) -> None:
+def test_every_update_has_positive_rate_unless_configured_otherwise(optim: OptimSection, num_updates: int) -> None:
     found = rates(optim, num_updates) if not list(schedule_faults(optim, "optim", num_updates)) else [1.0]
     assert max(found) > 0.0
     if optim.min_lr_ratio != 0.0:
@@ -70,7 +68,7 @@ def test_every_update_of_an_accepted_schedule_learns_unless_min_lr_says_otherwis
 
 
 @given(optim=OPTIMS, num_updates=st.integers(2, 12))
-def test_the_last_update_of_a_decay_has_the_final_rate(optim: OptimSection, num_updates: int) -> None:
+def test_last_update_of_decay_has_final_rate(optim: OptimSection, num_updates: int) -> None:
     optim = replace(optim, total_training_steps=-1, warmup_style="cosine", min_lr_ratio=optim.min_lr_ratio or 0.25)
     if not list(schedule_faults(optim, "optim", num_updates)):
         assert math.isclose(rates(optim, num_updates)[-1], optim.min_lr_ratio or 0.0)

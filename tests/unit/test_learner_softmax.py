@@ -16,7 +16,7 @@ def test_sums_of_a_row_by_hand() -> None:
     torch.testing.assert_close(softmax.moments(row, target, with_entropy=False)[:, 0], expected[:3])
 
 
-def test_slices_merge_into_the_sums_of_the_whole_row() -> None:
+def test_slice_moments_merge_into_full_row_moments() -> None:
     logits, targets = logits_and_targets()
     moments = partial(softmax.moments, with_entropy=True)
     whole = moments(logits, targets)

@@ -41,7 +41,7 @@ def one_by_one(hidden: Tensor, counts: Sequence[int], *weights: Tensor) -> Tenso
 
 @given(counts=COUNTS)
 @settings(deadline=None)
-def test_a_product_and_its_gradients_are_those_of_the_experts_one_by_one(counts: list[int]) -> None:
+def test_grouped_expert_product_equals_separate_expert_products(counts: list[int]) -> None:
     hidden, weights, slope = parts(counts)
     found, expected = (product(hidden, counts, *weights) for product in (ProductByExpert.apply, one_by_one))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -51,7 +51,7 @@ def test_a_product_and_its_gradients_are_those_of_the_experts_one_by_one(counts:
 
 @given(counts=COUNTS, awaited=st.booleans())
 @settings(deadline=None)
-def test_gradients_are_added_to_those_of_megatron_unless_a_hook_awaits_them(counts: list[int], awaited: bool) -> None:
+def test_expert_gradients_accumulate_into_main_grad_without_hook(counts: list[int], awaited: bool) -> None:
     hidden, weights, slope = parts(counts)
     before = [numbers(ROWS, COLUMNS, seed=50 + expert) for expert in range(len(counts))]
     for weight, sums in zip(weights, before, strict=True):

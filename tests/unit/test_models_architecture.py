@@ -100,7 +100,7 @@ def test_old_and_new_rotary_settings_mean_the_same(rope):
 SCORES = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
 
 
-def test_a_sequence_classifier_has_one_score_instead_of_a_language_models_head():
+def test_sequence_classifier_replaces_lm_head_with_scalar_head():
     model = read_architecture(LLAMA | SCORES | {"tie_word_embeddings": True})
     policy = read_architecture(LLAMA | {"architectures": ["LlamaForCausalLM"], "num_labels": 1})
     assert model == policy.with_scalar_head()
@@ -157,12 +157,12 @@ def test_what_we_cannot_compute_is_refused_by_name(change, message):
         ("deepseek_v3", {"rope_scaling": YARN | {"attention_factor": 1.0}}, "by mscale and mscale_all_dim"),
     ],
 )
-def test_what_an_expert_model_asks_beyond_us_is_refused_by_name(variant, change, message):
+def test_unsupported_expert_settings_are_refused_by_name(variant, change, message):
     with pytest.raises(ValueError, match=message):
         read_architecture(SIZES | VARIANTS[variant] | change)
 
 
-def test_experts_may_share_without_a_config_of_their_own():
+def test_shared_expert_needs_no_config_of_its_own():
     """Qwen3-MoE with a shared expert, besides 8 experts, after 1 dense layer."""
     change = {"shared_expert_intermediate_size": 96, "mlp_only_layers": [0]}
     architecture = read_architecture(SIZES | VARIANTS["qwen3_moe"] | change)
@@ -183,7 +183,7 @@ def test_a_window_that_never_cuts_is_full_attention(change):
     read_architecture(LLAMA | change)
 
 
-def test_every_name_by_which_vllm_reads_a_rotary_setting_is_known() -> None:
+def test_every_rotary_key_read_by_vllm_is_known() -> None:
     package = find_spec("vllm")
     assert package and package.submodule_search_locations
     source = Path(package.submodule_search_locations[0], "transformers_utils", "config.py").read_text()

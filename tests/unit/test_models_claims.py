@@ -58,7 +58,7 @@ def test_what_transformers_writes_is_claimed_and_nothing_else(variant: str, tmp_
     assert faults(model) == []
 
 
-def test_shards_are_looked_at_too_and_tensors_that_the_index_passes_over(tmp_path: Path) -> None:
+def test_extra_tensors_in_shards_outside_index_are_faults(tmp_path: Path) -> None:
     write_hollow(tmp_path, SIZES | VARIANTS["llama"])
     (tmp_path / "model.safetensors").unlink()
     _, architecture = read_model(tmp_path, {})
@@ -86,12 +86,12 @@ def test_many_tensors_are_counted_and_some_named(tmp_path: Path) -> None:
     assert "num_hidden_layers counts 2 layers" in fault
 
 
-def test_layers_that_the_user_leaves_out_are_no_fault(tmp_path: Path) -> None:
+def test_layers_dropped_by_user_override_are_no_fault(tmp_path: Path) -> None:
     write_hollow(tmp_path, SIZES | VARIANTS["llama"] | {"num_hidden_layers": 5})
     assert faults(tmp_path, overrides={"num_hidden_layers": 2}) == []
 
 
-def test_layers_that_predict_ahead_are_left_out_by_their_number(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_skipped_by_number(tmp_path: Path) -> None:
     config = SIZES | VARIANTS["deepseek_v3"]
     write_hollow(tmp_path, config | {"num_hidden_layers": 4})
     for ahead, num_faults in ((2, 0), (1, 1), (0, 1)):
@@ -100,7 +100,7 @@ def test_layers_that_predict_ahead_are_left_out_by_their_number(tmp_path: Path) 
     assert "num_hidden_layers counts 2 layers" in faults(tmp_path)[0]
 
 
-def test_tensors_that_are_missing_or_of_another_shape_or_type_are_named(tmp_path: Path) -> None:
+def test_missing_tensors_wrong_shapes_and_dtypes_are_named(tmp_path: Path) -> None:
     write_hollow(tmp_path, SIZES | VARIANTS["llama-tied"])
     (tmp_path / "config.json").write_text(json.dumps(SIZES | VARIANTS["llama"]))
     assert faults(tmp_path) == [
@@ -120,7 +120,7 @@ def test_tensors_that_are_missing_or_of_another_shape_or_type_are_named(tmp_path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_beside_tied_embeddings_must_be_the_embedding(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_lm_head_beside_tied_embeddings_must_equal_embedding(tmp_path: Path, dtype: torch.dtype) -> None:
     model = write_checkpoint(tmp_path, "llama-tied")
     embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"].to(dtype)
     add(model, **{"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()})
@@ -132,7 +132,7 @@ def test_a_head_beside_tied_embeddings_must_be_the_embedding(tmp_path: Path, dty
         Source.read(ModelSection(path=str(model)))
 
 
-def test_a_source_is_no_source_with_weights_of_another_model(tmp_path: Path) -> None:
+def test_source_refuses_weights_of_another_model(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path, "llama")
     add(model, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(128)})
     with pytest.raises(ValueError, match=r"holds model.layers.0.self_attn.q_proj.bias, .*attention_bias or qkv_bias"):
@@ -165,7 +165,7 @@ def test_a_tensor_in_two_files_is_named(is_listed: bool, tmp_path: Path) -> None
     assert fault.startswith(f"model.norm.weight is in {model}/first.safetensors and in {model}/second.safetensors")
 
 
-def test_an_index_that_lists_a_tensor_twice_is_named(tmp_path: Path) -> None:
+def test_index_with_duplicate_tensor_is_named(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path, "llama")
     (model / "model.safetensors").rename(model / "first.safetensors")
     entries = ", ".join(f'"{name}": "first.safetensors"' for name in ["model.norm.weight", "model.norm.weight"])

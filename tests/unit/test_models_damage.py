@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(
     variant=st.sampled_from(sorted(VARIANTS)), changes=st.dictionaries(st.sampled_from(KEYS), ODD_VALUES, max_size=3)
 )
-def test_any_value_makes_a_model_of_possible_sizes_or_a_fault_that_names_the_file(
+def test_any_config_value_gives_valid_sizes_or_fault(
     tmp_path_factory: pytest.TempPathFactory, variant: str, changes: dict[str, Any]
 ) -> None:
     directory = tmp_path_factory.getbasetemp() / "values"
@@ -83,7 +83,7 @@ def test_any_value_makes_a_model_of_possible_sizes_or_a_fault_that_names_the_fil
         ("head_dim", 33),
     ],
 )
-def test_a_value_that_cannot_be_is_named_with_its_key(tmp_path: Path, key: str, value: Any) -> None:
+def test_impossible_value_is_named_with_its_key(tmp_path: Path, key: str, value: Any) -> None:
     write_hollow(tmp_path, LLAMA)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {key: value}))
     message = faults(tmp_path)
@@ -147,7 +147,7 @@ def test_half_a_file_is_named(tmp_path: Path, model: Path, place: str) -> None:
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_any_damage_to_a_header_is_named_or_changes_nothing(
+def test_damaged_header_is_named_or_changes_nothing(
     tmp_path_factory: pytest.TempPathFactory, model: Path, data: st.DataObject
 ) -> None:
     """One byte becomes another one, or the file is cut or lengthened: what is not a fault reads as before."""

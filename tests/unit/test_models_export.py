@@ -46,7 +46,7 @@ def written(root: Path, config: dict[str, Any], generation: dict[str, Any] | Non
     ],
     ids=str,
 )
-def test_whatever_ends_a_response_in_training_ends_it_for_every_reader(
+def test_exported_model_keeps_every_training_stop_token(
     tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, expected: list[int]
 ) -> None:
     directory, in_training = written(tmp_path, config | {"bos_token_id": 1, "pad_token_id": 3}, generation)

@@ -66,7 +66,7 @@ def hub(contents: bytes | None) -> Iterator[tuple[str, list[str]]]:
     ("module", "function"),
     [("models.hub", "config_place"), ("models.hub", "local_directory"), ("data.tokenizer", "load_tokenizer")],
 )
-def test_a_hub_that_does_not_answer_is_asked_once(
+def test_unavailable_hub_is_asked_once(
     module: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -80,7 +80,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(
     assert [path for path in asked if "org/model" in path] == [REVISION]
 
 
-def test_a_hub_that_answers_is_asked_once_by_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_hub_is_asked_once_per_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with hub(b'{"model_type": "llama"}') as (address, asked):

@@ -119,7 +119,7 @@ def is_read(config: dict[str, Any], key: str) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_key_that_others_read_is_read_refused_or_inert(family: str) -> None:
+def test_every_config_key_is_read_refused_or_inert(family: str) -> None:
     config = config_of(family)
     inert = INERT | INERT_IN.get(family, {})
     keys = keys_of(family)
@@ -127,7 +127,7 @@ def test_every_key_that_others_read_is_read_refused_or_inert(family: str) -> Non
     assert sorted(key for key in keys if key not in inert and not is_read(config, key)) == []
 
 
-def test_the_table_of_inert_keys_has_no_row_that_is_read() -> None:
+def test_no_inert_key_is_read() -> None:
     reads = {
         (family, key) for family in FAMILIES for key in INERT_IN.get(family, {}) if is_read(config_of(family), key)
     }
@@ -208,9 +208,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("deepseek_v3", {"rope_scaling": YARN | {"truncate": False}}, "truncate false"),
     ],
 )
-def test_a_value_that_others_would_compute_with_is_refused_by_name(
-    family: str, change: dict[str, Any], named: str
-) -> None:
+def test_unsupported_config_value_is_refused_by_name(family: str, change: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError) as refused:
         read_architecture(config_of(family) | change)
     assert named in str(refused.value)
@@ -230,7 +228,7 @@ def test_a_value_that_changes_nothing_is_accepted(change: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_has_the_biases_of_its_class_whatever_a_config_says(family: str) -> None:
+def test_attention_biases_follow_model_family(family: str) -> None:
     """vLLM's class of llama makes biases if the key is there, and that of qwen2 makes them always."""
     other = not FAMILIES[family].qkv_bias
     with pytest.raises(UserError, match=f"qkv_bias {other}: biases of queries, keys and values follow from model_type"):

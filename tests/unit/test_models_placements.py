@@ -105,7 +105,7 @@ def kind(name):
 
 @settings(max_examples=40)
 @given(models(), grids())
-def test_the_trainers_placement_is_what_all_layouts_add_up_to(model, grid):
+def test_trainer_placement_is_union_of_all_layouts(model, grid):
     layouts = [trainer_layout(model, grid, rank, dtype=torch.bfloat16) for rank in range(grid.num_ranks)]
     placement = trainer_placement(model, grid, dtype=torch.bfloat16)
     assert comparable(placement) == comparable(in_checkpoint_order(layouts, model))
@@ -118,7 +118,7 @@ def test_the_trainers_placement_is_what_all_layouts_add_up_to(model, grid):
 
 @settings(max_examples=40)
 @given(models(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]), st.booleans())
-def test_the_engines_placement_is_what_all_layouts_add_up_to(model, tp_size, replicas, expert_parallel):
+def test_engine_placement_is_union_of_all_layouts(model, tp_size, replicas, expert_parallel):
     layouts = [
         engine_layout(
             model,
@@ -144,7 +144,7 @@ def test_the_engines_placement_is_what_all_layouts_add_up_to(model, tp_size, rep
         assert number == replicas * copied, name
 
 
-def test_a_tied_embedding_lives_on_both_ends_of_the_pipeline():
+def test_tied_embedding_is_on_first_and_last_stage():
     """2 stages of 2 tensor ranks: 121 rows are 2 slices of 64, the second short of 7."""
     model = architecture(num_layers=2, tied_embeddings=True)
     placement = trainer_placement(model, Grid(num_ranks=4, tp=2, pp=2), dtype=torch.float32)
@@ -184,7 +184,7 @@ def test_the_engine_fuses_its_experts(expert_parallel, gate, down):
     assert found["2.w2.weight"] == down
 
 
-def test_latent_attention_is_fused_where_the_engine_fuses_it():
+def test_latent_attention_is_fused_where_engine_fuses_it():
     model = architecture(family="deepseek_v3", latent=LATENT, num_key_value_heads=8)
     settings = {"tp_rank": 1, "tp_size": 2, "expert_parallel": False, "dtype": torch.float32}
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
@@ -221,7 +221,7 @@ def test_the_largest_model_has_few_kinds_of_holdings():
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6])
 @given(vocab_size=st.integers(3, 700), variant=st.sampled_from(sorted(VARIANTS)), expert_parallel=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_the_boxes_of_an_engine_are_the_parameter_or_a_fault(
+def test_engine_boxes_cover_parameter_or_raise_fault(
     tp_size: int, vocab_size: int, variant: str, expert_parallel: bool
 ) -> None:
     model = read_architecture(SIZES | VARIANTS[variant] | {"vocab_size": vocab_size})
@@ -239,7 +239,7 @@ def test_the_boxes_of_an_engine_are_the_parameter_or_a_fault(
     assert [name for name, mask in covered.items() if not mask.all()] == []
 
 
-def test_a_vocabulary_that_the_ranks_of_an_engine_cannot_share_is_a_fault(tmp_path: Path) -> None:
+def test_vocabulary_not_divisible_by_engine_ranks_is_fault(tmp_path: Path) -> None:
     model = read_architecture(SIZES | VARIANTS["llama"] | {"num_attention_heads": 3, "num_key_value_heads": 3})
     with pytest.raises(UserError, match="256 rows or columns of model.embed_tokens.weight do not divide into 3"):
         engine_layout(model, tp_rank=0, tp_size=3, expert_parallel=False, dtype=torch.float32, latent_fused=False)

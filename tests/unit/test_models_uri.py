@@ -103,7 +103,7 @@ def faults(*arguments: str) -> dict[str, str]:
     return {}
 
 
-def test_a_model_and_its_tokenizer_are_read_from_their_uri(bucket: Bucket, model: Path, tmp_path: Path) -> None:
+def test_model_and_tokenizer_load_from_uri(bucket: Bucket, model: Path, tmp_path: Path) -> None:
     uri = bucket.put(model, "whole")
     assert faults(f"actor_rollout_ref.model.path={uri}") == {}
     assert not (tmp_path / "cache").exists(), "to check it, nothing is copied"
@@ -143,7 +143,7 @@ def test_a_file_uri_is_the_directory_itself(model: Path, tmp_path: Path, monkeyp
     assert not (tmp_path / "cache").exists()
 
 
-def test_what_changed_there_is_copied_again_and_what_did_not_is_not(bucket: Bucket, model: Path) -> None:
+def test_only_changed_remote_model_is_copied_again(bucket: Bucket, model: Path) -> None:
     uri = bucket.put(model, "changing")
     first = read(uri).directory
     bucket.put(model, "changing")  # the same bytes, at another time: the ETags are the same
@@ -156,9 +156,7 @@ def test_what_changed_there_is_copied_again_and_what_did_not_is_not(bucket: Buck
     assert second.architecture.rms_norm_eps == 1e-5
 
 
-def test_a_file_that_arrives_with_other_bytes_is_no_copy(
-    bucket: Bucket, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_with_wrong_checksum_is_no_copy(bucket: Bucket, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = bucket.put(model, "flipped")
     download = RemoteDirectory.download
 
@@ -194,7 +192,7 @@ def test_a_file_that_arrives_with_other_bytes_is_no_copy(
         ),
     ],
 )
-def test_what_lacks_there_is_a_fault_of_the_configuration(
+def test_missing_remote_files_are_configuration_faults(
     bucket: Bucket, capsys: pytest.CaptureFixture[str], files: dict[str, bytes], message: str
 ) -> None:
     name = f"lacking-{zlib.crc32(message.encode())}"
@@ -216,7 +214,7 @@ def test_what_lacks_there_is_a_fault_of_the_configuration(
         assert message in capsys.readouterr().err
 
 
-def test_tokenizers_that_are_not_there_are_faults_of_the_configuration(bucket: Bucket, model: Path) -> None:
+def test_missing_tokenizers_are_configuration_faults(bucket: Bucket, model: Path) -> None:
     uri, policy = bucket.put(model, "policy"), "actor_rollout_ref.model.path=s3://models/policy"
     bucket.write("bare/config.json", b"{}")
     keys = {
@@ -231,14 +229,14 @@ def test_tokenizers_that_are_not_there_are_faults_of_the_configuration(bucket: B
         assert key not in faults(policy, *more, f"{key}={uri}")
 
 
-def test_a_server_that_is_gone_is_a_fault_with_a_remedy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server_is_fault_with_remedy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     found = faults("actor_rollout_ref.model.path=s3://models/x")
     assert found["actor_rollout_ref.model.path"].startswith("s3://models/x cannot be opened: ")
     assert "AWS_ACCESS_KEY_ID" in found["actor_rollout_ref.model.path"]
 
 
-def test_a_damaged_file_there_is_named_when_it_is_here(bucket: Bucket, tmp_path: Path) -> None:
+def test_damaged_remote_file_is_named_by_uri(bucket: Bucket, tmp_path: Path) -> None:
     write_hollow(tmp_path / "half", LLAMA)
     os.truncate(tmp_path / "half" / "model.safetensors", 5000)
     uri = bucket.put(tmp_path / "half", "half")
@@ -246,7 +244,7 @@ def test_a_damaged_file_there_is_named_when_it_is_here(bucket: Bucket, tmp_path:
         read(uri)
 
 
-def test_of_several_kinds_of_weights_only_those_of_the_index_are_copied(bucket: Bucket, tmp_path: Path) -> None:
+def test_only_weight_files_of_index_are_copied(bucket: Bucket, tmp_path: Path) -> None:
     (directory := tmp_path / "sharded").mkdir()
     (directory / "config.json").write_text(json.dumps(LLAMA))
     shapes = dict(hf_shapes(read_architecture(LLAMA)))

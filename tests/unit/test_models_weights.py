@@ -258,7 +258,7 @@ def test_a_rank_counts_its_own_experts():
 
 
 @pytest.mark.parametrize(("rows", "box"), [(6, "[0:6, 0:6]"), (3, "[3:6, 0:6]")])
-def test_the_shape_tells_whether_a_down_projection_is_cut(rows, box):
+def test_shape_shows_whether_down_projection_is_split(rows, box):
     architecture = replace(BASE, family="deepseek_v2", latent=LATENT, head_dim=3, num_key_value_heads=4)
     name = "decoder.layers.0.self_attention.linear_q_down_proj.weight"
     [piece] = cut(architecture, name, torch.empty(rows, 6), Cut(tp_rank=1, tp_size=2))
@@ -293,6 +293,6 @@ def test_more_ranks_than_groups_cut_a_group_apart():
         ("embedding.word_embeddings.weight", (6, 5), "does not fit"),
     ],
 )
-def test_a_parameter_that_is_not_what_the_table_says_is_refused(name, shape, message):
+def test_parameter_unlike_its_table_entry_is_refused(name, shape, message):
     with pytest.raises(ValueError, match=message):
         pieces(BASE, name, shape, param="local", dtype=torch.float32, cut=Cut(tp_size=2))

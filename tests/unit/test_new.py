@@ -65,7 +65,7 @@ def test_a_directory_in_use_stays_as_it_is(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("name", ["file", "file/x", "x" * 300, "/proc/none"])
-def test_a_directory_that_cannot_be_made_is_named_with_the_remedy(
+def test_directory_creation_failure_is_named_with_remedy(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

@@ -52,14 +52,14 @@ def test_the_time_follows_from_lengths_and_speeds(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("typed", ["fast", "989.4,500", "989.4,x:500", "0", "989.4,256:0"])
-def test_a_speed_that_cannot_be_read_is_a_fault_of_its_option(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_peak_speed_is_fault_of_its_option(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*SMALL, LLAMA_8B, "--peak-tflops", typed])
     assert ended.value.code == 2
     assert "TFLOPS[,WIDTH:TFLOPS...]" in capsys.readouterr().err
 
 
-def test_a_run_that_does_not_fit_ends_with_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_beyond_memory_exits_with_1_and_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, LLAMA_8B, "--gpu-memory", "8GB"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "GB short: the device of a rank of stage 0 is too small while the" in shown
@@ -93,7 +93,7 @@ def test_faults_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert "configs has no config.json" in capsys.readouterr().err
 
 
-def test_a_model_that_the_hub_lacks_is_reported_before_torch_is_imported() -> None:
+def test_missing_hub_model_is_reported_before_torch_import() -> None:
     absent = "actor_rollout_ref.model.path=org/absent"
     shown = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "megarl", "plan", *SMALL, absent],
@@ -136,7 +136,7 @@ def test_lengths_are_two_or_three_numbers(faulty: str) -> None:
 
 
 @pytest.mark.parametrize("faulty", ["9", "9,0.2", "a,b,c", "9,-1,0"])
-def test_the_cost_of_an_engine_step_is_three_numbers(faulty: str) -> None:
+def test_engine_step_cost_is_three_numbers(faulty: str) -> None:
     assert EngineMilliseconds().convert("9,0.25,0.5", None, None) == (9.0, 0.25, 0.5)
     with pytest.raises(click.BadParameter, match=f"'{faulty}' is not STEP,LAYER,SAMPLE"):
         EngineMilliseconds().convert(faulty, None, None)

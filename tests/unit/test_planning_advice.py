@@ -41,7 +41,7 @@ def test_what_fits_needs_no_remedy() -> None:
     assert found.memory.peak <= 80 * GB
 
 
-def test_a_trainer_that_leaves_the_engine_no_room() -> None:
+def test_trainer_leaving_no_memory_for_engine_gets_remedy() -> None:
     """At rest 4 + 8 + 12 GB of the actor and 0.9 x 80 of the engine: more than 80 by what is left of them."""
     found = plan(f"{ROLLOUT}.gpu_memory_utilization=0.9", "actor_rollout_ref.model.enable_gradient_checkpointing=true")
     states = found.memory.states["actor"]

@@ -32,7 +32,7 @@ def plan(*argv: str, host_bytes: int | None = None) -> Plan:
     return Planner(argv, device_bytes=80 * GB, ranks_per_node=None, links=links, host_bytes=host_bytes).plan()
 
 
-def test_what_is_offloaded_of_llama_3_70b_on_256_devices() -> None:
+def test_offloaded_memory_of_llama_3_70b_matches_arithmetic() -> None:
     """Tensor 8, data 32, with critic and reference: 59.2 GB a rank, 474 GB a node."""
     split = (f"{MEGATRON}.pipeline_model_parallel_size=1", "trainer.nnodes=32")
     parts = dict(plan(LLAMA_70B, *split, *OFFLOADED).host.parts)
@@ -79,7 +79,7 @@ def test_every_field_of_tokens_is_counted() -> None:
     assert tensors - per_sample - with_another_tokenizer == {*TOKEN_FIELDS, *EPISODE_FIELDS}
 
 
-def test_episodes_have_two_more_fields_and_processes_of_their_own() -> None:
+def test_environment_adds_two_record_fields_and_worker_processes() -> None:
     """A token has 5 bytes more, and a rank has 3 processes of at most 2 GB."""
     environment = ("environment.name=openenv", "environment.num_workers=3", "environment.max_memory_gb=2")
     without, found = plan(DEEPSEEK).host, plan(DEEPSEEK, *environment).host
@@ -87,7 +87,7 @@ def test_episodes_have_two_more_fields_and_processes_of_their_own() -> None:
     assert found.rewards == 8 * 3 * 2 * GB
 
 
-def test_a_process_that_scores_one_response_has_a_parent_that_stays() -> None:
+def test_per_response_reward_worker_keeps_parent_process() -> None:
     """A worker of the user's function is two processes, unless one process scores all responses."""
     limits = ("reward_model.num_workers=3", "reward_model.max_memory_gb=2")
     custom = (*limits, "custom_reward_function.path=examples/rewards/sentiment.py")
@@ -95,7 +95,7 @@ def test_a_process_that_scores_one_response_has_a_parent_that_stays() -> None:
         assert plan(DEEPSEEK, *keys).host.rewards == 8 * num_processes * 2 * GB
 
 
-def test_copies_for_a_save_come_together_on_the_first_data_parallel_ranks() -> None:
+def test_save_copies_gather_on_first_data_parallel_ranks() -> None:
     """Tensor 4 x data 2 on one node: four ranks have all of their part, and four the shard that they send."""
     found = plan(*LLAMA_8B)
     weights, optimizer = found.memory.states["actor"].weights, found.memory.states["actor"].optimizer
@@ -103,7 +103,7 @@ def test_copies_for_a_save_come_together_on_the_first_data_parallel_ranks() -> N
     assert found.host.parts["copies for a save"] == 4 * (weights + 2 * optimizer) + 4 * optimizer
 
 
-def test_a_host_that_is_too_small_is_named_with_changes_that_are_enough() -> None:
+def test_insufficient_host_memory_is_reported_with_sufficient_changes() -> None:
     offloaded = (*LLAMA_8B, f"{MEGATRON}.optimizer_offload=true")
     needed = plan(*offloaded).host
     found = plan(*offloaded, host_bytes=needed.total - 1)
@@ -117,14 +117,14 @@ def test_a_host_that_is_too_small_is_named_with_changes_that_are_enough() -> Non
     assert plan(*offloaded, host_bytes=needed.total).host_missing == 0
 
 
-def test_a_remedy_of_the_device_says_what_it_costs_the_host() -> None:
+def test_device_remedy_states_its_host_memory_cost() -> None:
     found = plan(*LLAMA_8B, "actor_rollout_ref.rollout.gpu_memory_utilization=0.75")
     costs = {remedy.overrides: remedy.host_bytes - found.host.total for remedy in found.remedies}
     assert costs[(f"{MEGATRON}.optimizer_offload=true",)] == 8 * found.memory.states["actor"].optimizer
     assert costs[(f"{MEGATRON}.grad_offload=true",)] == 0
 
 
-def test_the_command_ends_with_1_where_the_host_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_exits_with_1_for_insufficient_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([LLAMA_70B, "--host-memory", "500GB"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "host memory that a node needs: 83" in shown

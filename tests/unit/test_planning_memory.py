@@ -50,7 +50,7 @@ def test_weights_of_llama_3_8b() -> None:
         assert frozen_states(shapes, section) == States(weights=2 * numel)
 
 
-def test_a_trained_model_has_float32_gradients_moments_and_weights() -> None:
+def test_trained_model_has_float32_gradients_moments_and_weights() -> None:
     n = LLAMA_FIRST_STAGE
     assert llama_states(8, 0) == States(weights=2 * n, gradients=4 * n, optimizer=12 * n)
     assert llama_states(8, 0, dtype="float32") == States(weights=4 * n, gradients=4 * n, optimizer=8 * n)
@@ -65,7 +65,7 @@ def test_buffers_are_padded_to_whole_shares() -> None:
     assert states == States(weights=2 * 384, gradients=4 * 384, optimizer=12 * 128)
 
 
-def test_experts_are_shared_by_fewer_ranks_than_the_rest() -> None:
+def test_expert_optimizer_is_sharded_over_fewer_ranks() -> None:
     section = MegatronSection(expert_model_parallel_size=4)
     grid = grid_of(section, 8)  # 8 ranks share the dense optimizer, 2 that of each expert
     shapes = {"mlp.router.weight": (1024,), "mlp.experts.local_experts.0.linear_fc1.weight": (2048,)}
@@ -87,7 +87,7 @@ def test_a_layer_keeps_what_korthikanti_counts() -> None:
     )
 
 
-def test_experts_keep_a_copy_of_a_token_for_each_that_is_chosen() -> None:
+def test_expert_layers_copy_tokens_for_each_chosen_expert() -> None:
     model = architecture("qwen3-30b-a3b")
     assert model.experts is not None
     hidden, attention = 4 * 2048, 2 * (32 + 4) * 128 + (32 + 4) * 128
@@ -120,7 +120,7 @@ def test_micro_batches_on_their_way(vpp: int, stage: int, num_micro_batches: int
     assert chunks_in_flight(grid, stage=stage, num_micro_batches=num_micro_batches) == expected
 
 
-def test_the_head_sees_a_chunk_of_its_slice_of_the_vocabulary() -> None:
+def test_head_processes_chunks_of_its_vocabulary_slice() -> None:
     model, section = architecture("llama-3-8b"), MegatronSection(tensor_model_parallel_size=4)
     work = PhaseWork(num_tokens=4096, num_micro_batches=1, role="policy", recompute=False)
     rows, states = 128_256 // 4, 4096 * 4096 * 2
@@ -148,7 +148,7 @@ def test_the_cache_gets_what_the_engines_share_leaves() -> None:
     )
 
 
-def test_a_rank_has_one_key_value_head_at_least_and_latents_on_every_rank() -> None:
+def test_rank_keeps_one_kv_head_and_all_latents() -> None:
     sixteen = RolloutSection(tensor_model_parallel_size=16)
     assert cache_bytes_per_token(architecture("llama-3-8b"), sixteen) == 32 * 2 * 128 * 2
     assert cache_bytes_per_token(architecture("deepseek-v3"), sixteen) == 61 * (512 + 64) * 2
@@ -217,7 +217,7 @@ def test_a_reward_model_answers_and_never_learns() -> None:
     assert scoring.parts["KV cache"] > 0  # the engine generates more after the samples are scored
 
 
-def test_an_engine_that_stays_awake_stays_on_the_device() -> None:
+def test_engine_without_sleep_keeps_its_device_memory() -> None:
     asleep, awake = memory(), memory(f"{ROLLOUT}.free_cache_engine=false")
     assert awake.fullest["update"].total == asleep.fullest["update"].total + 40 * GB
 
@@ -230,7 +230,7 @@ def moments(stage: int, *argv: str) -> dict[tuple[str, str], Moment]:
     return {(moment.phase, moment.worker): moment for moment in found}
 
 
-def test_for_an_exact_divergence_the_reference_reads_every_mini_batch_beside_the_actor() -> None:
+def test_exact_kl_reference_reads_mini_batches_beside_actor() -> None:
     full = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full")
     n, head = LLAMA_FIRST_STAGE + 4_096, 32_064 * 4_096
     resting = moments(1, *full)
@@ -248,7 +248,7 @@ def test_for_an_exact_divergence_the_reference_reads_every_mini_batch_beside_the
     assert moments(1, *in_reward)["infer", "actor"].parts["reference weights"] == 2 * head
 
 
-def test_a_sync_holds_the_actors_weights_the_engines_and_four_buckets() -> None:
+def test_sync_holds_actor_and_engine_weights_and_buckets() -> None:
     found = fullest_rank(workload(f"{ACTOR}.megatron.param_offload=true"), device_bytes=80 * GB, bucket_bytes=GB)
     parts = found.fullest["sync"].parts
     assert parts["actor weights"] == found.states["actor"].weights
@@ -257,7 +257,7 @@ def test_a_sync_holds_the_actors_weights_the_engines_and_four_buckets() -> None:
     assert parts["sync buckets"] == 4 * GB
 
 
-def test_work_is_bounded_by_the_budget_and_by_what_there_is() -> None:
+def test_micro_batches_are_bounded_by_budget_and_samples() -> None:
     def updates(*argv: str) -> PhaseWork | None:
         return workload("trainer.n_gpus_per_node=16", *argv).models[0].updates
 

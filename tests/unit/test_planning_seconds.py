@@ -80,7 +80,7 @@ def test_floors_of_a_step_of_ppo(tmp_path: Path, model: str, seconds: float) -> 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 
 
-def test_a_split_costs_what_it_sends_and_how_long_it_idles(tmp_path: Path) -> None:
+def test_split_adds_communication_and_pipeline_idle_time(tmp_path: Path) -> None:
     four = ["trainer.n_gpus_per_node=4"]
     apart, tensor, pipeline = (
         plan(tmp_path, *four, *split).time.seconds["infer reference"]
@@ -118,14 +118,14 @@ def test_links_between_nodes_are_slower(tmp_path: Path) -> None:
     assert between - inside == pytest.approx(moved * (1 / 45e9 - 1 / NVLINK))
 
 
-def test_an_exact_divergence_in_the_loss_reads_in_every_epoch(tmp_path: Path) -> None:
+def test_exact_kl_loss_runs_reference_in_every_epoch(tmp_path: Path) -> None:
     exact = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full")
     arguments = ("algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.ppo_epochs=3", *exact)
     once, found = plan(tmp_path).time.seconds, plan(tmp_path, *arguments).time.seconds
     assert found["infer reference"] == pytest.approx(3 * once["infer reference"])
 
 
-def test_with_partial_rollouts_an_engine_step_draws_more_samples(tmp_path: Path) -> None:
+def test_partial_rollouts_sample_more_responses_per_engine_step(tmp_path: Path) -> None:
     """Twice as many samples are drawn at once, so the weights are read half as often; keys are read as often."""
     partial = ("actor_rollout_ref.rollout.partial={enable: true, stop_when: 0.5}",)
     correction = "algorithm.rollout_correction.rollout_is=token"
@@ -134,7 +134,7 @@ def test_with_partial_rollouts_an_engine_step_draws_more_samples(tmp_path: Path)
     assert waiting.time.seconds["gen"] - found.time.seconds["gen"] == pytest.approx(reading / 2)
 
 
-def test_a_pass_on_the_cpu_moves_what_is_between_its_products(tmp_path: Path) -> None:
+def test_cpu_pass_adds_memory_traffic_between_products(tmp_path: Path) -> None:
     architecture = read_architecture(MODELS["llama-1m"])
     # Two layers of width 256, with 4 heads and 2 groups of 64, and a feed-forward of 512.
     projections, rotations, attention = 2 * 256 + 2 * 256 + 2 * 128, 5 * (256 + 128), 4 * 256
@@ -154,7 +154,7 @@ def test_a_pass_on_the_cpu_moves_what_is_between_its_products(tmp_path: Path) ->
     assert on_cpu.flops == elsewhere.flops
 
 
-def test_an_engine_steps_as_often_as_the_longest_response_has_tokens(tmp_path: Path) -> None:
+def test_engine_steps_equal_tokens_of_longest_response(tmp_path: Path) -> None:
     free, costly = (
         plan(tmp_path, engine=engine, lengths=Lengths(256, 100, 1000)).time.seconds["gen"]
         for engine in (EngineCost(), EngineCost(0.01, 0.001, 0.0001))

@@ -73,14 +73,14 @@ def test_gathering_receives_all_but_the_own_shard() -> None:
     assert traffic("llama-3-8b", **split).gathered_mean == pytest.approx(full - own, abs=1)
 
 
-def test_seconds_are_those_of_the_slower_kind_of_link() -> None:
+def test_sync_seconds_follow_slower_kind_of_link() -> None:
     inside = traffic("llama-3-8b", ranks=8, tp=4, pp=2, engine=4)
     assert inside.seconds == pytest.approx(inside.received_max / 400e9)
     between = traffic("llama-3-70b", ranks=64, tp=8, pp=4, engine=8)
     assert between.seconds == pytest.approx(between.between_max / 45e9)
 
 
-def test_stages_beside_each_other_keep_a_sync_inside_its_node() -> None:
+def test_adjacent_pipeline_stages_keep_sync_inside_node() -> None:
     split = {"ranks": 64, "tp": 2, "pp": 4, "engine": 2}
     as_it_is, reordered = traffic("llama-3-8b", **split), traffic("llama-3-8b", **split, data_last=True)
     assert as_it_is.between_mean / GB == pytest.approx(6.0, abs=0.1)

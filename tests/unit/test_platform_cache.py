@@ -58,7 +58,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != RECORD}
 
 
-def test_a_copy_is_made_once_and_holds_what_was_asked_for(there: Path, here: Path, copied: list[str]) -> None:
+def test_copy_is_made_once_with_requested_files_only(there: Path, here: Path, copied: list[str]) -> None:
     place = bring(f"local://{there}")
     assert place.parent == here
     assert place.name.startswith("there-")
@@ -70,7 +70,7 @@ def test_a_copy_is_made_once_and_holds_what_was_asked_for(there: Path, here: Pat
     assert {path.name for path in here.iterdir()} == {place.name, f".{place.name}.lock"}
 
 
-def test_a_directory_that_changed_is_another_copy_and_the_old_one_stays(there: Path, copied: list[str]) -> None:
+def test_changed_directory_gets_new_copy_beside_old_one(there: Path, copied: list[str]) -> None:
     old = bring(f"local://{there}")
     time.sleep(0.01)
     (there / "a.safetensors").write_bytes(b"A" * 100_000)
@@ -89,7 +89,7 @@ def change(file: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [cut, change, Path.unlink])
-def test_a_damaged_file_is_copied_again_and_no_other(there: Path, copied: list[str], spoil) -> None:
+def test_only_damaged_file_is_copied_again(there: Path, copied: list[str], spoil) -> None:
     place = bring(f"local://{there}")
     copied.clear()
     spoil(place / "b.safetensors")
@@ -132,7 +132,7 @@ def start(there: Path, log: Path, pause: float) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
 
 
-def test_processes_that_need_it_at_the_same_time_copy_it_once(there: Path, here: Path, tmp_path: Path) -> None:
+def test_concurrent_processes_copy_directory_once(there: Path, here: Path, tmp_path: Path) -> None:
     processes = [start(there, tmp_path / "log", 1.0) for _ in range(3)]
     answers = [process.communicate(timeout=100)[0].rsplit(maxsplit=1) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
@@ -141,7 +141,7 @@ def test_processes_that_need_it_at_the_same_time_copy_it_once(there: Path, here:
     assert contents(Path(answers[0][0])) == {name: FILES[name] for name in WANTED}
 
 
-def test_a_copy_that_was_killed_is_gone_on_with(there: Path, here: Path, tmp_path: Path, copied: list[str]) -> None:
+def test_killed_copy_is_resumed(there: Path, here: Path, tmp_path: Path, copied: list[str]) -> None:
     process = start(there, tmp_path / "log", 60.0)
     while not list(here.glob(f".*.part/{RECORD}")):
         assert process.poll() is None
@@ -155,9 +155,7 @@ def test_a_copy_that_was_killed_is_gone_on_with(there: Path, here: Path, tmp_pat
     assert not list(here.glob(".*.part"))
 
 
-def test_where_nothing_locks_the_first_to_be_done_wins(
-    there: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_finished_copy_wins_without_file_locks(there: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError("no locks available")
 
@@ -178,7 +176,7 @@ def test_where_nothing_locks_the_first_to_be_done_wins(
     assert not list(here.glob(".*.part"))
 
 
-def test_what_does_not_fit_is_said_before_anything_is_copied(
+def test_insufficient_disk_space_is_reported_before_copying(
     there: Path, copied: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.platform.cache.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
@@ -193,7 +191,7 @@ def test_a_cache_that_cannot_be_written_is_named(there: Path, here: Path) -> Non
         bring(f"local://{there}")
 
 
-def test_a_file_that_does_not_arrive_whole_is_named(there: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_download_is_named(there: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = RemoteDirectory.download
 
     def short(self: RemoteDirectory, name: str, file: Path, count: cache.ReportProgress) -> str:
@@ -210,7 +208,7 @@ def test_a_file_that_does_not_arrive_whole_is_named(there: Path, here: Path, mon
     assert not [path for path in here.iterdir() if not path.name.startswith(".")]
 
 
-def test_files_and_directories_that_are_not_there_are_named(there: Path) -> None:
+def test_missing_files_and_directories_are_named(there: Path) -> None:
     with pytest.raises(ValueError, match=r"local://.*there cannot be opened: gone.json does not exist"):
         bring(f"local://{there}", ["config.json", "gone.json"])
     with pytest.raises(ValueError, match=r"no directory local://.*nowhere"):

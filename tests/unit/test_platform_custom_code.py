@@ -16,7 +16,7 @@ from tests.support.programs import ROOT
 
 
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1))
-def test_the_name_of_a_module_is_a_plain_name_and_holds_the_path(text: str) -> None:
+def test_module_name_is_identifier_and_encodes_path(text: str) -> None:
     path = Path("/") / text
     name = module_name(path)
     assert path_of(name.rpartition(".")[2]) == path.absolute()
@@ -24,7 +24,7 @@ def test_the_name_of_a_module_is_a_plain_name_and_holds_the_path(text: str) -> N
 
 
 @pytest.mark.parametrize("name", ["my_reward.py", "json.py", "a b-c.d.py", "__init__.py", "größe.py"])
-def test_what_a_file_defines_can_be_pickled_into_another_process(name: str, tmp_path: Path) -> None:
+def test_objects_of_user_file_unpickle_in_another_process(name: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_text("class Own:\n    pass\n\ndef double(x):\n    return 2 * x\n")
     module = load_module(file, key="own.path")
@@ -57,7 +57,7 @@ def test_a_file_that_is_gone_is_no_module(tmp_path: Path) -> None:
     ("statement", "line"),
     [("a, b = 1, 2, 3", 4), ("list(zip([1], [], strict=True))", 4), ("int('x')", 4), ("helper()", 2)],
 )
-def test_an_error_is_placed_at_the_innermost_line_of_the_users_file(statement: str, line: int, tmp_path: Path) -> None:
+def test_error_location_is_innermost_line_of_user_file(statement: str, line: int, tmp_path: Path) -> None:
     file = tmp_path / "a reward.py"
     file.write_text(f"def helper():\n    raise KeyError\ndef score():\n    {statement}\n")
     with pytest.raises((ValueError, KeyError)) as raised:
@@ -65,13 +65,13 @@ def test_an_error_is_placed_at_the_innermost_line_of_the_users_file(statement: s
     assert place_of(raised.value) == f" ({file}:{line})"
 
 
-def test_an_error_of_other_files_has_no_place_among_the_users(tmp_path: Path) -> None:
+def test_error_outside_user_files_has_no_location(tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         load_module(tmp_path / "missing.py", key="own.path")
     assert place_of(raised.value) == ""
 
 
-def test_a_file_that_fails_to_load_names_the_line(tmp_path: Path) -> None:
+def test_file_load_failure_names_line(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("x = 1\ny = x / 0\n")
     with pytest.raises(UserError, match=r"fails to load: ZeroDivisionError: division by zero \(.*own.py:2\)"):
         load_module(tmp_path / "own.py", key="own.path")

@@ -40,7 +40,7 @@ def destroys_and_continues() -> None:
 @pytest.mark.parametrize(
     "endless", [catches_everything, destroys_and_continues, lets_the_kernel_work, lambda: 9 ** int("100000000")]
 )
-def test_endless_code_is_interrupted_and_signals_are_as_before(endless: object) -> None:
+def test_endless_code_is_interrupted_and_signals_are_restored(endless: object) -> None:
     before = signal.getsignal(signal.SIGPROF)
     with pytest.raises(TimeoutError), computing_at_most(0.1):
         endless()  # type: ignore[operator]
@@ -64,7 +64,7 @@ def test_quick_code_and_other_threads_go_on() -> None:
     assert found == [1, 49_995_000]
 
 
-def test_a_deadline_that_passes_at_the_end_of_the_block_is_a_timeout_or_nothing() -> None:
+def test_deadline_at_block_end_raises_only_timeout_error() -> None:
     """Whenever the signal arrives, nothing but a TimeoutError leaves the block."""
     for _ in range(2000):
         with suppress(TimeoutError), computing_at_most(1e-3):

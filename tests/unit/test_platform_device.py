@@ -72,7 +72,7 @@ def calls(*names: str) -> Iterator[tuple[str, ast.Call]]:
                 yield str(path.relative_to(PACKAGE)), node
 
 
-def test_nobody_else_asks_torch() -> None:
+def test_only_device_module_asks_torch_for_cuda() -> None:
     asking = {path for path, call in calls("is_available") if "cuda" in ast.unparse(call)}
     assert asking - REPORTS == {"platform/device.py"}
 

@@ -17,7 +17,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
         inside(Path("/run"), name)
 
 
-def test_a_directory_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_unwritable_directory_is_named_with_remedy(tmp_path: Path) -> None:
     check_writable(tmp_path, "trainer.default_local_dir")
     check_writable(tmp_path / "made" / "later", "trainer.default_local_dir")
     assert not list(tmp_path.iterdir())
@@ -36,7 +36,7 @@ def test_a_directory_that_cannot_be_written_is_named_with_the_remedy(tmp_path: P
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc")
-def test_a_file_system_that_takes_no_files_is_named() -> None:
+def test_file_system_without_file_creation_is_named() -> None:
     with pytest.raises(ValueError, match=r"trainer.x=/proc/run cannot be written: "):
         check_writable(Path("/proc/run"), "trainer.x")
 

@@ -17,7 +17,7 @@ class Unloaded:
         self._touch()
 
 
-def test_an_end_runs_the_functions_of_atexit_and_unloads_nothing(tmp_path: Path) -> None:
+def test_process_end_runs_atexit_functions_and_unloads_nothing(tmp_path: Path) -> None:
     if (pid := fork()) == 0:
         atexit._clear()  # what pytest and its plug-ins registered is theirs to do
         atexit.register((tmp_path / "done").touch)

@@ -34,7 +34,7 @@ def test_a_signature_is_read_without_running_the_file(tmp_path: Path) -> None:
         "def f(): ...\ndef f(a): ...\n",
     ],
 )
-def test_a_function_that_only_running_the_file_shows_has_no_known_signature(tmp_path: Path, text: str) -> None:
+def test_function_defined_at_run_time_has_unknown_signature(tmp_path: Path, text: str) -> None:
     assert signature_in(write(tmp_path, text), "f") is None
 
 
@@ -47,7 +47,7 @@ def test_a_function_that_only_running_the_file_shows_has_no_known_signature(tmp_
         ("", r"own\.py has no function 'f'; it has none$"),
     ],
 )
-def test_a_file_without_the_function_is_refused_before_and_when_it_runs(tmp_path: Path, text: str, fault: str) -> None:
+def test_check_and_load_refuse_file_without_function(tmp_path: Path, text: str, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         signature_in(write(tmp_path, text), "f")
     with pytest.raises(ValueError, match=r"own\.py (has no function 'f'; it has|fails to load: )"):
@@ -62,7 +62,7 @@ def test_what_is_no_python_file_is_refused(tmp_path: Path) -> None:
         load_function(tmp_path / "absent.py", "f", key="own.path")
 
 
-def test_a_loaded_file_may_have_what_looks_its_module_up(tmp_path: Path) -> None:
+def test_loaded_file_may_look_up_its_module(tmp_path: Path) -> None:
     text = "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: int\ndef f(): return A(b=3)\n"
     assert load_function(write(tmp_path, text), "f", key="own.path")().b == 3
 

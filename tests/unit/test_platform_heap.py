@@ -30,7 +30,7 @@ PAGES = 10 * 200_000_000 // resource.getpagesize()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
-def test_the_pages_of_a_freed_tensor_serve_the_next() -> None:
+def test_freed_tensor_pages_are_reused() -> None:
     environment = {name: value for name, value in os.environ.items() if name != HUGE_PAGES}  # as a user starts it
 
     def faults(how: str) -> int:

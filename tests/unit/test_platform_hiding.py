@@ -50,7 +50,7 @@ def test_the_condition_is_asked_at_the_import(tmp_path: Path, unless: str, print
     assert run(hide + show, at=tmp_path) == printed
 
 
-def test_a_rank_on_the_cpu_imports_no_kernels_of_cuda(tmp_path: Path) -> None:
+def test_cpu_rank_imports_no_cuda_kernels(tmp_path: Path) -> None:
     """Megarl's GPU stack has these packages, whose optimizers do not run on the CPU."""
     for package in ("transformer_engine", "apex", "amp_C"):
         (tmp_path / f"{package}.py").write_text(f"print('{package} is imported')")
@@ -58,7 +58,7 @@ def test_a_rank_on_the_cpu_imports_no_kernels_of_cuda(tmp_path: Path) -> None:
     assert run(code, at=tmp_path) == ""
 
 
-def test_a_rank_imports_nothing_slow_that_it_does_not_use() -> None:
+def test_rank_imports_no_slow_unused_packages() -> None:
     """Megatron-Core asks for W&B, transformers for scikit-learn and vLLM for SciPy, whose imports cost seconds."""
     slow = {"mlflow", "pandas", "scipy", "sklearn", "wandb"}
     code = "from megarl.platform.device import decide_device; decide_device('cpu'); import sys; "

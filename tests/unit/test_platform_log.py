@@ -28,7 +28,7 @@ def test_other_ranks_show_warnings_alone(capsys: pytest.CaptureFixture[str]) -> 
     assert re.fullmatch(r"\S+ WARNING rank 2: the disk of this host is full\n", capsys.readouterr().err)
 
 
-def test_a_file_of_the_run_keeps_the_records_of_each_start(tmp_path: Path) -> None:
+def test_log_file_keeps_records_of_every_start(tmp_path: Path) -> None:
     for words in ("the first start", "the resumed run: 名前"):
         log.keep_in(tmp_path, rank=2)
         log.set_level("info")
@@ -43,7 +43,7 @@ def test_no_directory_is_made_without_a_record(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_warnings_of_libraries_are_kept_and_their_chatter_is_not(tmp_path: Path) -> None:
+def test_log_keeps_library_warnings_but_no_info_messages(tmp_path: Path) -> None:
     log.keep_in(tmp_path, rank=0)
     library = logging.getLogger("some_library")
     library.info("a request")
@@ -62,7 +62,7 @@ def test_log_level_is_an_option_of_the_commands(capsys: pytest.CaptureFixture[st
     assert "ERROR rank 0: shown" in err
 
 
-def test_a_log_that_cannot_be_written_ends_with_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_log_gives_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "log").write_text("a file where the directory should be")
     log.show_on_console(rank=0)
     log.keep_in(tmp_path, rank=0)

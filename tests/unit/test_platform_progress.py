@@ -56,7 +56,7 @@ def test_the_next_time_as_much_work_is_expected() -> None:
         assert (current().done, current().total, current().expected) == (3, 4, 8)
 
 
-def test_the_time_left_is_that_of_the_last_time_or_else_of_the_share_that_is_done() -> None:
+def test_time_left_follows_last_duration_or_completed_share() -> None:
     phase = Phase(name="gen", since=100.0, done=2, total=8, unit="responses")
     assert phase.left(110.0) == 30.0  # 10 s for 2, so 30 s for 6
     assert replace(phase, done=0).left(110.0) is None

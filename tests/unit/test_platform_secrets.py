@@ -40,7 +40,7 @@ NO_VARIABLES: dict[str, str] = {}
         ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\nx", "***\nx"),
     ],
 )
-def test_what_a_name_or_a_shape_tells_is_hidden(text: str, shown: str | None) -> None:
+def test_secrets_are_hidden_by_name_or_shape(text: str, shown: str | None) -> None:
     found = redact(text, NO_VARIABLES)
     if shown is None:
         assert not any(part in found for part in ("a%2F", "0a1b", "a%2Bb")) and "***" in found
@@ -168,7 +168,7 @@ class Silent:
 
 
 @pytest.mark.usefixtures("_own_hooks")
-def test_what_cannot_be_told_or_raised_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unformattable_log_arguments_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     guard_output()
     handler = logging.StreamHandler(sys.stderr)
     logger = logging.getLogger("somebody.elses")

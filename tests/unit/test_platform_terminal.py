@@ -42,7 +42,7 @@ def ends_well(process: "subprocess.Popen[bytes]", done: Path) -> None:
     assert done.read_text() == "to the end"
 
 
-def test_a_reader_that_goes_away(tmp_path: Path) -> None:
+def test_process_survives_closed_output_pipe(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     process = started(writer, tmp_path / "done")
     os.close(writer)

@@ -32,19 +32,19 @@ FILES = st.one_of(NAMES, TRICKY).filter(lambda name: name not in {".", ".."} and
         ('file:///a"b/<c>/{d}/x^y|z`.parquet', '/a"b/<c>/{d}/x^y|z`.parquet'),
     ],
 )
-def test_a_uri_of_a_local_file_names_its_path(written: str, path: str) -> None:
+def test_local_file_uri_names_its_path(written: str, path: str) -> None:
     assert local_path(written) == Path(path)
 
 
 @pytest.mark.parametrize("written", ["file://", "file://data/train.parquet", "file://~/train.parquet"])
-def test_a_uri_of_a_file_without_a_root_is_refused(written: str) -> None:
+def test_file_uri_without_root_is_refused(written: str) -> None:
     with pytest.raises(UserError, match="file:///directory/file"):
         local_path(written)
 
 
 @given(FILES)
 @settings(deadline=None)
-def test_what_is_written_through_a_uri_is_at_its_path(name: str) -> None:
+def test_file_uri_writes_to_its_path(name: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         filesystem, path = open_filesystem(f"file://{directory}/{name}")
         with filesystem.open_output_stream(path) as file:
@@ -63,7 +63,7 @@ def bucket() -> Iterator[S3FileSystem]:
 
 @given(FILES)
 @settings(deadline=None, max_examples=20)
-def test_what_is_written_through_a_uri_is_at_its_key(bucket: S3FileSystem, name: str) -> None:
+def test_s3_uri_writes_to_its_key(bucket: S3FileSystem, name: str) -> None:
     for options in ("", "?region=us-east-1"):
         uri = f"s3://bucket/keys/{name}{options}"
         filesystem, path = open_filesystem(uri)

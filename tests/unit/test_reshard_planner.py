@@ -236,7 +236,7 @@ def piece(name, box, param="local", offset=0, dtype=FLOAT):
     return Piece(name, box, param, offset, row_major(box.shape), dtype)
 
 
-def test_own_copy_first_then_the_node_then_the_least_loaded():
+def test_sources_prefer_own_rank_then_node_then_load():
     """Ranks 0, 1 | 2, 3 are two nodes; ranks 0 and 2 hold `a`, rank 0 alone `b`, and everybody needs both."""
     a, b = Box((0,), (4,)), Box((0,), (2,))
     sources = [[piece("a", a, "x"), piece("b", b, "y")], [], [piece("a", a, "x")], []]
@@ -266,7 +266,7 @@ def test_layers_of_a_stage_share_their_routes():
     assert len(schedule.hops[0]) <= 4 * 14 + 3
 
 
-def test_what_nobody_holds_is_named():
+def test_elements_without_source_rank_are_named():
     sources = [[piece("w", Box((0, 0), (2, 3)))], []]
     destinations = [[], [piece("w", Box((1, 0), (4, 3)))]]
     with pytest.raises(ValueError, match=r"reshard w: rank 1 needs \[1:4, 0:3\], but ranks hold only 3 of its 9"):
@@ -275,7 +275,7 @@ def test_what_nobody_holds_is_named():
         plan_between([[], []], destinations, rank=0, ranks_per_node=2, bucket_bytes=1000)
 
 
-def test_a_bucket_below_one_element_per_reader_is_refused():
+def test_bucket_below_one_element_per_reader_is_refused():
     sources, destinations = [[piece("w", whole((2,)))], []], [[], [piece("w", whole((2,)))]]
     with pytest.raises(ValueError, match="reshard w: a bucket of 15 bytes is too small"):
         plan_between(sources, destinations, rank=0, ranks_per_node=2, bucket_bytes=15)
@@ -301,7 +301,7 @@ def test_an_element_not_written_is_refused():
         check_plan(replace(plan, needed=[*layout, piece("v", whole((2,)), offset=8)]))
 
 
-def test_what_goes_onward_before_it_has_arrived_is_refused():
+def test_forwarding_before_arrival_is_refused():
     model = architecture(num_layers=2, num_key_value_heads=8)
     layouts = trainer_layouts(model, tp=8, pp=1), engine_layouts(model, tp=2, replicas=4)
     schedule = schedule_of(*layouts, ranks_per_node=4, bucket_bytes=4096, two_level=True)
@@ -319,7 +319,7 @@ def test_interleaved_columns_do_not_overlap():
     assert len(list(plan.wave(0).written())) == 2
 
 
-def test_the_index_spaces_are_those_of_the_documented_example() -> None:
+def test_index_spaces_match_documented_example() -> None:
     sizes = {"a": 4, "b": 4, "c": 8}
     pieces = [Piece(name, whole((size,)), name, 0, (1,), FLOAT) for name, size in sizes.items()]
     schedule = schedule_of([pieces, []], [[], pieces], ranks_per_node=2, bucket_bytes=16)

@@ -25,7 +25,7 @@ def load(*argv: str) -> Config:
     return load_config(argv, world_size=None, check_paths=False)
 
 
-def test_every_run_keeps_to_its_file_and_to_the_budget(
+def test_every_run_keeps_to_its_file_and_budget(
     results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -47,7 +47,7 @@ def test_every_run_keeps_to_its_file_and_to_the_budget(
         assert ours.trainer.n_gpus_per_node == 1
 
 
-def test_a_result_is_only_that_of_its_own_command(results: ModuleType, tmp_path: Path) -> None:
+def test_result_belongs_only_to_its_own_command(results: ModuleType, tmp_path: Path) -> None:
     read_result = import_module("seeded").read_result
     assert read_result(tmp_path, ["-m", "megarl", "train"]) is None
     (tmp_path / "result.json").write_text(
@@ -58,7 +58,7 @@ def test_a_result_is_only_that_of_its_own_command(results: ModuleType, tmp_path:
 
 
 @pytest.mark.parametrize("study", ["partial", "guess"])
-def test_every_run_of_a_study_is_sound_and_differs_only_in_its_settings(
+def test_study_runs_are_valid_and_differ_in_settings(
     results: ModuleType, study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -213,7 +213,7 @@ CORPORA = {
 
 
 @pytest.mark.parametrize("source", CORPORA)
-def test_a_rule_pays_what_its_page_says_and_nothing_else(source: str) -> None:
+def test_rule_scores_only_answers_its_page_accepts(source: str) -> None:
     paid = {
         (text, str(truth)): RULES[source].score(source, text, truth, {}) == 1.0 for text, truth, _ in CORPORA[source]
     }

@@ -62,7 +62,7 @@ def test_scores_by_hand(response: str, expected: float, expected_bare: float) ->
     assert (score(response), bare(response)) == (expected, expected_bare)
 
 
-def test_powers_integer_division_and_floats_count_as_in_python() -> None:
+def test_countdown_operators_and_floats_behave_as_in_python() -> None:
     assert score("<answer>2**3</answer>", {"target": 8, "numbers": [2, 3]}) == CORRECT
     assert score("<answer>7//2</answer>", {"target": 3, "numbers": [2, 7]}) == CORRECT
     assert score("<answer>8/(3-8/3)</answer>", {"target": 24, "numbers": [3, 3, 8, 8]}) == CORRECT  # 23.999999999999986
@@ -156,7 +156,7 @@ def test_responses_score_as_by_eval(pieces: list[str]) -> None:
         "",
     ],
 )
-def test_what_is_no_number_or_not_bounded_is_refused(text: str) -> None:
+def test_non_numbers_and_unbounded_expressions_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         evaluate(text)
     assert score(f"<answer>{text}</answer>") == WELL_FORMED

@@ -43,9 +43,7 @@ def scores(results: Sequence[ScoringResult]) -> list[float | None]:
 
 
 @pytest.mark.parametrize(("isolation", "expected"), [("response", [5.0, 5.0, 5.0]), ("process", [5.0, 7.0, 9.0])])
-def test_a_class_is_constructed_once_and_each_response_finds_its_state_if_it_may(
-    isolation: str, expected: list[float]
-) -> None:
+def test_class_is_constructed_once_and_state_follows_isolation(isolation: str, expected: list[float]) -> None:
     with pool_of("Counter", kwargs={"first": 5, "step": 2}, isolation=isolation, canary_every=0) as pool:
         found = results_of(pool, "a", "b", "c")
     assert scores(found) == expected
@@ -61,7 +59,7 @@ def test_asynchronous_calls_run_together_up_to_the_limit() -> None:
         assert scores(results_of(pool, *["tells how many run"] * 7)) == [3.0, 2.0, 1.0, 3.0, 2.0, 1.0, 1.0]
 
 
-def test_an_asynchronous_call_that_fails_or_is_late_fails_alone() -> None:
+def test_failed_or_late_async_call_fails_alone() -> None:
     with pool_of("act", kwargs={"bonus": 0.5}, timeout_s=1.0) as pool:
         found = results_of(pool, "good", "raises", "waits", "nan", "raises a timeout", "good")
         again = results_of(pool, "good")
@@ -83,14 +81,14 @@ def test_an_asynchronous_call_that_fails_or_is_late_fails_alone() -> None:
         ("leaves", ("error", "SystemExit: enough")),
     ],
 )
-def test_a_response_that_costs_others_their_call_is_found_alone(culprit: str, fault: tuple[str, str]) -> None:
+def test_response_ending_shared_calls_fails_alone(culprit: str, fault: tuple[str, str]) -> None:
     with pool_of("act", timeout_s=1.0) as pool:
         found = results_of(pool, "good", culprit, "good")
     assert scores(found) == [1.0, None, 1.0]
     assert (found[1].fault, without_places(found[1].detail)) == fault
 
 
-def test_a_batch_function_gets_what_waits_and_each_row_its_own_score() -> None:
+def test_batch_function_scores_each_waiting_row() -> None:
     with pool_of("by_batch", kwargs={"bonus": 0.25}, concurrency=4) as pool:
         found = results_of(pool, "a", "b", "nan", "d", "e")
     assert scores(found) == [4.0, 4.0, None, 4.0, 1.0]
@@ -109,9 +107,7 @@ def test_a_batch_function_gets_what_waits_and_each_row_its_own_score() -> None:
         ("is a text", None, "TypeError: a batch function returns a list with the score of each response, not '1.0'"),
     ],
 )
-def test_a_batch_that_fails_is_tried_row_by_row_and_wrong_lists_fail(
-    culprit: str, others: float | None, detail: str
-) -> None:
+def test_failed_batch_is_retried_by_row_unless_malformed(culprit: str, others: float | None, detail: str) -> None:
     with pool_of("by_batch", timeout_s=1.0) as pool:
         found = results_of(pool, "a", culprit, "c")
     assert scores(found) == [others, None, others]

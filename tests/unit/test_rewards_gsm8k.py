@@ -42,7 +42,7 @@ def test_a_ground_truth_may_be_a_number() -> None:
     assert compute_score("gsm8k", "#### 72", 72, None) == 1.0
 
 
-def test_every_reference_answer_of_the_real_data_is_correct() -> None:
+def test_every_gsm8k_reference_answer_is_correct() -> None:
     lines = (asset("data/gsm8k") / "test.jsonl").read_text().splitlines()
     for answer in (json.loads(line)["answer"] for line in lines):
         truth = answer.rsplit("####", 1)[1]

@@ -90,7 +90,7 @@ RIGHT: dict[str, tuple[str, str, Any, Callable[[str], bool]]] = {
 @settings(max_examples=400)
 @example(token="''", place=0, before="", after=" ")
 @given(token=TOKEN, place=st.integers(0, 40), before=st.sampled_from(["", " "]), after=st.sampled_from(["", " "]))
-def test_a_right_answer_with_one_token_more_is_right_only_by_the_page(
+def test_inserted_token_keeps_score_only_as_page_allows(
     rule: str, token: str, place: int, before: str, after: str
 ) -> None:
     form, right, truth, derives = RIGHT[rule]

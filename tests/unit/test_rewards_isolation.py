@@ -115,7 +115,7 @@ def compute_score(solution_str, **_):
 """
 
 
-def test_a_file_that_starts_a_thread_is_told_to_keep_its_process(tmp_path: Path) -> None:
+def test_file_starting_thread_is_advised_to_share_process(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WITH_A_THREAD)
     with pool_of(str(tmp_path / "mine.py"), timeout_s=1.0) as pool:
         (late,) = results_of(pool, ["four"])
@@ -161,7 +161,7 @@ REWARDS = {
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_a_canary_finds_that_a_response_has_changed_the_reward_and_nothing_else(name: str, tmp_path: Path) -> None:
+def test_canary_detects_only_responses_changing_reward(name: str, tmp_path: Path) -> None:
     source, expected = REWARDS[name]
     (tmp_path / "mine.py").write_text(source)
     with pool_of(str(tmp_path / "mine.py"), isolation="process", canary_every=1) as pool:
@@ -171,7 +171,7 @@ def test_a_canary_finds_that_a_response_has_changed_the_reward_and_nothing_else(
         assert [(result.fault, result.detail) for result in found[2:3]] == [("canary", CHANGED)]
 
 
-def test_the_canary_waits_for_its_turn_and_a_response_of_its_own_has_no_canary(tmp_path: Path) -> None:
+def test_canary_runs_at_interval_only_in_shared_process(tmp_path: Path) -> None:
     source, _ = REWARDS["a reward that a response changes"]
     (tmp_path / "mine.py").write_text(source)
     texts = ["fine", "evil", "good", "fine", "fine", "fine"]
@@ -184,7 +184,7 @@ def test_the_canary_waits_for_its_turn_and_a_response_of_its_own_has_no_canary(t
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_a_reward_may_call_its_own_function_in_processes_that_it_starts(method: str) -> None:
+def test_reward_may_call_its_function_in_child_processes(method: str) -> None:
     with pool_of("spawning_reward.py", timeout_s=100.0) as pool:
         (found,) = results_of(pool, ["four"], truth=method)
     assert (found.numbers.get("score"), found.detail) == (4.0, "")
@@ -214,7 +214,7 @@ ANSWERS = {
 }
 
 
-def test_built_in_rules_share_a_process_because_no_response_changes_their_state() -> None:
+def test_built_in_rules_share_process_without_changing_scores() -> None:
     """Each response gets, after all others in any order, the score that it gets in a new process."""
     rows = [
         {"data_source": source, "ground_truth": truth, "extra_info": {}, "solution_str": text}

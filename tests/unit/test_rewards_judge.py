@@ -182,13 +182,13 @@ def outcomes(server: JudgeServer) -> Mapping[str, ScoringResult]:
 
 
 @pytest.mark.parametrize("text", SCORES)
-def test_a_verdict_is_the_number_on_the_last_line(text: str, outcomes: Mapping[str, ScoringResult]) -> None:
+def test_verdict_is_number_on_last_line(text: str, outcomes: Mapping[str, ScoringResult]) -> None:
     assert outcomes[text].detail == ""
     assert outcomes[text].numbers == {"score": SCORES[text]}
 
 
 @pytest.mark.parametrize("text", FAULTS)
-def test_a_judge_that_fails_or_lies_gives_no_score(text: str, outcomes: Mapping[str, ScoringResult]) -> None:
+def test_failing_or_lying_judge_gives_no_score(text: str, outcomes: Mapping[str, ScoringResult]) -> None:
     assert outcomes[text].numbers == {}
     assert FAULTS[text] in outcomes[text].detail
     assert KEY not in outcomes[text].detail
@@ -204,12 +204,12 @@ def test_the_last_line_alone_is_the_verdict(reply: str) -> None:
 
 
 @pytest.mark.parametrize("reply", UNREAD)
-def test_anything_but_one_number_on_the_last_line_is_no_verdict(reply: str) -> None:
+def test_malformed_last_line_is_no_verdict(reply: str) -> None:
     with pytest.raises(VerdictError):
         judge_of().verdict_in(reply)
 
 
-def test_a_pattern_of_the_user_describes_the_whole_last_line_too() -> None:
+def test_user_pattern_must_match_complete_last_line() -> None:
     judge = judge_of(pattern=r"\[\[(.+)\]\]")
     assert judge.verdict_in("hm [[1]]\n[[-7]]") == -7
     for reply in ("hm [[1]]", "[[1/5]]", "[[1]] [[2]]", "[[ 1 ]]"):
@@ -217,7 +217,7 @@ def test_a_pattern_of_the_user_describes_the_whole_last_line_too() -> None:
             judge.verdict_in(reply)
 
 
-def test_requests_are_of_the_form_that_servers_know_and_wait_as_long_as_they_are_asked_to(
+def test_requests_follow_chat_api_and_honour_retry_delay(
     server: JudgeServer, outcomes: Mapping[str, ScoringResult]
 ) -> None:
     (request,) = [body for body in server.asked if body["messages"][0]["content"] == "Score: 0.25"]
@@ -240,7 +240,7 @@ def test_requests_run_together_up_to_the_limit(server: JudgeServer) -> None:
     assert 2 <= server.most_running[text] <= 4
 
 
-def test_a_response_without_a_verdict_in_time_says_what_the_server_said(server: JudgeServer) -> None:
+def test_late_verdict_reports_last_server_error(server: JudgeServer) -> None:
     with pool_of(server, ALONE | {"num_attempts": 99}, timeout_s=2.0) as pool:
         late, good = asked(pool, "is-away", "Score: 1")
     assert (late.fault, good.numbers) == ("timeout", {"score": 1.0})
@@ -248,7 +248,7 @@ def test_a_response_without_a_verdict_in_time_says_what_the_server_said(server: 
     assert "attempt 1: status 503: 'away'" in late.detail
 
 
-def test_a_template_has_places_for_prompt_response_and_row(server: JudgeServer) -> None:
+def test_template_fills_in_prompt_response_and_row(server: JudgeServer) -> None:
     template = "{prompt} {solution_str} ({ground_truth}, {data_source}, {extra_info[level]}) {{}}\nScore: 1"
     with pool_of(server, {"template": template}) as pool:
         (good,) = asked(pool, "3 {x}", extra_info={"level": 5})
@@ -258,7 +258,7 @@ def test_a_template_has_places_for_prompt_response_and_row(server: JudgeServer) 
     assert "reward_model.judge.template does not fit the row: KeyError: 'level'" in bad.detail
 
 
-def test_replies_are_kept_and_damaged_files_are_asked_for_again(server: JudgeServer, tmp_path: Path) -> None:
+def test_replies_are_cached_and_damaged_cache_files_renewed(server: JudgeServer, tmp_path: Path) -> None:
     kept, text, other = ALONE | {"cache": str(tmp_path / "kept")}, "Score: 0.125", "Score: 0.375"
 
     def files() -> list[Path]:
@@ -282,7 +282,7 @@ def test_replies_are_kept_and_damaged_files_are_asked_for_again(server: JudgeSer
     assert len(files()) == 2  # a reply without a verdict is not kept
 
 
-def test_a_kept_reply_belongs_to_server_model_and_messages(tmp_path: Path) -> None:
+def test_cached_reply_depends_on_server_model_and_messages(tmp_path: Path) -> None:
     judge = JudgeSection(url="http://a/v1", model="wise", cache=str(tmp_path))
     body = {"model": "wise", "messages": [{"role": "user", "content": "x"}]}
     others = [body | {"model": "wiser"}, body | {"messages": []}, body | {"temperature": 1.0}]
@@ -295,7 +295,7 @@ def test_a_kept_reply_belongs_to_server_model_and_messages(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "unit", [".", "*", "_", " ", "*_", "#", "Score:", "1", "1.", "<think>", "</think>", "Score: 1\n"]
 )
-def test_a_long_reply_is_read_in_the_steps_of_a_short_one(unit: str) -> None:
+def test_long_reply_is_parsed_in_linear_time(unit: str) -> None:
     judge = judge_of()
     for reply in (unit * 400_000, f"Score: {unit * 400_000}", f"{unit * 400_000}Score: 1"):
         try:

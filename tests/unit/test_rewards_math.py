@@ -101,13 +101,11 @@ def test_math_verify_is_asked_as_it_is(verdicts: dict[tuple[str, str], bool]) ->
     assert {pair for pair in verdicts if verdicts[pair] != theirs[pair]} == set()
 
 
-def test_the_verdict_is_by_hand_but_for_known_limits() -> None:
+def test_math_verdicts_match_hand_judgements_except_known_limits() -> None:
     assert {(truth, answer) for (truth, answer), right in JUDGED.items() if equal(answer, truth) != right} == LIMITS
 
 
-def test_nothing_is_compiled_or_run_but_what_sympy_writes_itself(
-    watch: Watch, verdicts: dict[tuple[str, str], bool]
-) -> None:
+def test_only_code_generated_by_sympy_is_executed(watch: Watch, verdicts: dict[tuple[str, str], bool]) -> None:
     sources = [note for note in watch.seen if note.startswith("compile")]
     assert [source for source in sources if not source.startswith("compile: b'def monomial_")] == []
     assert len(watch.seen) == 2 * len(sources)  # each source is compiled, then run
@@ -146,7 +144,7 @@ def test_nothing_else_is_read(text: str) -> None:
         term(text)
 
 
-def test_sympy_writes_no_code_from_the_names_of_symbols() -> None:
+def test_sympy_generates_no_code_from_symbol_names() -> None:
     with bounded(), pytest.raises(NotImplementedError):
         sympy.lambdify(sympy.Symbol("x"), sympy.Symbol("print(1)"))
 
@@ -201,7 +199,7 @@ def test_the_last_box(text: str, boxed: str | None) -> None:
         ("it is 5", None),
     ],
 )
-def test_the_answer_that_is_said(text: str, answer: str | None) -> None:
+def test_stated_answer_is_extracted_from_response(text: str, answer: str | None) -> None:
     assert stated_answer(text) == answer
     assert RULES["math_dapo"].score("math_dapo", text, answer or "5", None) == float(answer is not None)
 
@@ -209,7 +207,7 @@ def test_the_answer_that_is_said(text: str, answer: str | None) -> None:
 @pytest.mark.parametrize(
     "answer", ["`5`", '"5"', "“5”", r"\(5\)", r"\[5\]", "$5$", "$5$ dollars", "5 people", "\n$$\n5\n$$"]
 )
-def test_what_stands_around_an_answer_that_is_said(answer: str) -> None:
+def test_stated_answer_ignores_surrounding_text(answer: str) -> None:
     assert RULES["math_dapo"].score("math_dapo", f"Answer: {answer}", "5", None) == 1.0
     assert RULES["math_dapo"].score("math_dapo", f"Answer: {answer}", "6", None) == 0.0
 

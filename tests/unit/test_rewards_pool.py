@@ -103,7 +103,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[ScoringResult]]:
 
 
 @pytest.mark.parametrize("behaviour", FAILS)
-def test_a_response_that_is_not_scored_has_a_fault(behaviour: str, outcomes: dict[str, list[ScoringResult]]) -> None:
+def test_unscored_response_has_fault(behaviour: str, outcomes: dict[str, list[ScoringResult]]) -> None:
     ((outcome,), (fault, detail)) = outcomes[behaviour], FAILS[behaviour]
     assert (outcome.fault, outcome.numbers) == (fault, {})
     assert detail in without_places(outcome.detail)
@@ -126,14 +126,14 @@ def test_a_response_that_is_scored_has_its_score(behaviour: str, outcomes: dict[
         assert outcome.numbers["score"] == SUCCEEDS[behaviour]
 
 
-def test_numbers_besides_the_score_are_few_and_have_names_that_metrics_may_have(
+def test_extra_numbers_are_few_with_valid_metric_names(
     outcomes: dict[str, list[ScoringResult]],
 ) -> None:
     (outcome,) = outcomes["says_many_numbers"]
     assert outcome.numbers == {"score": 1.0, "acc": 1.0} | {f"n {i}": float(i) for i in range(MAX_NUMBERS)}
 
 
-def test_a_response_that_kills_the_parent_of_its_process_costs_no_other_response() -> None:
+def test_killed_worker_parent_affects_no_other_response() -> None:
     pool = make_pool(num_workers=1, timeout_s=100.0)
     found = outcomes_of(pool, "good", "kills_its_parent", "good")
     pool.close()
@@ -142,7 +142,7 @@ def test_a_response_that_kills_the_parent_of_its_process_costs_no_other_response
 
 
 @pytest.mark.parametrize("isolation", ["response", "process"])
-def test_nothing_is_left_of_a_response_when_the_next_one_begins(isolation: str) -> None:
+def test_response_leaves_nothing_for_next_one(isolation: str) -> None:
     pool = make_pool(num_workers=1, isolation=isolation)
     asked = ["lets_escape", "counts_the_escaped", "lets_escape_and_loops", "counts_the_escaped"]
     asked += ["sets_an_alarm", "waits", "sets_a_trap", "waits"]
@@ -151,7 +151,7 @@ def test_nothing_is_left_of_a_response_when_the_next_one_begins(isolation: str) 
     assert [outcome.numbers.get("score") for outcome in found] == [0.5, 0.0, None, 0.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_what_a_rule_imports_is_not_charged_to_a_response() -> None:
+def test_rule_import_time_is_not_charged_to_response() -> None:
     pool = Pool(Rules(), WorkerLimits(num_workers=1, timeout_s=100.0, max_memory=4_000_000_000))
     row = {"data_source": "math", "ground_truth": "0.5", "extra_info": {}}
     texts = [r"\boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}"]
@@ -204,7 +204,7 @@ def test_signals_at_any_time_lose_no_reward() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_response_whose_process_is_ended_from_outside_is_tried_again(place: int) -> None:
+def test_response_is_retried_if_its_process_is_killed(place: int) -> None:
     """End the supervisor, its fork server, or the worker: all are the first of their pool."""
     pool, before = make_pool(num_workers=1, timeout_s=100.0), {*descendants()}
     future = pool.submit(arguments("waits"))
@@ -217,7 +217,7 @@ def test_a_response_whose_process_is_ended_from_outside_is_tried_again(place: in
     assert (outcome.fault, outcome.numbers) == (None, {"score": 1.0})
 
 
-def test_a_rank_with_thousands_of_open_files_gets_its_rewards() -> None:
+def test_rank_with_thousands_of_open_files_gets_rewards() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
@@ -231,7 +231,7 @@ def test_a_rank_with_thousands_of_open_files_gets_its_rewards() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_half_a_secret_is_not_shown_wherever_the_output_is_cut() -> None:
+def test_truncated_output_shows_no_part_of_secret() -> None:
     for cut in range(1, len(SECRET)):
         later = f"\n{'y' * 8000}\n{'z' * (TAIL - 8002 - cut)}"
         printed = f"{'x' * 100} {SECRET}{later}".encode()[-TAIL:]
@@ -303,7 +303,7 @@ def test_values_of_rows_arrive_as_what_they_were(value: Any) -> None:
     assert (arrived, type(arrived)) == (value, type(value))
 
 
-def test_arrays_arrive_as_lists_and_what_no_column_holds_is_refused() -> None:
+def test_arrays_become_lists_and_unsupported_types_are_refused() -> None:
     assert unpack(pack({"x": np.arange(3), "y": np.float32(0.5)})) == {"x": [0, 1, 2], "y": 0.5}
     with pytest.raises(TypeError, match="a Pool cannot be passed to a reward"):
         pack({"x": [Pool(Rules(), WorkerLimits(num_workers=1, timeout_s=1.0, max_memory=1))]})

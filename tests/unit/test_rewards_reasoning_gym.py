@@ -87,7 +87,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, out: Path, *options: object) -> dic
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "mini_sudoku", "rearc", "zebra_puzzles", "knight_swap"])
-def test_prepared_problems_are_distinct_and_their_own_answers_score(
+def test_prepared_problems_are_distinct_and_score_own_answers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     train, val = (SLOW[name], 1) if name in SLOW else (6, 3)

@@ -107,7 +107,7 @@ ANYTHING = st.recursive(
 
 
 @pytest.mark.parametrize(("rule", "truth"), TRUTHS)
-def test_a_truth_is_right_against_itself_and_nothing_is_not(rule: str, truth: Any) -> None:
+def test_ground_truth_scores_right_and_non_answer_zero(rule: str, truth: Any) -> None:
     result = try_truth(data_source=rule, ground_truth=truth, extra_info={})
     assert result["score"] == 1.0
     assert not result.get(AS_TEXT)
@@ -116,7 +116,7 @@ def test_a_truth_is_right_against_itself_and_nothing_is_not(rule: str, truth: An
 
 @pytest.mark.parametrize(("rule", "truth"), NO_TRUTHS)
 @pytest.mark.parametrize("response", ["", "#### 5", "<answer>5</answer>", r"\boxed{nan}", "Answer: None"])
-def test_a_truth_that_no_rule_can_read_fails_for_every_response(rule: str, truth: Any, response: str) -> None:
+def test_unreadable_ground_truth_fails_for_every_response(rule: str, truth: Any, response: str) -> None:
     with pytest.raises(ValueError):
         RULES[rule].score(rule, response, truth, {})
     with pytest.raises(ValueError):
@@ -133,7 +133,7 @@ def test_any_value_is_right_against_itself_or_refused(rule: str, truth: Any) -> 
     assert right is None or RULES[rule].score(rule, right, truth, {}) == 1.0
 
 
-def test_a_countdown_without_a_solution_is_no_row_to_learn_from() -> None:
+def test_countdown_without_solution_has_no_right_answer() -> None:
     with pytest.raises(ValueError, match=r"no expression of the numbers \[1, 1\] is 7"):
         RULES["countdown"].right_answer({"target": 7, "numbers": [1, 1]})
 

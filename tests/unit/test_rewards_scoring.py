@@ -116,7 +116,7 @@ NUMBERS = st.one_of(
 
 
 @given(score=NUMBERS, others=st.dictionaries(st.sampled_from(["acc", "format", "length"]), NUMBERS))
-def test_every_number_that_is_taken_is_finite_in_float32(score: Any, others: dict[str, Any]) -> None:
+def test_every_accepted_number_is_finite_in_float32(score: Any, others: dict[str, Any]) -> None:
     def holds(value: Any) -> bool:
         try:
             return bool(torch.tensor(float(value), dtype=torch.float32).isfinite())
@@ -134,7 +134,7 @@ def test_every_number_that_is_taken_is_finite_in_float32(score: Any, others: dic
 
 
 @given(st.lists(st.tuples(st.floats(-1e30, 1e30), st.floats(-3e38, 3e38)), min_size=1, max_size=3))
-def test_a_weighted_sum_is_finite_in_float32_or_a_fault(parts: list[tuple[float, float]]) -> None:
+def test_weighted_sum_is_finite_in_float32_or_fault(parts: list[tuple[float, float]]) -> None:
     rules = Rules(weights={str(place): weight for place, (weight, _) in enumerate(parts)})
     results = {str(place): as_rule_result(score) for place, (_, score) in enumerate(parts)}
     total = sum(weight * score for weight, score in parts)
@@ -161,7 +161,7 @@ def test_a_weighted_model_score_beyond_float32_is_named() -> None:
         scorer(1e31).score(answer(prompts([1]), [1, 1]))
 
 
-def test_a_bounded_piece_of_a_giant_response_is_searched_for_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_search_reads_bounded_part_of_giant_response(monkeypatch: pytest.MonkeyPatch) -> None:
     secret, searched = "hf_" + "a1B2" * 8, list[int]()
 
     def counting(text: str) -> str:
@@ -180,7 +180,7 @@ def test_a_bounded_piece_of_a_giant_response_is_searched_for_secrets(monkeypatch
     assert max(searched) <= READ_CHARACTERS
 
 
-def test_rules_are_summed_with_their_weights_and_the_first_gives_the_accuracy(tmp_path: Path) -> None:
+def test_rules_sum_by_weight_and_first_gives_accuracy(tmp_path: Path) -> None:
     source = "def compute_score(**_):\n    return {'score': 3, 'acc': 0.5, 'calls': 2}\n"
     weights = {"data_source": 1.0, "format": 0.25, "custom": -0.5}
     reward = custom(tmp_path, source, weights=weights)
@@ -200,7 +200,7 @@ def test_rules_are_summed_with_their_weights_and_the_first_gives_the_accuracy(tm
     assert judged(named, right).pred == "3+5"
 
 
-def test_only_rules_that_ask_for_it_read_the_data_source() -> None:
+def test_rules_read_data_source_only_on_request() -> None:
     assert Rules().reads_data_source()
     assert Rules(weights={"format": 1.0, "data_source": 1.0}).reads_data_source()
     assert not Rules(weights={"format": 1.0}).reads_data_source()
@@ -212,7 +212,7 @@ def test_an_unknown_data_source_lists_the_known_ones() -> None:
         known_data_source("sudoku")
 
 
-def test_a_file_that_does_not_give_the_function_is_refused(tmp_path: Path) -> None:
+def test_file_without_reward_function_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"custom_reward_function.path: no such file: .*absent.py"):
         Rules(path=str(tmp_path / "absent.py")).load()
     source = "from math import sqrt\ndef first(): ...\ndef second(): ...\n"
@@ -227,7 +227,7 @@ def test_a_file_that_does_not_give_the_function_is_refused(tmp_path: Path) -> No
         Rules(path=str(tmp_path / "mine.txt")).load()
 
 
-def test_metrics_are_shares_of_all_and_means_of_what_was_reported() -> None:
+def test_metrics_are_shares_of_all_and_reported_means() -> None:
     outcomes = [
         ScoringResult(seconds=0.5, numbers={"score": 1.0, "acc": 1.0, "math": 0.5}),
         ScoringResult(seconds=2.0, fault="timeout"),

@@ -33,9 +33,7 @@ def parameters(draw: st.DrawFn) -> str:
 
 
 @given(parameters())
-def test_a_signature_is_accepted_if_and_only_if_the_call_works(
-    tmp_path_factory: pytest.TempPathFactory, of: str
-) -> None:
+def test_signature_is_accepted_exactly_if_call_works(tmp_path_factory: pytest.TempPathFactory, of: str) -> None:
     path = tmp_path_factory.getbasetemp() / "mine.py"
     path.write_text(f"def compute_score({of}): return 1.0\nraise AssertionError('the file is run')\n")
     function = eval(f"lambda {of}: 1.0")  # noqa: S307 - our own text
@@ -85,7 +83,7 @@ CALL = "f(data_source=..., solution_str=..., ground_truth=..., extra_info=...)"
         ("(" * 10**5, "fails to load: "),
     ],
 )
-def test_a_fault_is_the_same_from_the_file_and_on_the_rank(source: str, fault: str, tmp_path: Path) -> None:
+def test_signature_fault_is_equal_from_file_and_rank(source: str, fault: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(source)
     found = fault_in_file(path, "f")
@@ -112,7 +110,7 @@ def test_a_fault_is_the_same_from_the_file_and_on_the_rank(source: str, fault: s
         "class f:\n    __call__ = compute_score = print",
     ],
 )
-def test_faults_that_only_running_the_file_shows_are_left_to_the_ranks(source: str, tmp_path: Path) -> None:
+def test_run_time_faults_are_left_to_ranks(source: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(source)
     assert fault_in_file(tmp_path / "mine.py", "f") is None
 
@@ -146,7 +144,7 @@ def test_a_reward_has_a_form(source: str, form: Form, tmp_path: Path) -> None:
     assert Rules(path=str(path), name="f").check() == form
 
 
-def test_further_arguments_go_to_the_function_or_to_the_constructor(tmp_path: Path) -> None:
+def test_extra_arguments_reach_function_or_constructor(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     for source, fault in (
         ("def f(k, **_): ...", None),
@@ -167,7 +165,7 @@ def test_further_arguments_go_to_the_function_or_to_the_constructor(tmp_path: Pa
                 Rules(path=str(path), name="f", kwargs={"k": 1}).check()
 
 
-def test_a_constructor_that_fails_is_named_and_no_check_constructs(tmp_path: Path) -> None:
+def test_constructor_failure_is_named_and_check_constructs_nothing(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("class f:\n    def __init__(self, k): 1 / k\n    def __call__(self, **_): ...")
     rules = Rules(path=str(path), name="f", kwargs={"k": 0})

@@ -61,7 +61,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
         (" 4 <|end|>", " 4 "),
     ],
 )
-def test_special_tokens_inside_a_response_are_a_part_of_its_text(response: str, text: str) -> None:
+def test_special_tokens_inside_response_stay_in_text(response: str, text: str) -> None:
     for tokenizer in (ALL, FEW):
         assert tokenizer.written(ids_of(tokenizer, response), ends=ENDS) == text
 
@@ -70,7 +70,7 @@ PIECE = st.sampled_from(["a", " b", "1", "é", "\n", *SPECIAL])
 
 
 @given(st.lists(PIECE, max_size=8))
-def test_the_text_is_what_was_written_but_for_what_ends_it(pieces: list[str]) -> None:
+def test_text_is_complete_except_for_end_tokens(pieces: list[str]) -> None:
     kept = list(pieces)
     while kept and kept[-1] in ("<|end|>", "<|pad|>"):
         kept.pop()
@@ -106,7 +106,7 @@ def scored(tmp_path: Path, response: Sequence[int], source: str | None, **sectio
 
 
 @pytest.mark.parametrize(("skips", "custom"), product([True, False], [True, False]))
-def test_a_reward_sees_every_token_that_the_policy_is_paid_for(skips: bool, custom: bool, tmp_path: Path) -> None:
+def test_reward_sees_every_token_of_response(skips: bool, custom: bool, tmp_path: Path) -> None:
     response = ids_of(ALL, f"{PERFECT}<|end|>")
     section: dict[str, Any] = {"skip_special_tokens": skips, "weights": None if custom else {"format": 1.0}}
     found = scored(tmp_path, response, REWARD if custom else None, **section)
@@ -116,7 +116,7 @@ def test_a_reward_sees_every_token_that_the_policy_is_paid_for(skips: bool, cust
     assert found.scores.tolist() == [float(len(response) if custom else skips)]
 
 
-def test_text_around_a_special_token_is_not_joined_for_a_rule(tmp_path: Path) -> None:
+def test_rule_sees_special_token_between_text_parts(tmp_path: Path) -> None:
     joined, whole = (ids_of(ALL, f"#### {number}<|end|>") for number in ("1<|pad|>8", "18"))
     assert ALL.decode(joined) == ALL.decode(whole)
     section: dict[str, Any] = {"weights": {"gsm8k": 1.0}}

@@ -23,7 +23,7 @@ def arguments(on_cpu: bool, **settings: Any) -> dict[str, Any]:
     ("written", "on_cpu", "is_eager"),
     [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
 )
-def test_cuda_runs_graphs_unless_told_otherwise(written: bool | None, on_cpu: bool, is_eager: bool) -> None:
+def test_cuda_uses_graphs_unless_eager_is_set(written: bool | None, on_cpu: bool, is_eager: bool) -> None:
     assert arguments(on_cpu, enforce_eager=written)["enforce_eager"] == is_eager
 
 
@@ -88,7 +88,7 @@ def test_a_vllm_for_another_device_is_refused(on_cuda: bool, package: str) -> No
         reload.check_platform()
 
 
-def test_a_value_that_vllm_refuses_late_is_named_by_its_key() -> None:
+def test_value_refused_by_vllm_is_named_by_key() -> None:
     from megarl.rollout.engine import _refused
 
     with pytest.raises(ValidationError) as caught:

@@ -31,11 +31,11 @@ def test_numbers_are_those_of_split_mix(asked: list[tuple[int, int]]) -> None:
     assert [each.num_drawn for each in draws] == [number + 1 for _, number in asked]
 
 
-def test_the_first_number_of_seed_0_is_the_published_one() -> None:
+def test_first_random_number_of_seed_0_matches_publication() -> None:
     assert split_mix(0, 0) == 0xE220A8397B1DCDAF
 
 
-def test_a_number_that_is_taken_back_is_drawn_again() -> None:
+def test_random_number_repeats_after_offset_reset() -> None:
     draws = Draws(7)
     first, second = (next_uniforms([draws]).item() for _ in range(2))
     draws.set_offset(draws.get_offset() - 4)
@@ -43,7 +43,7 @@ def test_a_number_that_is_taken_back_is_drawn_again() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_token_is_where_the_distribution_function_passes_the_number(size: int) -> None:
+def test_sampled_token_matches_inverse_of_cumulative_distribution(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     probs = torch.rand(200, size, generator=generator) * (torch.rand(200, size, generator=generator) < 0.3)
     probs[:, size // 2] += 0.01
@@ -60,7 +60,7 @@ def test_a_token_is_where_the_distribution_function_passes_the_number(size: int)
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("number", [2.0**-53, 1 - 2.0**-53])
-def test_the_outermost_numbers_draw_a_token_that_is_possible(size: int, number: float) -> None:
+def test_extreme_random_numbers_sample_possible_tokens(size: int, number: float) -> None:
     probs = torch.eye(size)
     found = draw(probs, torch.full((size,), number, dtype=torch.float64))
     assert torch.equal(found, torch.arange(size))

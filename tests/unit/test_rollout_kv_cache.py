@@ -28,7 +28,7 @@ def test_bytes_of_a_token(tp_size: int, dtype: str, expected: int) -> None:
 
 
 @pytest.mark.parametrize("query", [{"q_proj": (192, 64)}, {"q_a_proj": (24, 64), "q_b_proj": (192, 24)}])
-def test_latent_attention_caches_padded_values_for_every_query_head(query: dict[str, tuple[int, int]]) -> None:
+def test_latent_attention_caches_padded_values_per_query_head(query: dict[str, tuple[int, int]]) -> None:
     latent = {"kv_a_proj_with_mqa": (48, 64), "kv_b_proj": (4 * (32 + 24), 32), "o_proj": (64, 4 * 24)}
     shapes = {
         f"model.layers.{layer}.self_attn.{name}.weight": shape
@@ -40,7 +40,7 @@ def test_latent_attention_caches_padded_values_for_every_query_head(query: dict[
     assert cache_bytes_per_token(section, shapes, num_key_value_heads=4) == expected
 
 
-def test_a_cache_holds_whole_blocks_of_every_sequence_and_one_more() -> None:
+def test_cache_holds_full_sequence_blocks_and_one_more() -> None:
     blocks = 3 * 2 + 1  # 130 tokens are two blocks of 128
     assert cpu_cache_bytes(RolloutSection(), 100, num_sequences=3, max_model_len=130) == blocks * 128 * 100
 

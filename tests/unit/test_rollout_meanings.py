@@ -18,7 +18,7 @@ ALL_REFUSED = [name for names in REFUSED.values() for name in names]
 THEIRS = {name for name in engine_arguments() if not name.startswith("_")}
 
 
-def test_every_argument_of_the_installed_vllm_is_judged_once() -> None:
+def test_every_vllm_argument_is_classified_once() -> None:
     assert sorted([*OURS, *ACCEPTED, *ALL_REFUSED]) == sorted({*OURS, *ACCEPTED, *ALL_REFUSED})
     assert sorted(THEIRS - OURS - ACCEPTED - {*ALL_REFUSED}) == []
 
@@ -33,7 +33,7 @@ def test_every_argument_that_is_judged_exists() -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*ALL_REFUSED} & THEIRS))
-def test_an_argument_that_is_not_proven_is_refused_with_its_reason(name: str) -> None:
+def test_unproven_argument_is_refused_with_reason(name: str) -> None:
     [fault] = engine_faults({name: "something"})
     reason = next(reason for reason, names in REFUSED.items() if name in names)
     assert fault == f"{name} {reason}: remove it"
@@ -148,7 +148,7 @@ def test_a_tested_release_is_accepted(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", ["0.25.1", "0.33.0", "0.33.0rc1", "1.0", "0.1.dev1+gabc", "unknown", None])
-def test_another_release_is_refused_before_anything_of_it_is_imported(release: str | None) -> None:
+def test_unsupported_release_is_refused_before_import(release: str | None) -> None:
     with pytest.raises(UserError, match=r"vLLM .* 0\.26 to 0\.32"):
         check_release(release)
 

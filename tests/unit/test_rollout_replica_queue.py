@@ -96,7 +96,7 @@ def groups(*lengths: int, samples: int = 1, first: int = 0) -> list[Group]:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_step_is_counted_when_its_tokens_are_there(ahead: int) -> None:
+def test_step_counts_when_its_tokens_arrive(ahead: int) -> None:
     engine = Engine(ahead)
     queue = queue_of(engine)
     queue.add(groups(2, 9, 9))
@@ -116,7 +116,7 @@ def test_requests_begin_with_no_step_of_earlier_ones(ahead: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_requests_without_room_wait_and_can_be_withdrawn(ahead: int) -> None:
+def test_requests_beyond_capacity_wait_and_can_be_withdrawn(ahead: int) -> None:
     engine = Engine(ahead, room=2)
     queue = queue_of(engine)
     queue.add(groups(3, 3, 3, 3, 3))

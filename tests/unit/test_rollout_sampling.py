@@ -3,7 +3,7 @@
 from megarl.rollout.sampling import request_seed
 
 
-def test_a_seed_is_the_same_everywhere_and_for_ever() -> None:
+def test_request_seed_never_changes() -> None:
     assert request_seed(1, step=2, prompt_index=3, sample=4) == 7597657864365363701
 
 

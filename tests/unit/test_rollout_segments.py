@@ -47,7 +47,7 @@ def job(directory: Path, name: str) -> "subprocess.Popen[str]":
     return process
 
 
-def test_a_killed_job_is_swept_and_a_living_one_is_not(tmp_path: Path) -> None:
+def test_sweep_removes_segments_of_killed_jobs_only(tmp_path: Path) -> None:
     (tmp_path / "-tp:0-[0-1]-cpushm_0").touch()  # another program's
     living, killed = job(tmp_path, "megarl-0123456789ab"), job(tmp_path, "megarl-ba9876543210")
     try:
@@ -99,7 +99,7 @@ HOSTILE = {
 }
 
 
-def test_no_name_that_anybody_may_create_stops_or_robs_a_job(tmp_path: Path) -> None:
+def test_hostile_file_names_do_not_affect_sweep(tmp_path: Path) -> None:
     if os.geteuid():
         pytest.skip("only root makes files of another user")
     living = job(tmp_path, "megarl-0123456789ab")
@@ -114,7 +114,7 @@ def test_no_name_that_anybody_may_create_stops_or_robs_a_job(tmp_path: Path) -> 
         living.communicate()
 
 
-def test_a_dead_job_takes_nothing_of_others_with_it(tmp_path: Path) -> None:
+def test_dead_job_sweep_removes_no_foreign_files(tmp_path: Path) -> None:
     treasure = tmp_path / "treasure"
     treasure.mkdir()
     (treasure / "gold").touch()
@@ -131,7 +131,7 @@ def test_a_dead_job_takes_nothing_of_others_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not segments.SHARED_MEMORY.is_dir(), reason="no /dev/shm")
-def test_a_message_queue_of_a_killed_job_is_swept() -> None:
+def test_message_queue_of_killed_job_is_swept() -> None:
     prefix = f"{segments.PREFIX}{os.getpid():012x}"
     command = [sys.executable, "-c", TALKER, prefix]
     name = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
@@ -141,7 +141,7 @@ def test_a_message_queue_of_a_killed_job_is_swept() -> None:
     assert not (segments.SHARED_MEMORY / name).exists()
 
 
-def test_a_lock_that_was_swept_while_it_was_waited_for_is_made_again(tmp_path: Path) -> None:
+def test_swept_lock_is_created_again_by_waiting_job(tmp_path: Path) -> None:
     lock = tmp_path / "megarl-00000000000a.lock"
     lock.touch()
     sweeper = segments._take(lock)

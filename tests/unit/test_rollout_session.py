@@ -35,7 +35,7 @@ def test_equal_prompts_are_dealt_in_turn() -> None:
     assert [len(of_replica) for of_replica in rows] == [3, 2]
 
 
-def test_a_prompt_goes_to_the_replica_with_the_fewest_open_samples() -> None:
+def test_replica_with_fewest_open_samples_gets_prompt() -> None:
     """The replica that draws rows 2 and 3 is done when the other still draws rows 40 and 50."""
 
     def use(session: SamplingSession) -> list[list[int]]:
@@ -98,7 +98,7 @@ def share(rows: list[int], *, replicas: int, room: int, samples: int = 1) -> tup
     return groups[0], list(did)
 
 
-def test_a_group_that_waits_goes_to_the_replica_with_the_fewest_open_samples() -> None:
+def test_replica_with_fewest_open_samples_gets_waiting_group() -> None:
     """Rows 40, 41 and 42 are dealt to the first of two replicas. Row 42 begins at the second, after 16 steps.
 
     Nothing waits at the next exchange, so the third is the last.
@@ -108,12 +108,12 @@ def test_a_group_that_waits_goes_to_the_replica_with_the_fewest_open_samples() -
     assert did == [([40, 41], 3, drawn / ((16 + 42) * 2 * 2)), ([3, 4, 5, 42], 3, drawn / ((16 + 42) * 2 * 2))]
 
 
-def test_a_step_whose_samples_have_room_exchanges_once() -> None:
+def test_step_with_capacity_for_all_samples_exchanges_once() -> None:
     _, did = share([40, 3, 41, 4, 42, 5], replicas=2, room=3)
     assert [each[:2] for each in did] == [([40, 41, 42], 1), ([3, 4, 5], 1)]
 
 
-def test_a_group_that_waits_stays_if_that_makes_no_replica_emptier() -> None:
+def test_waiting_group_stays_unless_move_reduces_load() -> None:
     """After 16 steps, the first replica has 2 + 2 open samples, and the second has 2."""
     _, did = share([20, 40, 3], replicas=2, room=2, samples=2)
     assert [each[0] for each in did] == [[20, 3], [40]]
@@ -122,7 +122,7 @@ def test_a_group_that_waits_stays_if_that_makes_no_replica_emptier() -> None:
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("room", [1, 2, 5, 99])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_samples_depend_on_no_room(replicas: int, room: int, samples: int) -> None:
+def test_samples_do_not_depend_on_replica_capacity(replicas: int, room: int, samples: int) -> None:
     rows = [3, 90, 1, 64, 50, 2, 33, 8, 71, 5, 17, 20, 4]
     found, did = share(rows, replicas=replicas, room=room, samples=samples)
     assert {number: group.prompt.index for number, group in found.items()} == dict(enumerate(rows))
@@ -159,13 +159,13 @@ def test_a_request_continues_with_all_tokens_so_far() -> None:
 
 
 @pytest.mark.parametrize(("overlap", "steps"), [(0, [16, 32]), (1, [32, 64]), (2, [48, 96])])
-def test_the_engine_goes_on_for_a_counted_number_of_windows(overlap: int, steps: list[int]) -> None:
+def test_engine_continues_for_counted_number_of_windows(overlap: int, steps: list[int]) -> None:
     """Row 100 keeps the engine busy while row 3 waits: its turns end in the first window after their start."""
     _, [asked], _ = play([100, 3], overlap=overlap)
     assert [step for step, tokens in asked if len(tokens) in (5, 10)] == [steps[0]] * 2 + [steps[1]] * 2
 
 
-def test_turns_that_wait_are_answered_when_a_session_stops() -> None:
+def test_waiting_turns_are_answered_when_session_stops() -> None:
     """Row 3 waits for the answers to its first turns; row 100 is in the middle of them."""
     [engine], environment = Replicas(1).engines, Environment(overlap=5)
     session = SamplingSession(engine, TurnQueue(), num_slots=64, episodes=environment)  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def test_turns_that_wait_are_answered_when_a_session_stops() -> None:
     assert environment.asked == [(1, 0, 3), (1, 1, 3)]
 
 
-def test_all_replicas_take_the_same_answers_in_the_same_order() -> None:
+def test_replicas_receive_equal_answers_in_equal_order() -> None:
     found, asked, environments = play([20, 3, 7, 40], overlap=1, replicas=2)
     assert sorted(found) == [0, 1, 2, 3]
     assert environments[0].asked == environments[1].asked

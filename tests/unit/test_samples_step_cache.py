@@ -79,7 +79,7 @@ def test_what_follows_from_something_else_is_removed(tmp_path: Path, change: str
     assert not [*(tmp_path / KEPT).iterdir()]
 
 
-def test_a_damaged_file_is_drawn_again(tmp_path: Path) -> None:
+def test_responses_of_damaged_file_are_generated_again(tmp_path: Path) -> None:
     first = kept(tmp_path)
     first.begin(0)
     first.keep([group(5)])

@@ -75,7 +75,7 @@ def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert baselines is None
 
 
-def test_samples_take_the_place_of_earlier_ones_only_where_they_may(tmp_path: Path) -> None:
+def test_samples_replace_earlier_ones_only_if_allowed(tmp_path: Path) -> None:
     first, second = scored([2, 1, 4, 3]), scored([2, 1, 4, 3], seed=1)
     with world_of_one():
         for store, record, found in (
@@ -87,7 +87,7 @@ def test_samples_take_the_place_of_earlier_ones_only_where_they_may(tmp_path: Pa
             assert_same(read_samples(tmp_path / "val_step_3.parquet")[0], found)
 
 
-def test_its_width_may_be_more_than_its_longest_response(tmp_path: Path) -> None:
+def test_stored_width_may_exceed_longest_response(tmp_path: Path) -> None:
     record = scored([2, 1, 4, 3]).select(torch.tensor([0, 1, 3]))
     write_samples(tmp_path / "file", record, None, step=1)
     found, _ = read_samples(tmp_path / "file")
@@ -95,7 +95,7 @@ def test_its_width_may_be_more_than_its_longest_response(tmp_path: Path) -> None
     assert_same(found, record)
 
 
-def test_rows_can_be_read_by_anybody_and_left_out(tmp_path: Path) -> None:
+def test_parquet_rows_are_readable_and_may_be_omitted(tmp_path: Path) -> None:
     record = scored([2, 1, 4, 3])
     write_samples(tmp_path / "file", record, None, step=7)
     table = pq.read_table(tmp_path / "file")
@@ -115,7 +115,7 @@ def test_rows_can_be_read_by_anybody_and_left_out(tmp_path: Path) -> None:
     assert [prompt.index for prompt in half.prompts] == [71]
 
 
-def test_log_probabilities_answers_and_baselines_may_be_there_or_not(tmp_path: Path) -> None:
+def test_log_probs_answers_and_baselines_are_optional(tmp_path: Path) -> None:
     record, baselines = replace(scored([2, 1, 4, 3]), rollout_log_probs=None), torch.rand(4) / 3
     record = replace(record, answers=["7", None, "", "8"])
     write_samples(tmp_path / "file", record, baselines, step=1)
@@ -125,7 +125,7 @@ def test_log_probabilities_answers_and_baselines_may_be_there_or_not(tmp_path: P
     assert torch.equal(found_baselines, baselines)
 
 
-def test_a_sample_without_a_score_is_kept_with_the_reason(tmp_path: Path) -> None:
+def test_sample_without_score_is_stored_with_reason(tmp_path: Path) -> None:
     record = replace(scored([2, 1, 4, 3]), failures=[None, "it took too long", None, None])
     nan = torch.tensor([0.0, math.nan, 0.0, 0.0])
     record = replace(record, scores=record.scores + nan, accuracies=record.accuracies + nan)
@@ -167,7 +167,7 @@ def test_the_iterations_in_a_directory(tmp_path: Path) -> None:
     assert step_of(tmp_path / "val_step_3.parquet") == 9  # a file may have been renamed
 
 
-def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+def test_failed_write_keeps_previous_file(tmp_path: Path) -> None:
     record = scored([2, 1, 4, 3])
     write_samples(tmp_path / "file", record, None, step=1)
     with pytest.raises(TypeError):
@@ -226,7 +226,7 @@ def test_a_null_is_named_by_its_column(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOKEN_COLUMNS)
-def test_a_null_among_numbers_is_named_by_its_column(tmp_path: Path, name: str) -> None:
+def test_null_in_number_column_is_named_by_column(tmp_path: Path, name: str) -> None:
     path, table = kept(tmp_path)
     spoilt = [*table[name][2].as_py()[:-1], None]
     assert f"column {name}: a number is null" in read_spoilt(path, column_of(table, name, 2, spoilt))
@@ -245,7 +245,7 @@ def test_another_type_is_named_by_its_column(tmp_path: Path, name: str) -> None:
 
 @given(lengths=st.lists(st.integers(0, 5), min_size=4, max_size=4))
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_log_probs_of_another_length_are_never_moved_into_other_rows(tmp_path: Path, lengths: list[int]) -> None:
+def test_log_probs_of_wrong_length_are_refused(tmp_path: Path, lengths: list[int]) -> None:
     path, table = kept(tmp_path)
     place = table.schema.get_field_index("rollout_log_probs")
     values = pa.array([[-1.0] * length for length in lengths], pa.list_(pa.float32()))
@@ -258,7 +258,7 @@ def test_log_probs_of_another_length_are_never_moved_into_other_rows(tmp_path: P
             read_samples(path)
 
 
-def test_groups_steps_and_truths_that_cannot_be_are_named(tmp_path: Path) -> None:
+def test_invalid_groups_steps_and_ground_truths_are_named(tmp_path: Path) -> None:
     path, table = kept(tmp_path)
     for name, row, value, said in (
         ("group", 3, 0, "column group: the samples of a group are not next to each other"),
@@ -273,7 +273,7 @@ def test_groups_steps_and_truths_that_cannot_be_are_named(tmp_path: Path) -> Non
 
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_flipped_bit_of_a_file_is_noticed_or_harmless(tmp_path: Path, place: float, bit: int) -> None:
+def test_flipped_bit_in_file_is_detected_or_harmless(tmp_path: Path, place: float, bit: int) -> None:
     path, _ = kept(tmp_path)
     expected, content = read_samples(path)[0], bytearray(path.read_bytes())
     content[int(place * len(content))] ^= 1 << bit
@@ -288,7 +288,7 @@ def test_a_flipped_bit_of_a_file_is_noticed_or_harmless(tmp_path: Path, place: f
             assert torch.equal(one[:, : expected.mask.shape[1]] if one.ndim == 2 else one, other)
 
 
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_in_place_of_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "step_1.parquet")
     with pytest.raises(Damage, match="something else is in the place"):
         read_samples(tmp_path / "step_1.parquet")

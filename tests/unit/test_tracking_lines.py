@@ -29,9 +29,7 @@ def steps_of(path: Path) -> list[int]:
     return [row["step"] for row in read_jsonl(path)]
 
 
-def test_metrics_and_tables_follow_when_a_full_disk_has_room_again(
-    disk: Disk, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_metrics_and_tables_follow_once_disk_has_space(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     tracker = Jsonl(disk.path)
     tracker.log({"loss": 1.0}, step=1)
     disk.fill()
@@ -88,7 +86,7 @@ def test_a_file_that_may_not_grow_further(tmp_path: Path) -> None:
     assert steps_of(file.path) == [1, 2]
 
 
-def test_a_text_with_separators_of_lines_is_one_line(tmp_path: Path) -> None:
+def test_text_with_line_separators_is_one_line(tmp_path: Path) -> None:
     Jsonl(tmp_path).log_table("t", [{"text": "a\u2028b\x85c\x1cd"}], step=1)
     assert read_jsonl(tmp_path / "t.jsonl") == [{"step": 1, "text": "a\u2028b\x85c\x1cd"}]
 
@@ -103,7 +101,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("left", [*DAMAGED, b'{"step": 3}'], ids=range(len(DAMAGED) + 1))
-def test_damaged_lines_at_the_end_go_and_stop_no_resume(
+def test_damaged_last_lines_are_removed_on_resume(
     tmp_path: Path, left: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_steps(tmp_path, 1, 2)
@@ -128,7 +126,7 @@ def write_steps(directory: Path, *steps: int) -> Path:
 
 
 @pytest.mark.parametrize("spoilt", [*DAMAGED, b'{"step": 99}'], ids=range(len(DAMAGED) + 1))
-def test_a_damaged_line_costs_no_other_and_nothing_is_lost(
+def test_damaged_line_costs_no_other_line_or_data(
     tmp_path: Path, spoilt: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_steps(tmp_path, *range(1, 101))
@@ -165,7 +163,7 @@ def test_a_flipped_bit_costs_two_lines_at_most(tmp_path: Path, place: float, bit
 
 
 @pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
-def test_what_stands_in_the_place_of_the_file_is_set_aside(
+def test_irregular_metrics_file_is_set_aside(
     tmp_path: Path, put: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path / "metrics.jsonl")
@@ -178,7 +176,7 @@ def taken(unread: Unread) -> list[int]:
     return [row["step"] for rows in unread.metrics() for row in rows]
 
 
-def test_a_reader_gets_each_line_once_in_order_and_damaged_lines_never(tmp_path: Path) -> None:
+def test_reader_gets_each_valid_line_once_in_order(tmp_path: Path) -> None:
     records = Jsonl(tmp_path)
     unread = Unread(records)
     for step in range(250):
@@ -195,7 +193,7 @@ def test_a_reader_gets_each_line_once_in_order_and_damaged_lines_never(tmp_path:
     assert taken(Unread(records)) == [*range(250), 251, 252]
 
 
-def test_a_reader_gets_the_rows_of_a_step_of_a_table_together(tmp_path: Path) -> None:
+def test_reader_gets_table_rows_of_step_together(tmp_path: Path) -> None:
     records = Jsonl(tmp_path)
     unread = Unread(records)
     records.log_table("val/generations", [{"text": "a"}, {"text": "b"}], step=1)
@@ -207,7 +205,7 @@ def test_a_reader_gets_the_rows_of_a_step_of_a_table_together(tmp_path: Path) ->
     assert [(name, rows) for name, rows in unread.tables()] == [("own", [{"step": 2, "text": "e"}])]
 
 
-def test_a_reader_gets_lines_that_a_full_disk_does_not_accept(disk: Disk) -> None:
+def test_reader_gets_lines_refused_by_full_disk(disk: Disk) -> None:
     records = Jsonl(disk.path)
     unread = Unread(records)
     records.log({"loss": 1.0}, step=0)
@@ -222,7 +220,7 @@ def test_a_reader_gets_lines_that_a_full_disk_does_not_accept(disk: Disk) -> Non
     assert steps_of(disk.path / "metrics.jsonl") == [0, 1, 2, 3, 4]
 
 
-def test_a_reader_of_a_file_that_was_cut_begins_again(tmp_path: Path) -> None:
+def test_reader_of_truncated_file_restarts(tmp_path: Path) -> None:
     records = Jsonl(tmp_path)
     unread = Unread(records)
     for step in (1, 2, 3):

@@ -95,7 +95,7 @@ def test_every_table_is_described() -> None:
         ("reward/polite/mean", "reward/NAME/mean"),
     ],
 )
-def test_a_name_of_a_user_is_described_by_its_pattern(name: str, described_as: str) -> None:
+def test_user_metric_name_is_described_by_its_pattern(name: str, described_as: str) -> None:
     found = describe(name)
     assert found is not None
     assert found.name == described_as

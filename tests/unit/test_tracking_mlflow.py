@@ -192,7 +192,7 @@ def test_steps_that_are_taken_again_are_recorded_once(tmp_path: Path) -> None:
     assert table_of(tmp_path, run, tmp_path / "out") == [[step, f"of {step}", 1.0] for step in range(1, 7)]
 
 
-def test_steps_that_become_others_are_those_of_another_run(tmp_path: Path) -> None:
+def test_changed_curve_on_resume_starts_new_mlflow_run(tmp_path: Path) -> None:
     killed_at_four(tmp_path)
     again = tracker(tmp_path, resume_step=3, same_curve=False)
     again.log({"actor/pg_loss": 9.0}, step=4)
@@ -204,7 +204,7 @@ def test_steps_that_become_others_are_those_of_another_run(tmp_path: Path) -> No
     assert histories == [[(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)], [(4, 9.0), (5, 9.5)]]
 
 
-def test_a_run_that_this_store_does_not_know_begins_anew(tmp_path: Path) -> None:
+def test_mlflow_run_unknown_to_store_starts_new_run(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / RUN_ID_FILE).write_text("0" * 32)
     tracker(tmp_path, resume_step=3).log({"actor/pg_loss": 0.4}, step=4)
@@ -224,9 +224,7 @@ def test_a_run_that_was_deleted_begins_anew(tmp_path: Path, caplog: pytest.LogCa
     assert caplog.text.count(f"MLflow does not know the run {run.info.run_id}, or it was deleted there") == 1
 
 
-def test_a_run_that_begins_anew_and_fails_midway_is_complete_after_the_next_try(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_new_mlflow_run_is_complete_after_failed_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from megarl.tracking.mlflow_store import FAILURES, Store
 
     killed_at_four(tmp_path)
@@ -250,7 +248,7 @@ def test_a_run_that_begins_anew_and_fails_midway_is_complete_after_the_next_try(
     assert caplog.text.count("a new one begins") == 1
 
 
-def test_mlflow_that_a_resume_adds_gets_the_curve_from_the_first_step(tmp_path: Path) -> None:
+def test_mlflow_added_on_resume_gets_complete_curve(tmp_path: Path) -> None:
     files = tracker_of("jsonl", tmp_path / "run")
     for step in (1, 2):
         files.log({"actor/pg_loss": step / 10}, step=step)
@@ -261,7 +259,7 @@ def test_mlflow_that_a_resume_adds_gets_the_curve_from_the_first_step(tmp_path: 
     assert table_of(tmp_path, run, tmp_path / "out") == [[2, "of 2", 1.0]]
 
 
-def test_the_run_after_a_new_run_that_no_server_knows_does_not_continue_an_earlier_one(tmp_path: Path) -> None:
+def test_resume_continues_new_run_unknown_to_any_server(tmp_path: Path) -> None:
     killed_at_four(tmp_path)
     with answering(503) as uri:
         away = tracker(tmp_path, mlflow_tracking_uri=uri)
@@ -274,7 +272,7 @@ def test_the_run_after_a_new_run_that_no_server_knows_does_not_continue_an_earli
     assert histories == [[(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)], [(1, 7.0), (2, 8.0)]]
 
 
-def test_a_step_that_was_saved_and_not_recorded_is_recorded_on_resume(tmp_path: Path) -> None:
+def test_saved_step_without_record_is_recorded_on_resume(tmp_path: Path) -> None:
     killed_at_four(tmp_path)
     for step, metrics in ((4, {"actor/pg_loss": 0.4}), (5, {"actor/pg_loss": 0.5}), (5, {"actor/pg_loss": 0.5})):
         tracker(tmp_path, resume_step=step, resume_metrics=metrics)
@@ -291,9 +289,7 @@ def test_a_store_that_cannot_be_used_is_named(uri: str, tmp_path: Path) -> None:
         tracker(tmp_path, mlflow_tracking_uri=uri)
 
 
-def test_a_record_that_is_refused_costs_itself_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_refused_record_costs_only_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = tracker(tmp_path, params={})
     store = client(tmp_path)
     (run,) = store.search_runs([store.get_experiment_by_name("project").experiment_id])
@@ -306,7 +302,7 @@ def test_a_record_that_is_refused_costs_itself_and_not_the_run(
 
 
 @pytest.mark.parametrize("code", [401, 503])
-def test_a_refused_login_stops_and_a_server_that_is_not_ready_is_waited_for(
+def test_refused_login_stops_run_unlike_unready_server(
     code: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with answering(code) as uri:
@@ -323,9 +319,7 @@ def test_a_refused_login_stops_and_a_server_that_is_not_ready_is_waited_for(
 
 
 @pytest.mark.timeout(1200)  # a server starts twice, which takes long on a machine that is busy
-def test_a_server_that_comes_late_and_goes_away_gets_every_record_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_intermittent_server_gets_every_record_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = Server(tmp_path)
     crashed, run_dir = tmp_path / "crashed", tmp_path / "run"
     first = tracker(crashed, mlflow_tracking_uri=server.uri)
@@ -361,7 +355,7 @@ def test_a_server_that_comes_late_and_goes_away_gets_every_record_once(
         assert json.loads(Path(table).read_text())["data"] == [[step, f"of {step}"] for step in (1, 2, 4)]
 
 
-def test_a_record_whose_answer_got_lost_is_not_there_twice(tmp_path: Path) -> None:
+def test_record_with_lost_reply_is_not_duplicated(tmp_path: Path) -> None:
     from megarl.tracking.mlflow_store import Store
 
     tracker(tmp_path, params={}).close()

@@ -25,9 +25,7 @@ def test_runs_that_start_together_make_one_database(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "p").iterdir()] == ["mlflow.db"]
 
 
-def test_the_runs_of_a_project_share_a_store_and_say_what_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_project_runs_share_store_and_describe_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COMMAND, "/opt/bin/megarl train configs/my.yaml model.path=models/small")
     data = tmp_path / "train.parquet"
     data.write_bytes(b"rows")
@@ -65,7 +63,7 @@ def test_the_runs_of_a_project_share_a_store_and_say_what_they_are(
     assert kept == ["metrics.jsonl", "report.html"]  # no other file is there
 
 
-def test_the_headlines_come_first_also_after_a_validation_before_training(tmp_path: Path) -> None:
+def test_headline_metrics_come_first_after_initial_validation(tmp_path: Path) -> None:
     tracker = tracker_of("mlflow", tmp_path / "run")
     tracker.log({"val/reward/rare": 0.5, "val/test_score/a": 0.25}, step=0)
     tracker.log({"actor/lr": 1.0, "critic/score/mean": 0.1, "timing_s/step": 2.0}, step=1)
@@ -95,9 +93,7 @@ def test_a_validation_is_shown_beside_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["own", "shared"])
-def test_a_run_with_a_store_of_its_own_keeps_it_and_none_is_put_where_everybody_writes(
-    tmp_path: Path, place: str
-) -> None:
+def test_run_keeps_own_store_and_avoids_public_directory(tmp_path: Path, place: str) -> None:
     run_dir = tmp_path / "p" / "run"
     run_dir.mkdir(parents=True)
     assert database_of(run_dir) == tmp_path / "p" / "mlflow.db"

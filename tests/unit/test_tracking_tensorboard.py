@@ -30,7 +30,7 @@ def text(run_dir: Path, name: str) -> str:
     return read(run_dir).Tensors(f"{name}/text_summary")[-1].tensor_proto.string_val[0].decode()
 
 
-def test_scalars_tables_and_the_configuration_are_in_the_files_at_once(tmp_path: Path) -> None:
+def test_scalars_tables_and_configuration_are_written_immediately(tmp_path: Path) -> None:
     run = tracker(tmp_path)
     run.log({"actor/loss": 0.25, "val-core/countdown/mean@4": 1.0}, step=1)
     run.log_table("val/generations", [{"prompt": "a|b\n<i>", "score": 1.0}, {"prompt": "c", "score": 0.5}], step=1)
@@ -59,7 +59,7 @@ def test_steps_that_are_taken_again_are_shown_once(tmp_path: Path) -> None:
     assert "actor/loss" not in read(tmp_path).Tags()["scalars"]
 
 
-def test_a_step_that_was_saved_and_not_recorded_is_recorded_on_resume(tmp_path: Path) -> None:
+def test_saved_step_without_record_is_recorded_on_resume(tmp_path: Path) -> None:
     run = tracker(tmp_path)
     run.log({"actor/loss": 1.0}, step=1)
     tracker(tmp_path, resume_step=2, resume_metrics={"actor/loss": 2.0}).close()

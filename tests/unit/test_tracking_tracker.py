@@ -91,7 +91,7 @@ def test_console_without_a_terminal() -> None:
     assert "\n".join(line.rstrip() for line in run_of_three_steps(terminal=False).splitlines()) + "\n" == SNAPSHOT
 
 
-def test_console_on_a_terminal_is_one_live_line_and_the_same_tables() -> None:
+def test_terminal_console_shows_live_line_and_same_tables() -> None:
     shown = run_of_three_steps(terminal=True)
     assert "step 2/3 ━" in shown
     assert "reward 0.500  kl 0.0031  617 tokens/s  left 0:00:03" in shown
@@ -158,7 +158,7 @@ class Failing(NullTracker):
 
 @pytest.mark.parametrize("method", ["log", "log_table", "close"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_tracker_that_fails_costs_its_own_records_and_one_warning(
+def test_failing_tracker_costs_its_records_and_one_warning(
     method: str, is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     closed = list[str]()
@@ -192,7 +192,7 @@ def test_metrics_and_tables_are_lines_at_once(tmp_path: Path) -> None:
     assert read_jsonl(tmp_path / "val_generations.jsonl")[0] == {"step": 1, "prompt": "é", "score": 1.0}
 
 
-def test_a_resumed_run_drops_the_steps_it_runs_again(tmp_path: Path) -> None:
+def test_resumed_run_removes_records_of_repeated_steps(tmp_path: Path) -> None:
     first = jsonl(tmp_path)
     for step in range(1, 5):
         first.log({"critic/score/mean": float(step)}, step=step)
@@ -210,7 +210,7 @@ def test_a_resumed_run_drops_the_steps_it_runs_again(tmp_path: Path) -> None:
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1
 
 
-def test_a_step_that_was_saved_and_has_no_line_gets_one_on_resume(tmp_path: Path) -> None:
+def test_saved_step_without_line_gets_one_on_resume(tmp_path: Path) -> None:
     jsonl(tmp_path).log({"loss": 1.0}, step=1)
     for step in (1, 2, 2):
         jsonl(tmp_path, resume_step=step, resume_metrics={"loss": step / 2})
@@ -218,7 +218,7 @@ def test_a_step_that_was_saved_and_has_no_line_gets_one_on_resume(tmp_path: Path
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 1.0)]
 
 
-def test_timers_add_up_a_phase_and_survive_its_failure() -> None:
+def test_timers_sum_repeated_phases_and_survive_failure() -> None:
     timers = Timers()
     with timers("gen"):
         pass
@@ -233,7 +233,7 @@ def test_timers_add_up_a_phase_and_survive_its_failure() -> None:
     assert seconds["timing_s/step"] > seconds["timing_s/adv"]
 
 
-def test_after_a_phase_the_watchdog_is_told_the_one_around_it(tmp_path: Path) -> None:
+def test_watchdog_returns_to_outer_phase_after_inner_phase(tmp_path: Path) -> None:
     with watching(tmp_path / "hang", rank=0, world_size=1, timeout_s=3600.0), Timers()("testing"):
         with Timers()("sync"):
             assert note() == "sync"

@@ -41,7 +41,7 @@ def log(tracker: Tracker, *steps: int, scale: float = 1.0) -> None:
         tracker.log({"loss": step * scale, "val-core/countdown/mean@1": 0.5}, step=step)
 
 
-def test_configuration_metrics_and_tables_can_be_read_back_and_nothing_else_is_told(
+def test_wandb_files_hold_configuration_metrics_and_tables_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["/home/ann/program.py"])
@@ -79,7 +79,7 @@ def killed_at_four(run_dir: Path) -> None:
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
-def test_a_killed_run_loses_no_step_and_has_none_twice(tmp_path: Path) -> None:
+def test_killed_run_loses_or_duplicates_no_step(tmp_path: Path) -> None:
     killed_at_four(tmp_path)
     run_id = (tmp_path / WANDB_RUN_ID_FILE).read_text()
     again = tracker(tmp_path, resume_step=2)
@@ -97,7 +97,7 @@ def test_a_killed_run_loses_no_step_and_has_none_twice(tmp_path: Path) -> None:
     }
 
 
-def test_steps_that_become_others_are_those_of_another_run(tmp_path: Path) -> None:
+def test_changed_curve_on_resume_starts_new_wandb_run(tmp_path: Path) -> None:
     run = tracker(tmp_path)
     log(run, 1, 2, 3)
     run.close(ending="stopped")
@@ -111,7 +111,7 @@ def test_steps_that_become_others_are_those_of_another_run(tmp_path: Path) -> No
     assert read_jsonl(tmp_path / UNFINISHED_FILE) == [{"kind": "finished", "step": -1}]
 
 
-def test_a_server_that_does_not_answer_costs_no_record(
+def test_unresponsive_server_costs_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)

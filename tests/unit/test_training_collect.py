@@ -159,7 +159,7 @@ def rows(collected: Collected) -> list[int]:
     return [prompt.index for prompt in collected.scored.prompts]
 
 
-def test_without_dynamic_sampling_one_batch_is_scored_while_the_engine_sleeps(five: PromptStream) -> None:
+def test_without_dynamic_sampling_engine_sleeps_before_scoring(five: PromptStream) -> None:
     world = World(right_and_wrong())
     collected = collector(five, world, enable=False).collect(Position(0, 2), Timers(), step=7)
     assert world.calls == ["wake 7", "generate [2, 3]", "sleep", "score"]
@@ -174,7 +174,7 @@ def test_without_dynamic_sampling_one_batch_is_scored_while_the_engine_sleeps(fi
     }
 
 
-def test_groups_that_teach_nothing_make_room_for_others_by_hand(five: PromptStream) -> None:
+def test_groups_with_equal_scores_are_replaced(five: PromptStream) -> None:
     world = World(right_and_wrong(0, 3))
     collected = collector(five, world).collect(Position(), Timers(), step=7)
     assert world.calls == ["wake 7", "generate", "score", "generate", "score", "forget", "sleep"]
@@ -202,7 +202,7 @@ def test_groups_that_teach_nothing_make_room_for_others_by_hand(five: PromptStre
     }
 
 
-def test_a_group_without_differences_makes_room_while_others_are_drawn(five: PromptStream) -> None:
+def test_equal_score_group_is_replaced_during_generation(five: PromptStream) -> None:
     """Row 1 is slow. Row 0 teaches nothing, so row 2 begins before row 1 is complete; both are learnt.
 
     After rows 0 and 2 half of the prompts differed, so two are expected to give the one that is missing.
@@ -215,7 +215,7 @@ def test_a_group_without_differences_makes_room_while_others_are_drawn(five: Pro
     assert world.session.num_exchanges == 6
 
 
-def test_a_slow_prompt_is_not_replaced_by_a_faster_one(five: PromptStream) -> None:
+def test_slow_prompt_is_not_replaced_by_faster_one(five: PromptStream) -> None:
     """Rows 1 and 2 differ before row 0 is complete: the step waits for row 0, and what it learns is not faster."""
     world = World(right_and_wrong(0, 1, 2, 3))
     world.wait = {0: 9, 1: 1, 2: 1, 3: 1}.__getitem__
@@ -231,7 +231,7 @@ def test_of_too_many_groups_the_first_are_kept(five: PromptStream) -> None:
     assert collected.metrics["train/num_groups_surplus"] == 1.0
 
 
-def test_the_data_begin_again_and_a_prompt_that_returns_gets_other_samples(five: PromptStream) -> None:
+def test_prompt_repeated_in_next_epoch_gets_new_samples(five: PromptStream) -> None:
     collected = collector(five, World(right_and_wrong(3))).collect(Position(4, 2), Timers(), step=0)
     assert rows(collected) == [3, 3]
     assert collected.scored.texts == ["30", "31", "230", "231"]
@@ -240,7 +240,7 @@ def test_the_data_begin_again_and_a_prompt_that_returns_gets_other_samples(five:
     assert collected.metrics["train/num_gen_batches"] == 3.0
 
 
-def test_a_run_goes_on_from_the_position_that_it_saved(five: PromptStream, tmp_path: Path) -> None:
+def test_run_continues_from_saved_position(five: PromptStream, tmp_path: Path) -> None:
     """Iterations take one batch, two and one: what the position is cannot be told from the step."""
 
     def run(position: Position, steps: range) -> tuple[list[list[int]], Position]:
@@ -262,7 +262,7 @@ def test_a_run_goes_on_from_the_position_that_it_saved(five: PromptStream, tmp_p
     assert (first + rest, reached) == (whole, end)
 
 
-def test_too_few_groups_within_the_limit_are_an_error_that_says_what_to_do(five: PromptStream) -> None:
+def test_too_few_groups_within_limit_raise_helpful_error(five: PromptStream) -> None:
     message = (
         r"found only 1 of 2 prompts whose responses differ in acc, in 2 batches \(max_num_gen_batches=2\).*"
         r"raise actor_rollout_ref\.rollout\.n or max_num_gen_batches \(0 = no limit\)"
@@ -273,7 +273,7 @@ def test_too_few_groups_within_the_limit_are_an_error_that_says_what_to_do(five:
     assert world.calls.count("score") == 2
 
 
-def test_without_a_limit_it_goes_on_as_long_as_an_epoch_has_something(five: PromptStream) -> None:
+def test_unlimited_collection_ends_after_epoch_without_new_group(five: PromptStream) -> None:
     late = World(lambda row, batch: (0.0, float(batch > 3)))  # after two epochs
     with pytest.raises(ValueError, match="found only 0 of 2 prompts"):
         collector(five, late, max_num_gen_batches=0).collect(Position(), Timers(), step=0)
@@ -293,7 +293,7 @@ def test_the_metric_is_what_must_differ(five: PromptStream, metric: str, kept: l
 
 
 @pytest.mark.parametrize(("metric", "found"), [("score", False), ("seq_reward", True)])
-def test_a_long_answer_tells_apart_only_where_the_metric_has_the_penalty(
+def test_overlong_penalty_distinguishes_groups_only_in_penalised_metric(
     five: PromptStream, metric: str, found: bool
 ) -> None:
     class Lengths(World):
@@ -311,7 +311,7 @@ def test_a_long_answer_tells_apart_only_where_the_metric_has_the_penalty(
             collecting.collect(Position(), Timers(), step=0)
 
 
-def test_the_greedy_answer_is_the_baseline_of_every_sample_of_its_prompt(five: PromptStream) -> None:
+def test_greedy_score_is_baseline_of_samples_of_prompt(five: PromptStream) -> None:
     world = World(right_and_wrong())
     collected = collector(five, world, estimator="remax", enable=False).collect(Position(0, 2), Timers(), step=7)
     assert world.calls == ["wake 7", "generate [2, 3]", "greedy [2, 3]", "sleep", "score", "score"]
@@ -326,7 +326,7 @@ def test_the_greedy_answer_is_the_baseline_of_every_sample_of_its_prompt(five: P
     assert baselines.tolist() == pytest.approx([-0.3, -0.3, -0.2, -0.2])  # three tokens are one of two too many
 
 
-def test_samples_without_a_score_are_kept_and_not_learnt_from(five: PromptStream) -> None:
+def test_samples_without_score_are_kept_but_not_trained(five: PromptStream) -> None:
     world = World(lambda row, batch: (math.nan, 0.5) if row == 2 else (0.0, 1.0))
     collected = collector(five, world, enable=False).collect(Position(0, 2), Timers(), step=7)
     assert collected.scored.failures == ["nan is odd", None, None, None]
@@ -336,7 +336,7 @@ def test_samples_without_a_score_are_kept_and_not_learnt_from(five: PromptStream
     assert (judged.groups.tolist(), rows(collected)) == ([0, 1, 1], [2, 3])
 
 
-def test_groups_whose_scores_do_not_differ_teach_nothing_whatever_else_failed(five: PromptStream) -> None:
+def test_equal_scores_exclude_group_despite_failed_rewards(five: PromptStream) -> None:
     world = World(lambda row, batch: (math.nan, 1.0) if row in (0, 2) else (0.0, 1.0))
     collected = collector(five, world).collect(Position(), Timers(), step=7)
     assert rows(collected) == [1, 3]
@@ -344,14 +344,14 @@ def test_groups_whose_scores_do_not_differ_teach_nothing_whatever_else_failed(fi
 
 
 @pytest.mark.parametrize("enable", [True, False])
-def test_an_iteration_in_which_most_rewards_fail_stops_the_run(five: PromptStream, enable: bool) -> None:
+def test_step_with_mostly_failed_rewards_stops_run(five: PromptStream, enable: bool) -> None:
     world = World(lambda row, batch: (math.nan, math.nan) if row == 0 else (math.nan, 1.0))
     message = r"failed on 3 of 4 responses, more than half.*data row 0, response '0'\): nan is odd.*on_failure=score"
     with pytest.raises(RewardError, match=message):
         collector(five, world, enable=enable).collect(Position(), Timers(), step=7)
 
 
-def test_a_baseline_without_a_score_takes_the_samples_of_its_prompt_along(five: PromptStream) -> None:
+def test_baseline_without_score_excludes_samples_of_its_prompt(five: PromptStream) -> None:
     world = World(right_and_wrong())
     world.odd_baselines = [3]
     collected = collector(five, world, estimator="remax", enable=False).collect(Position(0, 2), Timers(), step=7)

@@ -44,7 +44,7 @@ def faults(tmp_path: Path, *argv: str) -> dict[str, str]:
     return {fault.path: fault.message for fault in caught.value.faults if fault.path.startswith(own)}
 
 
-def test_the_example_of_the_page_passes_its_own_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_example_passes_its_own_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(BLOCKS[0])
     (tmp_path / "test_mine.py").write_text(BLOCKS[1])
     monkeypatch.syspath_prepend(tmp_path)
@@ -56,7 +56,7 @@ def test_the_example_of_the_page_passes_its_own_test(tmp_path: Path, monkeypatch
         test()
 
 
-def test_the_example_of_the_page_is_the_algorithm_that_it_says(example: Path) -> None:
+def test_documented_example_implements_its_stated_algorithm(example: Path) -> None:
     learned = replace(experience(), scores=torch.tensor([1.0, 0.0, 0.5, -0.5, 2.0, 2.0, 0.0, 3.0]))
     scored = Scored(**{field.name: getattr(learned, field.name) for field in fields(Scored)})
     section = AlgorithmSection(adv_estimator="custom")
@@ -78,7 +78,7 @@ def test_the_example_of_the_page_is_the_algorithm_that_it_says(example: Path) ->
     torch.testing.assert_close(metrics["actor/pg_clipfrac"], clipped.clip_frac / totals.num_tokens)
 
 
-def test_every_fault_of_both_functions_is_found_before_anything_starts(tmp_path: Path) -> None:
+def test_faults_of_custom_functions_are_found_before_start(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text("def estimate(values, scores, extra): ...\ndef loss(log_probs, mask): ...\n")
     assert faults(tmp_path, *CHOSEN) == {
@@ -137,7 +137,7 @@ def test_needs_decide_about_critic_and_greedy_responses(example: Path) -> None:
         ("def compute_policy_loss(mask): return mask[99]", "random batches: IndexError: index 99 is out of bounds"),
     ],
 )
-def test_a_function_that_cannot_work_is_refused_before_models_load(tmp_path: Path, text: str, fault: str) -> None:
+def test_invalid_loss_function_is_refused_before_models_load(tmp_path: Path, text: str, fault: str) -> None:
     (path := tmp_path / "mine.py").write_text(text)
     with pytest.raises(ValueError, match=rf"^{LOSS}\..*{fault}"):
         load_loss(PolicyLossSection(loss_mode="custom", path=str(path)))

@@ -53,7 +53,7 @@ def draw(num_replicas: int, *, overlap: int) -> tuple[list[Any], list[TurnQueue]
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
-def test_a_step_learns_from_the_same_episodes_on_any_number_of_replicas(num_replicas: int, overlap: int) -> None:
+def test_step_trains_same_episodes_on_any_replica_count(num_replicas: int, overlap: int) -> None:
     found, queues = draw(num_replicas, overlap=overlap)
     for scored, position, metrics in found:
         assert [prompt.index for prompt in scored.prompts] == [3, 7, 9, 2]

@@ -91,7 +91,7 @@ def test_estimates_are_those_of_episodes_without_observations(
 @pytest.mark.parametrize("name", ["vanilla", "gspo", "kl_cov", "critic"])
 @settings(max_examples=8)
 @given(layouts)
-def test_loss_and_gradient_are_those_of_episodes_without_observations(
+def test_observations_do_not_change_loss_or_gradient(
     name: str, mode: str, layouts: list[list[tuple[int, int]]]
 ) -> None:
     record, twin = scored(layouts), scored(layouts, observes=False)

@@ -87,7 +87,7 @@ def test_grpo_needs_neither_critic_nor_reference() -> None:
     assert not [name for name in metrics if "kl" in name or "values" in name or "vf_" in name]
 
 
-def test_grpo_takes_the_divergence_from_the_reward_where_asked() -> None:
+def test_grpo_subtracts_kl_from_reward_if_enabled() -> None:
     algorithm = AlgorithmSection(adv_estimator="grpo")
     experience, _ = estimate(scored(), OLD, REF, None, algorithm=algorithm, kl_coef=0.1)
     rewards = torch.tensor([1.0 - 0.15, 0.1, 0.5, -0.5])
@@ -114,7 +114,7 @@ def test_mismatch_compares_probabilities_of_real_tokens() -> None:
     assert mismatch_metrics(trainer, None, mask) == {}
 
 
-def test_remax_takes_the_greedy_reward_from_that_of_each_sample() -> None:
+def test_remax_subtracts_greedy_reward_from_each_sample() -> None:
     algorithm, baselines = AlgorithmSection(adv_estimator="remax"), torch.tensor([0.25, 0.25, 0.5, 0.5])
     experience, metrics = estimate(scored(), OLD, REF, None, baselines, algorithm=algorithm, kl_coef=0.1)
     # the divergence of row 0 is 1.5 on token 1, that of row 1 is -1 on token 0
@@ -158,7 +158,7 @@ def test_estimators_that_standardise_over_the_batch(estimator: str, raw: list[li
     assert not found[~MASK].any()
 
 
-def test_long_responses_are_penalised_in_the_reward_and_not_in_the_score() -> None:
+def test_overlong_penalty_lowers_reward_but_not_score() -> None:
     buffer = OverlongBufferSection(enable=True, len=2, penalty_factor=0.5, max_resp_len=3)
     algorithm = AlgorithmSection(adv_estimator="rloo", overlong_buffer=buffer)
     experience, metrics = estimate(scored(), OLD, None, None, algorithm=algorithm, kl_coef=None)
@@ -166,7 +166,7 @@ def test_long_responses_are_penalised_in_the_reward_and_not_in_the_score() -> No
     assert (metrics["critic/score/max"], metrics["critic/rewards/max"]) == (1.0, 0.5)
 
 
-def test_truncated_responses_count_in_their_group_and_teach_nothing() -> None:
+def test_truncated_responses_count_in_group_but_are_masked() -> None:
     algorithm = AlgorithmSection(adv_estimator="rloo", mask_truncated_completions=True)
     experience, metrics = estimate(scored(), OLD, REF, None, algorithm=algorithm, kl_coef=None)
     assert not experience.mask[0].any()

@@ -128,7 +128,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("estimator", BUILT_IN)
-def test_what_is_learnt_is_that_of_a_batch_without_the_sample(estimator: Any) -> None:
+def test_failed_reward_sample_changes_nothing_in_training(estimator: Any) -> None:
     """Every estimator with every loss and every way to sum it up; in every other case with all that may be added."""
     for seed, (loss_mode, agg_mode) in enumerate(product(LOSS_MODES, AGG_MODES)):
         scored, says = world(seed)

@@ -43,14 +43,14 @@ def check(
     return Gate(limits=limits).check(rollouts, log_probs, healthy, step=STEP)
 
 
-def test_the_mismatch_of_a_token_is_half_its_squared_distance_and_bounded() -> None:
+def test_token_mismatch_is_half_squared_difference_and_bounded() -> None:
     says, heard = torch.tensor([[-1.0, -2.0, -9.0, -1.0, float("nan")]]), torch.tensor([[-1.2, -2.0, -1.0, -3.0, -1.0]])
     mismatch, judged = token_mismatch(says, heard, torch.tensor([[True, True, True, False, True]]))
     torch.testing.assert_close(mismatch, torch.tensor([[0.02, 0.0, 0.5, 0.0, 0.0]], dtype=torch.float64))
     assert judged.tolist() == [[True, True, True, False, False]]
 
 
-def test_limits_follow_the_coarser_type_unless_they_are_set() -> None:
+def test_default_limits_follow_coarser_dtype() -> None:
     assert (BFLOAT16.mismatch_stop, BFLOAT16.probs_stop, BFLOAT16.probs_warn) == (2**-6, 2**-4, 2**-5)
     assert (FLOAT32.mismatch_stop, FLOAT32.probs_stop) == (2**-22, 2**-12)
     own = Limits.of(SyncSection(mismatch_stop=0.25, logprob_stop=0.0, logprob_warn=0.125), "bfloat16")
@@ -59,7 +59,7 @@ def test_limits_follow_the_coarser_type_unless_they_are_set() -> None:
 
 @pytest.mark.parametrize("dtype", HEALTHY)
 @given(seed=st.integers(0, 2**31), factor=st.floats(0.5, 2.0))
-def test_rounding_passes_at_first_and_later_in_every_type(dtype: str, seed: int, factor: float) -> None:
+def test_rounding_passes_gate_in_every_dtype(dtype: str, seed: int, factor: float) -> None:
     scale, limits = HEALTHY[dtype]
     rollouts = samples()
     first = check(rollouts, noise(rollouts, scale, seed=seed), limits, healthy=())
@@ -90,7 +90,7 @@ def test_a_few_tokens_may_disagree_wholly(places: set[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", HEALTHY)
-def test_a_spoilt_sample_is_left_out_and_many_stop_the_run(dtype: str) -> None:
+def test_one_outlier_is_excluded_and_many_stop_run(dtype: str) -> None:
     scale, limits = HEALTHY[dtype]
     rollouts = samples()
     says = noise(rollouts, scale)
@@ -105,7 +105,7 @@ def test_a_spoilt_sample_is_left_out_and_many_stop_the_run(dtype: str) -> None:
         check(rollouts, says, limits, healthy=healthy)
 
 
-def test_a_token_that_is_not_finite_is_not_compared() -> None:
+def test_non_finite_token_is_not_compared() -> None:
     rollouts = samples()
     says = noise(rollouts, 1e-3)
     says[1:] = float("nan")
@@ -129,7 +129,7 @@ def test_a_gate_that_can_compare_no_token_stops(side: str, number: float) -> Non
         check(rollouts, says, healthy=(1e-3,))
 
 
-def test_a_step_without_a_token_of_the_current_weights_passes_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_step_without_current_tokens_passes_with_warning(caplog: pytest.LogCaptureFixture) -> None:
     rollouts = samples()
     assert rollouts.weight_versions is not None
     rollouts.weight_versions.fill_(STEP - 1)
@@ -157,7 +157,7 @@ def test_tokens_of_older_weights_are_not_compared() -> None:
         check(rollouts, moved, healthy=())
 
 
-def test_a_token_is_of_known_weights_or_nothing_learns_from_it() -> None:
+def test_tokens_of_unknown_or_stale_weights_are_refused() -> None:
     rollouts = samples()
     require_version(rollouts, step=STEP)
     versions = rollouts.weight_versions
@@ -171,7 +171,7 @@ def test_a_token_is_of_known_weights_or_nothing_learns_from_it() -> None:
         require_version(rollouts, step=STEP, max_staleness=2)
 
 
-def test_the_first_iterations_are_the_measure_of_the_others_after_a_resume_too(tmp_path: Path) -> None:
+def test_gate_limit_follows_first_steps_even_after_resume(tmp_path: Path) -> None:
     rollouts, healthy = samples(), ()
     for number in range(WINDOW + 3):
         healthy = check(rollouts, noise(rollouts, 0.02, seed=number), healthy=healthy).healthy

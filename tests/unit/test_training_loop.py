@@ -91,7 +91,7 @@ def test_a_step_of_ppo_in_order() -> None:
     assert {f"timing_s/{phase}" for phase in phases} <= metrics.keys()
 
 
-def test_a_sample_whose_reward_failed_reaches_no_model_and_no_number() -> None:
+def test_failed_reward_sample_reaches_no_model_or_metric() -> None:
     met: list[list[float]] = []
 
     class Meets(Policy):
@@ -154,7 +154,7 @@ def test_frequencies_count_finished_steps(
     assert [step for step, metrics in diary.logged.items() if "val/test_score/countdown" in metrics] == tested
 
 
-def test_a_checkpoint_has_the_metrics_of_its_step_and_the_best_validation() -> None:
+def test_checkpoint_has_metrics_of_step_and_best_validation() -> None:
     diary = run(last_step=4, test_freq=2, save_freq=1, validate_first=True)
     for step, state in diary.saved.items():
         assert state.best == Best(1.5, 0)  # every validation has the same score
@@ -166,12 +166,12 @@ def test_a_checkpoint_has_the_metrics_of_its_step_and_the_best_validation() -> N
     assert best == [(1.5, 0.0)] * 3
 
 
-def test_the_first_of_equal_validations_is_saved_as_the_best() -> None:
+def test_first_of_equal_validations_is_saved_as_best() -> None:
     diary = run(last_step=5, test_freq=2, save_best=True)
     assert [state.best_step for state in diary.saved.values()] == list(diary.saved) == [2]
 
 
-def test_a_resumed_run_goes_on_where_it_stopped() -> None:
+def test_resumed_run_continues_from_last_step() -> None:
     diary = run(first_step=2, last_step=4, save_freq=2, critic_warmup=3)
     assert diary.steps_of("take") == diary.steps_of("generate") == [2, 3]
     assert diary.steps_of("actor.update") == [3]
@@ -184,7 +184,7 @@ def test_nothing_runs_after_the_last_step() -> None:
     assert run(first_step=3, save_freq=1, test_freq=1).calls == ["close"]
 
 
-def test_the_kl_coefficient_follows_the_divergence_from_step_to_step() -> None:
+def test_kl_coefficient_adapts_to_kl_in_every_step() -> None:
     # The divergence is 0.25 a token, more than twice the target: each step's 4 samples of 10 raise it by 0.2 * 4 / 10.
     diary = run(kl=AdaptiveKL(0.1, target=0.1, horizon=10), save_freq=1)
     used = [diary.logged[step]["actor/reward_kl_penalty_coeff"] for step in (1, 2, 3)]
@@ -204,7 +204,7 @@ class SpoiltOnce(Policy):
         return outputs
 
 
-def test_a_divergence_that_is_not_finite_spoils_no_later_step_and_no_checkpoint() -> None:
+def test_non_finite_kl_spares_later_steps_and_checkpoints() -> None:
     diary = Diary()
     run(kl=AdaptiveKL(0.1, target=0.1, horizon=10), diary=diary, actor=SpoiltOnce(diary, "actor", -1.0), save_freq=1)
     assert math.isnan(diary.logged[2]["actor/reward_kl_penalty"])
@@ -247,7 +247,7 @@ def drawn_by(world: World) -> Collector:
     return Collector(prompts=world, sampler=world, scorer=world, algorithm=AlgorithmSection())
 
 
-def test_nothing_learns_from_an_iteration_that_the_engine_did_not_draw_from_the_trainers_probabilities() -> None:
+def test_step_with_engine_mismatch_updates_no_model() -> None:
     diary = Diary()
     actor, samples = Drifting(diary, slice(None)), drawn_by(LongAnswers(diary))
     with pytest.raises(MismatchError, match=r"the samples of step 2 .* 4 of 4 samples are far out \(rows 0, 1 "):
@@ -257,7 +257,7 @@ def test_nothing_learns_from_an_iteration_that_the_engine_did_not_draw_from_the_
     assert diary.saved[1].mismatches == (0.0,)
 
 
-def test_a_sample_that_is_far_out_teaches_nothing_and_is_counted() -> None:
+def test_outlier_sample_is_excluded_and_counted() -> None:
     diary = Diary()
     actor, samples = Drifting(diary, slice(0, 1)), drawn_by(LongAnswers(diary))
     with world_of_one():
@@ -301,7 +301,7 @@ class DriftingAway(DriftingAsItLearns):
     drifted = slice(None)
 
 
-def test_a_sample_that_is_far_out_is_taken_out_of_the_pass_that_reads_it() -> None:
+def test_outlier_sample_is_excluded_from_single_pass_update() -> None:
     diary = Diary()
     actor, samples = DriftingAsItLearns(diary, "actor", says=-1.0), drawn_by(LongAnswers(diary))
     with world_of_one():
@@ -318,7 +318,7 @@ def test_a_sample_that_is_far_out_is_taken_out_of_the_pass_that_reads_it() -> No
     assert diary.logged[1]["critic/score/min"] == 1.0
 
 
-def test_nothing_learns_from_a_pass_whose_samples_the_engine_did_not_draw() -> None:
+def test_single_pass_update_with_engine_mismatch_is_discarded() -> None:
     diary = Diary()
     actor, samples = DriftingAway(diary, "actor", says=-1.0), drawn_by(LongAnswers(diary))
     with pytest.raises(MismatchError, match="4 of 4 samples are far out"):
@@ -326,20 +326,20 @@ def test_nothing_learns_from_a_pass_whose_samples_the_engine_did_not_draw() -> N
     assert diary.learned == [] and diary.saved == {}
 
 
-def test_samples_of_other_weights_than_the_trainers_are_refused() -> None:
+def test_samples_of_other_weights_are_refused() -> None:
     diary = Diary()
     with pytest.raises(MismatchError, match="the weights after 1 finished steps, but the engine drew rows 0, 1 of the"):
         run(diary=diary, samples=drawn_by(Stale(diary)))
     assert diary.steps_of("actor.update") == [0]
 
 
-def test_the_kl_stays_out_of_the_reward_where_it_is_in_the_loss() -> None:
+def test_kl_in_loss_is_not_subtracted_from_reward() -> None:
     diary = run(algorithm=AlgorithmSection(use_kl_in_reward=False), save_freq=1)
     assert diary.logged[1]["critic/rewards/mean"] == diary.logged[1]["critic/score/mean"]
     assert "actor/reward_kl_penalty" not in diary.logged[1]
 
 
-def test_an_exact_divergence_needs_no_log_probabilities_of_the_reference() -> None:
+def test_exact_kl_needs_no_reference_log_probs() -> None:
     algorithm = AlgorithmSection(use_kl_in_reward=True, kl_penalty="full")
     diary = run(exact=True, reference=None, algorithm=algorithm, last_step=1)
     assert "reference.infer" not in diary.calls
@@ -366,7 +366,7 @@ def listening() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("listening")
-def test_a_run_that_is_told_to_end_finishes_and_saves_its_step() -> None:
+def test_stopped_run_finishes_and_saves_current_step() -> None:
     diary = Diary()
     with pytest.raises(signals.Stopped) as stopped, signals.graceful_stop():
         run(diary=diary, actor=Interrupted(diary, "actor", says=-1.0), first_step=1, test_freq=2)
@@ -376,7 +376,7 @@ def test_a_run_that_is_told_to_end_finishes_and_saves_its_step() -> None:
 
 
 @pytest.mark.usefixtures("listening")
-def test_a_run_that_is_told_to_end_in_its_last_step_has_ended() -> None:
+def test_stop_request_in_last_step_ends_run_normally() -> None:
     diary = Diary()
     with signals.graceful_stop():
         run(diary=diary, actor=Interrupted(diary, "actor", says=-1.0), last_step=1)
@@ -385,7 +385,7 @@ def test_a_run_that_is_told_to_end_in_its_last_step_has_ended() -> None:
 
 
 @pytest.mark.usefixtures("listening")
-def test_signals_of_one_run_do_not_end_the_next_one() -> None:
+def test_signal_of_one_run_never_stops_next_run() -> None:
     """The thread that listens may be late; 200 runs in a row find it late several times."""
     for _ in range(200):
         with signals.graceful_stop():

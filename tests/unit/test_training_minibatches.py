@@ -30,7 +30,7 @@ def test_in_file_order_without_shuffling() -> None:
     num_epochs=st.integers(1, 3),
     seed=st.integers(0, 2**40),
 )
-def test_every_epoch_has_every_prompt_once_with_all_its_samples(
+def test_epoch_has_every_prompt_once_with_all_samples(
     num_prompts: int, n: int, size: int, num_epochs: int, seed: int
 ) -> None:
     cut = samples(minibatches(batch(num_prompts, n), num_prompts=size, num_epochs=num_epochs, shuffle=True, seed=seed))
@@ -45,7 +45,7 @@ def test_every_epoch_has_every_prompt_once_with_all_its_samples(
             assert len(found) == len(groups) * n
 
 
-def test_the_order_is_that_of_the_seed_and_each_epoch_has_its_own() -> None:
+def test_order_depends_on_seed_and_epoch() -> None:
     def order(seed: int) -> list[list[int]]:
         return samples(minibatches(batch(40, 1), num_prompts=40 // 8, num_epochs=2, shuffle=True, seed=seed))
 

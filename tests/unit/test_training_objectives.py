@@ -148,7 +148,7 @@ def test_masked_tokens_never_matter(name: str, mode: str) -> None:
     assert not gradient[~clean.mask].any()
 
 
-def test_actor_loss_is_the_sum_of_its_named_terms() -> None:
+def test_actor_loss_equals_sum_of_named_terms() -> None:
     micro, x = experience(), outputs()
     totals = Totals.of(micro.mask)
     section = ActorSection(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.25, kl_loss_type="mse")
@@ -173,7 +173,7 @@ def test_no_kl_loss_unless_asked_for() -> None:
     torch.testing.assert_close(loss, metrics["actor/pg_loss"] - 0.001 * metrics["actor/entropy_loss"])
 
 
-def test_each_side_of_the_clip_range_follows_its_own_key() -> None:
+def test_each_clip_bound_follows_its_own_key() -> None:
     micro = replace(experience(), advantages=experience().mask.float())  # a good token: only the upper side acts
     assert micro.old_log_probs is not None
     x = micro.old_log_probs + 0.25  # a ratio of 1.28
@@ -200,7 +200,7 @@ def test_each_side_of_the_clip_range_follows_its_own_key() -> None:
         ("kl_cov", -1.25 + 0.5 * math.log(1.25) * 6 / 20, 0.0),
     ],
 )
-def test_each_loss_goes_by_its_own_name_and_keys(loss_mode: str, loss: float, clip_fraction: float) -> None:
+def test_each_loss_follows_its_own_name_and_keys(loss_mode: str, loss: float, clip_fraction: float) -> None:
     zeros = torch.zeros(NUM_SAMPLES, NUM_TOKENS)
     mask = experience().mask.float()
     micro = replace(experience(), advantages=0.5 * mask, weights=2.0 * mask, old_log_probs=zeros)
@@ -216,7 +216,7 @@ def test_each_loss_goes_by_its_own_name_and_keys(loss_mode: str, loss: float, cl
 
 
 @pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov"])
-def test_weights_of_the_correction_do_not_change_which_tokens_a_loss_chooses(loss_mode: str) -> None:
+def test_correction_weights_do_not_change_selected_loss_tokens(loss_mode: str) -> None:
     section, whole = actor_section(loss_mode, "token-mean"), experience()
     chosen = []
     for scale in (1.0, torch.rand(6, 5), 0.0):
@@ -237,7 +237,7 @@ def test_critic_metrics_are_means_over_tokens() -> None:
     assert metrics["critic/vf_clipfrac"].item() == 0.0
 
 
-def test_an_exact_divergence_is_the_kl_loss_as_it_is() -> None:
+def test_exact_kl_is_used_directly_as_kl_loss() -> None:
     micro, x = experience(), outputs()
     section = ActorSection(use_kl_loss=True, kl_loss_type="full", kl_loss_coef=0.5, entropy_coeff=0.0)
     exact = outputs(garbage=float("nan")).abs().requires_grad_()

@@ -127,7 +127,7 @@ def test_steps_of_counted_engine_steps_by_hand() -> None:
     assert [drawn.position.offset for drawn, _ in found] == [3, 5, 6, 7, 8, 11]
 
 
-def test_a_step_of_counted_engine_steps_waits_for_old_prompts() -> None:
+def test_counted_engine_steps_wait_for_old_prompts() -> None:
     found = run(World(lambda row: {1: 6}.get(row, 2)), 2, wanted=2, stop_when=2 * WINDOW, max_staleness=1)
     assert [rows(drawn.chosen) for drawn, _ in found] == [[0], [1, 2]]
     assert [num_exchanges for _, num_exchanges in found] == [2, 4]
@@ -146,7 +146,7 @@ def test_the_law_of_counted_engine_steps() -> None:
 
 
 @pytest.mark.parametrize("stop_when", [0.5, 0.7, 0.8, 6 * WINDOW])
-def test_every_prompt_is_learnt_once_and_never_too_late(stop_when: float) -> None:
+def test_every_prompt_is_trained_once_within_staleness_limit(stop_when: float) -> None:
     draw = random.Random(3)
     lengths = [draw.choice([1, 2, 3, 3, 4, 30]) for _ in range(1000)]
     found = run(World(lengths.__getitem__), 40, wanted=5, stop_when=stop_when, max_staleness=3)
@@ -178,13 +178,13 @@ def test_a_long_tail_takes_fewer_engine_steps() -> None:
     assert engine_steps(0.8, 8) <= 20 * 24 / 5
 
 
-def test_a_step_that_ends_with_all_its_prompts_leaves_nothing() -> None:
+def test_step_ending_with_all_prompts_carries_nothing_over() -> None:
     found = run(World(lambda row: 1 + row % 7), 3, wanted=4, stop_when=1.0, max_staleness=1)
     assert [rows(drawn.chosen) for drawn, _ in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert all(drawn.in_flight == () for drawn, _ in found)
 
 
-def test_groups_that_are_too_old_for_a_smaller_limit_begin_anew() -> None:
+def test_groups_beyond_staleness_limit_restart() -> None:
     world = World(lambda row: 6)
     partial = Partial(wanted=1, section=PartialSection(enable=True, stop_when=0.5, max_staleness=1))
     tokens = Generation(0, [7, 8], [-1.0, -2.0], truncated=False, weight_versions=[1, 1], sample=0, complete=False)
@@ -211,7 +211,7 @@ def test_a_file_keeps_every_group(tmp_path: Path) -> None:
     assert read(tmp_path / "carried.parquet", prompt_of=prompt) == groups
 
 
-def test_a_file_keeps_episodes_and_their_prompts_are_opened_again(tmp_path: Path) -> None:
+def test_file_keeps_episodes_and_reopens_their_prompts(tmp_path: Path) -> None:
     first = Turn(0, 1, 0.1, num_observed=2, observation='"low\u00e9"')
     started = Generation(
         0, [4, 5, 6, 7], [-1.0, 0.0, 0.0, -2.0], truncated=False, weight_versions=[3, 0, 0, 4], complete=False

@@ -57,7 +57,7 @@ def test_a_directory_without_the_next_iterations_is_refused(tmp_path: Path, step
         Replay.find(tmp_path, after=after)
 
 
-def test_samples_that_a_full_disk_does_not_take_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_samples_refused_by_full_disk_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep(tmp_path, 1, 2, 3)
     replay = Replay.find(tmp_path, after=0)
     with world_of_one(), small_disk(tmp_path / "disk", 1 << 20) as disk:

@@ -99,7 +99,7 @@ class Pairs:
         return step
 
 
-def test_supervised_pairs_go_on_from_mini_batch_to_mini_batch_and_follow_from_the_step() -> None:
+def test_supervised_pairs_follow_step_and_mini_batch_number() -> None:
     learner = Learner()
     objective = PTXObjective(0.5)
     updates = Updates(
@@ -133,7 +133,7 @@ class Reader:
         return PolicyOutputs(log_probs=found)
 
 
-def test_each_reference_reads_the_samples_of_its_data_source() -> None:
+def test_each_reference_reads_samples_of_its_data_source() -> None:
     asked = prompts([4, 6, 5])
     sources = ["math", "code", "math"]
     asked = Prompts(

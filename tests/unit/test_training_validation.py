@@ -116,17 +116,17 @@ def test_samples_without_a_score_are_in_no_number() -> None:
     assert [row["score"] for row in world.tables["val/generations"]][:8] == [1.0, None, 0.0, 0.0, 0.5, 0.5, None, 1.0]
 
 
-def test_a_data_source_without_a_score_stops_the_run() -> None:
+def test_data_source_without_any_score_stops_run() -> None:
     with pytest.raises(RewardError, match=r"every validation response of data source 'math'; .*sample 4 .*timeout"):
         validate(4, failed=[4, 5, 6, 7])
 
 
-def test_a_small_last_batch_whose_rewards_all_fail_stops_nothing() -> None:
+def test_small_last_batch_without_rewards_stops_no_run() -> None:
     metrics, _ = validate(4, failed=[8, 9, 10, 11])
     assert metrics["val/test_score/gsm8k"] == 0.25
 
 
-def test_a_validation_in_which_most_rewards_fail_stops_the_run() -> None:
+def test_validation_with_mostly_failed_rewards_stops_run() -> None:
     message = r"failed on 5 of 8 responses, more than half.*sample 0 .*sample 2 .*on_failure"
     with pytest.raises(RewardError, match=message):
         validate(4, failed=[0, 1, 2, 3, 4])
@@ -147,7 +147,7 @@ def test_ids_are_shown_where_prompts_have_them() -> None:
     assert world.tables["val/generations"][0].keys() == {"prompt", "response", "score"}
 
 
-def test_samples_that_a_full_disk_does_not_take_are_counted(tmp_path: Path) -> None:
+def test_samples_refused_by_full_disk_are_counted(tmp_path: Path) -> None:
     with world_of_one(), small_disk(tmp_path / "disk", 1 << 20) as disk:
         store = SampleStore(disk.path / "samples")
         assert validate(1, store=store)[0]["val/archive/failures"] == 0.0

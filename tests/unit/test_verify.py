@@ -52,7 +52,7 @@ def test_a_sound_report_says_what_was_measured() -> None:
         ({"lower_bounds": [8, 1]}, "rank 1 received 0 bytes, but lacked 1"),
     ],
 )
-def test_each_thing_that_is_wrong_is_said_and_fails(changes: dict, fault: str) -> None:
+def test_every_problem_is_reported_and_fails_verification(changes: dict, fault: str) -> None:
     report = replace(SOUND, **changes).report(probability_limit=0.01)
     assert not report["ok"]
     assert len(report["faults"]) == 1
@@ -90,7 +90,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([f"{ACTOR}.context_parallel_size=2", "trainer.n_gpus_per_node=4"], 4),
     ],
 )
-def test_without_a_launcher_as_few_ranks_as_the_sizes_need(bare: Path, sizes: list[str], num_ranks: int) -> None:
+def test_verification_without_launcher_uses_fewest_possible_ranks(bare: Path, sizes: list[str], num_ranks: int) -> None:
     config = load_verify_config([f"actor_rollout_ref.model.path={bare}", *sizes], world_size=None)
     assert config.trainer.n_gpus_per_node == num_ranks
     policy = config.actor_rollout_ref
@@ -112,12 +112,12 @@ def test_a_launcher_says_how_many_ranks_there_are(bare: Path) -> None:
         ("data.train_batch_size=8", "unknown key"),
     ],
 )
-def test_what_cannot_be_is_a_fault_of_the_configuration(bare: Path, argument: str, fault: str) -> None:
+def test_impossible_settings_are_configuration_faults(bare: Path, argument: str, fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         load_verify_config([f"actor_rollout_ref.model.path={bare}", argument], world_size=None)
 
 
-def test_slabs_tile_a_piece_and_places_number_the_full_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slabs_tile_piece_and_index_full_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.weight_sync.verification.CHUNK", 6)
     shape = (7, 4)
     numbers = torch.arange(28.0).view(shape)

@@ -37,7 +37,7 @@ def test_the_headline(found: dict[str, Any], said: str, tmp_path: Path) -> None:
     assert headline(run, found | ({"step": 4, "total_steps": 9} if found else {}), now=100.0) == said
 
 
-def test_the_status_follows_the_phase_and_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_follows_phase_and_ends_with_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "INTERVAL_S", 0.01)
     monkeypatch.setattr(progress, "_ended", {})
     kept = Status(tmp_path, total_steps=9)
@@ -54,13 +54,13 @@ def test_the_status_follows_the_phase_and_ends_with_the_run(tmp_path: Path, monk
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_a_status_that_cannot_be_written_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_status_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept = Status(tmp_path / "gone", total_steps=9)
     kept.close()
     assert caplog.text.count("status.json cannot be written, training continues") == 1
 
 
-def test_the_command_shows_a_run_once_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_without_terminal_shows_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = write_run(tmp_path / "run", scores={0: 0.125, 4: 0.5})
     (directory / "status.json").write_text(json.dumps({"state": "finished", "step": 4, "total_steps": 4}))
     main([str(directory)])

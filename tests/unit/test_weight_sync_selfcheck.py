@@ -17,7 +17,7 @@ from tests.support.ranks import world_of_one
 from tests.support.records import answer, prompts
 
 
-def test_differences_are_those_of_probabilities_and_of_each_replica_alone() -> None:
+def test_differences_compare_probabilities_for_each_replica_alone() -> None:
     # Two replicas respond to one prompt with 1 and 2 tokens, each with log-probability -1.
     answers = answer(prompts([3]), [1, 2])
     says = torch.tensor([[-1.0, 9.0], [-1.0, -2.0]])  # numbers after the end of a response must not count
@@ -44,7 +44,7 @@ OLD = seen([[-1.0, -2.0]] * 4, [[-1.0, -2.0]] * 4)  # two prompts, two replicas
         ([[-1.0, -2.0]] * 4, [[-1.0, -2.1], [-1.0, -2.0]] * 2, []),  # hardly: it may round away
     ],
 )
-def test_a_replica_is_stale_that_stands_still_while_the_trainer_moves(
+def test_unchanged_replica_is_stale_if_trainer_changes(
     engine: list[list[float]], trainer: list[list[float]], stale: list[int]
 ) -> None:
     assert stale_replicas(OLD, seen(engine, trainer), num_replicas=2) == stale
@@ -56,7 +56,7 @@ def test_other_tokens_are_not_the_same_answer() -> None:
 
 
 @pytest.mark.parametrize("max_model_len", [2, 40, 1024])
-def test_fixed_prompts_are_different_fit_the_engine_and_never_change(max_model_len: int) -> None:
+def test_fixed_prompts_are_distinct_constant_and_fit_engine(max_model_len: int) -> None:
     asked, num_tokens = fixed_prompts(211, max_model_len=max_model_len)
     assert asked == fixed_prompts(211, max_model_len=max_model_len)[0]
     assert len({tuple(prompt.token_ids) for prompt in asked}) == len(asked)
@@ -79,7 +79,7 @@ class Trainer:
 
 
 @pytest.mark.parametrize(("check_every", "checked"), [(0, [0, 3]), (2, [0, 2, 3, 4]), (1, [0, 1, 2, 3, 4])])
-def test_the_first_two_different_weights_are_checked_whenever_they_come(check_every: int, checked: list[int]) -> None:
+def test_first_two_distinct_weights_are_always_checked(check_every: int, checked: list[int]) -> None:
     trainer = Trainer(torch.arange(6.0))
     limits = Limits.of(SyncSection(), "float32")
     due = []
