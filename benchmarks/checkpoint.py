@@ -6,7 +6,6 @@ are flushed to the disk in both cases.
 """
 
 import json
-import shlex
 import shutil
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import MODELS
 from benchmarks.options import checkpoint_parser
+from benchmarks.report import command_line
 from megarl.commands.entry import run
 from megarl.distributed.launch import Launch
 from megarl.tracking.config import TrainerSection
@@ -60,7 +60,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
         repeats=options.repeats,
         directory=options.directory,
         is_json=options.json,
-        command=shlex.join(["megarl", "bench", "checkpoint", *argv]),
+        command=command_line("checkpoint", argv),
         trainer=TrainerSection(n_gpus_per_node=options.ranks, device=options.device),
     )
 

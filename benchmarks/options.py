@@ -26,7 +26,7 @@ def parser() -> Arguments:
     root = Arguments(
         prog="python -m benchmarks",
         description="Measure a step, a sync, a save or a plan.",
-        example="python -m benchmarks step --help\nmegarl bench step --json",
+        example="python -m benchmarks step --help\npython -m benchmarks step --json",
     )
     measurements = root.add_subparsers(title="Measurements", metavar="MEASUREMENT", required=True)
     for name, (text, options) in PARSERS.items():

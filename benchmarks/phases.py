@@ -6,7 +6,6 @@ must have the trainer's probabilities.
 """
 
 import json
-import shlex
 import shutil
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import MODELS, Case, Split
 from benchmarks.options import phases_parser
+from benchmarks.report import command_line
 from benchmarks.reshard import BUCKET_MEGABYTES
 from megarl.commands.entry import run
 from megarl.distributed.launch import Launch
@@ -96,7 +96,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     return Arguments(
         case=case,
         is_json=options.json,
-        command=shlex.join(["megarl", "bench", "phases", *argv]),
+        command=command_line("phases", argv),
         trainer=TrainerSection(n_gpus_per_node=Split.read(case.layout).num_ranks, device=options.device),
     )
 

@@ -85,10 +85,15 @@ def machine(device: str) -> dict[str, Any]:
     return described
 
 
+def command_line(name: str, argv: Sequence[str]) -> str:
+    """Return the command of a measurement."""
+    return shlex.join(["python", "-m", "benchmarks", name, *argv])
+
+
 def origin(name: str, argv: Sequence[str]) -> dict[str, Any]:
     """Return what a measurement on the CPU is known by: its command, its machine, and versions of packages."""
     return {
-        "command": shlex.join(["python", "-m", "benchmarks", name, *argv]),
+        "command": command_line(name, argv),
         "machine": machine("cpu"),
         "versions": versions(),
     }

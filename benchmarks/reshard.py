@@ -8,7 +8,6 @@ import argparse
 import importlib.util
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -43,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         print_error(error)
         return 1
     found = {
-        "command": shlex.join(["python", "-m", "benchmarks", "reshard", *argv]),
+        "command": report.command_line("reshard", argv),
         "machine": report.machine(cases[0].device),
         "versions": versions("mbridge"),
         "cases": results,

@@ -9,7 +9,6 @@ plan` predicts the step from the machine's speeds, which are measured in the sam
 import argparse
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -47,7 +46,7 @@ Step = Mapping[str, float]
 def main(argv: Sequence[str]) -> int:
     """Measure, and print the results."""
     options, overrides = step_parser().parse_known_args(argv)
-    command = shlex.join(["megarl", "bench", "step", *argv])
+    command = report.command_line("step", argv)
     runs = []
     try:
         for lengths in options.lengths:

@@ -43,9 +43,7 @@ def bytes_in_use() -> int:
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3-tied", "mixtral", "qwen2_moe", "qwen3_moe"])
-def test_sync_reaches_kernels_and_sleep_frees_memory(
-    tmp_path: Path, variant: str, enforce_eager: bool
-) -> None:
+def test_sync_reaches_kernels_and_sleep_frees_memory(tmp_path: Path, variant: str, enforce_eager: bool) -> None:
     paths = write_two_checkpoints(tmp_path, variant)
     with RankPool("cuda") as pool:  # vLLM lets memory sleep in one engine of a process
         [(rounds, used)] = pool.run(1, answers, paths, enforce_eager)
