@@ -173,11 +173,7 @@ def _kind(hint: Any) -> str:
 
 def _bounds(annotated: tuple[Any, ...]) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = [
-        f"{sign} {value:g}"
-        for extra in annotated[1:]
-        for bound in getattr(extra, "metadata", ())
-        for name, sign in signs.items()
-        if abs(value := getattr(bound, name, HUGE)) < HUGE
-    ]
+    bounds = [bound for extra in annotated[1:] for bound in getattr(extra, "metadata", ())]
+    values = [(sign, getattr(bound, name, HUGE)) for bound in bounds for name, sign in signs.items()]
+    found = [f"{sign} {value:g}" for sign, value in values if abs(value) < HUGE]
     return f" {', '.join(found)}" if found else ""

@@ -238,7 +238,8 @@ def route_to(host: str) -> str:
                 probe.connect((address, 9))  # sends nothing
             except OSError:
                 continue
-            if not is_loopback(mine := str(probe.getsockname()[0])):
+            mine = str(probe.getsockname()[0])
+            if not is_loopback(mine):
                 return mine
     return ""
 

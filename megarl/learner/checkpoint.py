@@ -106,7 +106,8 @@ def load_learner(learner: Learner, directory: Path) -> None:
 def check_files(directory: Path) -> None:
     """Check the files that `save_learner` wrote, without reading the shards. Raises Damage, which names a file."""
     read_json(directory / CONFIG_FNAME, dict[str, Any])
-    if os.path.lexists(common := directory / COMMON_STATE_FNAME):  # written by megatron-core 0.16.1
+    common = directory / COMMON_STATE_FNAME
+    if os.path.lexists(common):  # written by megatron-core 0.16.1
         read_objects(common)
     index = directory / ".metadata"
     content = io.BytesIO(read_bytes(index, max_bytes=MAX_INDEX_BYTES))
@@ -180,7 +181,8 @@ def _count_for_idle_parts(optimizer: Optimizer) -> None:
 def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
     """Give every parameter its own step: AdamW would increment Megatron's shared tensor once for each parameter."""
     for state in optimizer.state.values():
-        if isinstance(step := state.get("step"), torch.Tensor):
+        step = state.get("step")
+        if isinstance(step, torch.Tensor):
             state["step"] = step.clone()
 
 

@@ -131,7 +131,8 @@ class RemoteDirectory:
                 self._read[key] = error
             except Exception as error:  # each file system has errors of its own
                 self._read[key] = out_of_reach(str(self), error)
-        if isinstance(found := self._read[key], Exception):
+        found = self._read[key]
+        if isinstance(found, Exception):
             raise found
         return found
 

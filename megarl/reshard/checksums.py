@@ -35,7 +35,8 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     first = 0
     for block in rows.split(max(1, BLOCK * len(rows) // rows.numel())):
         words = block.to(dtype).reshape(-1).view(WORDS[dtype.itemsize])
-        weights = torch.arange(first, first := first + len(words), device=tensor.device) * 2 + 1
+        weights = torch.arange(first, first + len(words), device=tensor.device) * 2 + 1
+        first += len(words)
         total += weights.mul_(words).sum()
     return total
 

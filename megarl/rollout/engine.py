@@ -87,7 +87,8 @@ class RolloutEngine:
         from megarl.rollout.layout import trace
 
         reload.check_platform()
-        patches.name_message_queues(prefix := segments.claim())
+        prefix = segments.claim()
+        patches.name_message_queues(prefix)
         self._section = section
         self._stop = list(stop_token_ids)
         self.max_model_len = max_model_len

@@ -85,8 +85,8 @@ def _faults(table: pa.Table) -> Iterator[str]:
         count = table.column_names.count(name)
         if count != 1:
             yield f"it has {count or 'no'} column{'s' if count else ''} {name!r}"
-        elif not _same(found := table.schema.field(name).type, column.type):
-            yield f"column {name} has the type {found} instead of {column.type}"
+        elif not _same(table.schema.field(name).type, column.type):
+            yield f"column {name} has the type {table.schema.field(name).type} instead of {column.type}"
     if not table.num_rows:
         yield "it has no samples"
     yield from _faults_of_values(table)

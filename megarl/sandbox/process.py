@@ -113,7 +113,8 @@ class ChildProcess:
         assert self.fork_server, "nothing but a fork server reports the end of a process"
         deadline = time.monotonic() + within_s
         while not self.is_over:
-            if isinstance(message := self.fork_server.take(), dict):
+            message = self.fork_server.take()
+            if isinstance(message, dict):
                 self.exit_code = message.get("ended")
                 self.is_over = True
             elif is_readable(self.fork_server.connection, within_s=deadline - time.monotonic()):

@@ -214,7 +214,8 @@ class Supervisor:
         late_detail = f"it took longer than {self._rules.section}.timeout_s={self._limits.timeout_s:g}"
         if worker.fork_server and worker.fork_server.num_threads > 1:
             late_detail += _THREADS
-        if reply.get("id") == number and isinstance(pid := reply.get("started"), int):
+        pid = reply.get("started")
+        if reply.get("id") == number and isinstance(pid, int):
             worker.pid = pid
             self._started_at = time.monotonic()
             limit_s = self._limits.timeout_s + (CANCEL_S if self._limits.num_together > 1 else 0.0)
@@ -235,7 +236,8 @@ class Supervisor:
         deadline = now + seconds
         next_look = now + _POLL_S
         while True:
-            if isinstance(message := helper.take(), dict):
+            message = helper.take()
+            if isinstance(message, dict):
                 return message
             pause_s = max(0.0, min(deadline, next_look) - now)
             ready = {source for source, _ in sources.poll(math.ceil(pause_s * 1000))}

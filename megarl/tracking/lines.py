@@ -109,7 +109,8 @@ class Lines:
         place = num_damaged = 0
         try:
             if os.path.lexists(self.path) and not os.path.isfile(self.path):  # noqa: PTH113 - raises nothing
-                self.path.rename(aside := _aside(self.path))
+                aside = _aside(self.path)
+                self.path.rename(aside)
                 logger.warning(
                     "%s is no regular file: it is set aside as %s, and a new file begins", self.path, aside.name
                 )
@@ -135,7 +136,8 @@ class Lines:
                 logger.warning("%s had %d damaged lines at its end, which are removed", self.path, num_damaged)
             return
         with self.path.open("rb") as source:
-            with replacing(aside := _aside(self.path)) as target:
+            aside = _aside(self.path)
+            with replacing(aside) as target:
                 shutil.copyfileobj(source, target)
             with replacing(self.path) as target:
                 for run in kept:

@@ -125,6 +125,19 @@ def test_identifiers_are_the_words_of_the_field(trees: dict[Path, ast.Module]) -
     assert found == set()
 
 
+def test_no_argument_of_a_call_binds_a_name(trees: dict[Path, ast.Module]) -> None:
+    found = {
+        f"{path}:{node.lineno}"
+        for path, tree in trees.items()
+        if path.parts[0] == "megarl"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for argument in (*node.args, *(keyword.value for keyword in node.keywords))
+        if isinstance(argument, ast.NamedExpr)
+    }
+    assert found == set()
+
+
 def test_names_of_tests_are_short(trees: dict[Path, ast.Module]) -> None:
     names = {
         f"{path}: {function.name}"

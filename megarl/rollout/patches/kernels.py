@@ -24,7 +24,8 @@ def normalize_by_kernels() -> None:
             return norm.forward_native(x, residual)
         x = x.contiguous()
         if residual is None:
-            ops._C.rms_norm(out := empty_like(x), x, norm.weight.data, norm.variance_epsilon)
+            out = empty_like(x)
+            ops._C.rms_norm(out, x, norm.weight.data, norm.variance_epsilon)
             return out
         ops._C.fused_add_rms_norm(x, residual, norm.weight.data, norm.variance_epsilon)
         return x, residual
