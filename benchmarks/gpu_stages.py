@@ -208,7 +208,8 @@ def train(size: Size, algorithm: Algorithm, site: Site, stage: Stage) -> dict[st
 
 def training_arguments(size: Size, algorithm: Algorithm, site: Site, directory: Path) -> list[str]:
     """Write model, prompts and reward to `directory`; return the arguments that name them, and those of the size."""
-    sizes = (4, 16, 16) if site.rehearses else (PROMPTS * site.num_devices, PROMPT_TOKENS, RESPONSE_TOKENS)
+    few = (max(4, site.num_devices), 16, 16)
+    sizes = few if site.rehearses else (PROMPTS * site.num_devices, PROMPT_TOKENS, RESPONSE_TOKENS)
     num_prompts, prompt_tokens, response_tokens = sizes
     group = 1 if algorithm == "ppo" else 2 if site.rehearses else 8
     directory.mkdir(parents=True, exist_ok=True)

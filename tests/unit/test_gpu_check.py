@@ -9,7 +9,9 @@ import pytest
 from benchmarks.cases import MODELS, Split
 from benchmarks.gpu_page import page
 from benchmarks.gpu_site import Site
-from benchmarks.gpu_stages import SIZES, SYNCED, Stage, layout, small_config, stages
+from benchmarks.gpu_stages import SIZES, SYNCED, Stage, layout, small_config, stages, training_arguments
+from benchmarks.workload import Algorithm
+from megarl.config.load import load_config
 from megarl.models.architecture import read_architecture
 from megarl.models.families import FAMILIES
 from scripts.gpu_check import PAGE, choose, published, read, run
@@ -114,3 +116,14 @@ def test_there_is_a_small_model_of_every_family(family: str) -> None:
 def test_layouts_use_every_device(tmp_path: Path, num_devices: int) -> None:
     assert Split.read(layout(site(tmp_path, num_devices))).num_ranks == num_devices
     assert {size.model for size in SIZES.values()} | set(SYNCED.values()) <= MODELS.keys()
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_rehearsed_training_has_samples_for_all_devices(
+    size: Any, num_devices: int, algorithm: Algorithm, tmp_path: Path
+) -> None:
+    site = Site(out=tmp_path, num_devices=num_devices, device="cpu", rehearses=True)
+    config = load_config(training_arguments(size, algorithm, site, tmp_path / "model"), world_size=num_devices)
+    assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n >= num_devices
