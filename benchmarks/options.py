@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
+from benchmarks import PROGRAM
 from benchmarks.cases import LAYOUTS, LENGTHS, MODELS
 from megarl.platform.arguments import Arguments
 
@@ -24,14 +25,28 @@ NUM_RANKS = 2048
 def parser() -> Arguments:
     """Return the measurements with their options."""
     root = Arguments(
-        prog="python -m benchmarks",
+        prog=PROGRAM,
         description="Measure a step, a sync, a save or a plan.",
-        example="python -m benchmarks step --help\npython -m benchmarks step --json",
+        example=f"{PROGRAM} step --help\n{PROGRAM} step --json",
     )
     measurements = root.add_subparsers(title="Measurements", metavar="MEASUREMENT", required=True)
     for name, (text, options) in PARSERS.items():
         measurements.add_parser(name, help=text, parents=[options()], add_help=False)
     return root
+
+
+def _parser(name: str, description: str, example: str, *, takes_keys: bool = False) -> Arguments:
+    """Return the parser of a measurement; `example` are arguments, and with `takes_keys` others are keys of a run."""
+    usage = {"usage": "%(prog)s [options] [a.b.c=value ...]"} if takes_keys else {}
+    prog = f"{PROGRAM} {name}"
+    return Arguments(prog=prog, description=description, example=f"{prog} {example}", **usage)
+
+
+def _add_forms(parser: Arguments, *, json: str = "print one JSON object", markdown: str) -> None:
+    """Add the options of the output: for people unless one of both is given."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help=json)
+    form.add_argument("--markdown", action="store_true", help=markdown)
 
 
 def _model(name: str) -> str:
@@ -52,12 +67,7 @@ def _add_workload(parser: Arguments) -> None:
 
 def step_parser() -> Arguments:
     """Return the options of a measured step; other arguments are keys of a run."""
-    parser = Arguments(
-        prog="python -m benchmarks step",
-        description=STEP,
-        usage="%(prog)s [options] [a.b.c=value ...]",
-        example="python -m benchmarks step --lengths ragged actor_rollout_ref.rollout.partial.enable=true",
-    )
+    parser = _parser("step", STEP, "--lengths ragged actor_rollout_ref.rollout.partial.enable=true", takes_keys=True)
     _add_workload(parser)
     parser.add_argument(
         "--lengths",
@@ -79,39 +89,30 @@ def step_parser() -> Arguments:
     )
     parser.add_argument("--peer", choices=("trl",), help="train with this library too, in turn (`make setup-peers`)")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write torch.profiler's trace of one step more")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one JSON object for each of the lengths")
-    form.add_argument("--markdown", action="store_true", help="print the tables of docs/benchmarks/step.md")
+    _add_forms(
+        parser,
+        json="print one JSON object for each of the lengths",
+        markdown="print the tables of docs/benchmarks/step.md",
+    )
     return parser
 
 
 def scaling_parser() -> Arguments:
     """Return the options of measured scaling; other arguments are keys of a run."""
-    parser = Arguments(
-        prog="python -m benchmarks scaling",
-        description=SCALING,
-        usage="%(prog)s [options] [a.b.c=value ...]",
-        example="python -m benchmarks scaling --ranks 1,2 --picture scaling.svg --markdown",
-    )
+    parser = _parser("scaling", SCALING, "--ranks 1,2 --picture scaling.svg --markdown", takes_keys=True)
     _add_workload(parser)
     parser.add_argument("--ranks", type=_sizes, default="1,2", help="processes, such as 1,2,4")
     parser.add_argument("--prompts", type=_sizes, default="8,16,32,64", help="in each step")
     parser.add_argument("--response-tokens", type=_sizes, default="32,64,128,256", help="of each response")
     parser.add_argument("--repeats", type=int, default=4, help="steps after the warm-up")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the curves")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--markdown", action="store_true", help="print the table of docs/benchmarks/step.md")
+    _add_forms(parser, markdown="print the table of docs/benchmarks/step.md")
     return parser
 
 
 def reshard_parser() -> Arguments:
     """Return the options of measured syncs."""
-    parser = Arguments(
-        prog="python -m benchmarks reshard",
-        description=RESHARD,
-        example="python -m benchmarks reshard --model llama-100m --layout tp2-tp1",
-    )
+    parser = _parser("reshard", RESHARD, "--model llama-100m --layout tp2-tp1")
     parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated")
     parser.add_argument("--layout", action="append", help=f"TRAINER-ENGINE, may be repeated ({', '.join(LAYOUTS)})")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda runs with CUDA graphs")
@@ -119,19 +120,13 @@ def reshard_parser() -> Arguments:
     parser.add_argument("--repeats", type=int, default=10, help="timed runs of each way")
     parser.add_argument("--bucket-megabytes", type=int, help="actor_rollout_ref.rollout.sync.bucket_megabytes")
     parser.add_argument("--logs", type=Path, help="directory for the output of the ranks, a file per case")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--markdown", action="store_true", help="print the page docs/benchmarks/reshard.md")
+    _add_forms(parser, markdown="print the page docs/benchmarks/reshard.md")
     return parser
 
 
 def phases_parser() -> Arguments:
     """Return the options of a measured wake, sync and sleep."""
-    parser = Arguments(
-        prog="python -m benchmarks phases",
-        description=PHASES,
-        example="python -m benchmarks phases --layout tp2pp2-tp2",
-    )
+    parser = _parser("phases", PHASES, "--layout tp2pp2-tp2")
     parser.add_argument("--model", choices=MODELS, default="llama-100m", help="a shape, with random weights")
     parser.add_argument("--layout", default="tp1-tp1", help="TRAINER-ENGINE, as in tp2pp2-tp2")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
@@ -143,11 +138,7 @@ def phases_parser() -> Arguments:
 
 def checkpoint_parser() -> Arguments:
     """Return the options of measured saves and loads."""
-    parser = Arguments(
-        prog="python -m benchmarks checkpoint",
-        description=CHECKPOINT,
-        example="python -m benchmarks checkpoint --ranks 4 --tensor 2",
-    )
+    parser = _parser("checkpoint", CHECKPOINT, "--ranks 4 --tensor 2")
     parser.add_argument("--model", choices=MODELS, default="llama-200m", help="a shape, with random weights")
     parser.add_argument("--ranks", type=int, default=2, help="processes")
     parser.add_argument("--tensor", type=int, default=1, help="tensor parallel ranks")
@@ -161,12 +152,7 @@ def checkpoint_parser() -> Arguments:
 
 def episodes_parser() -> Arguments:
     """Return the options of measured episodes; other arguments are keys of a run."""
-    parser = Arguments(
-        prog="python -m benchmarks episodes",
-        description=EPISODES,
-        example="python -m benchmarks episodes --seconds 2 --overlap 1 4 --json",
-        usage="%(prog)s [options] [a.b.c=value ...]",
-    )
+    parser = _parser("episodes", EPISODES, "--seconds 2 --overlap 1 4 --json", takes_keys=True)
     parser.add_argument("--seconds", type=float, default=2.0, help="most of a turn")
     parser.add_argument("--overlap", type=int, nargs="+", default=[1, 4], help="environment.overlap")
     parser.add_argument("--repeats", type=int, default=4, help="steps after the warm-up")
@@ -176,11 +162,7 @@ def episodes_parser() -> Arguments:
 
 def rewards_parser() -> Arguments:
     """Return the options of measured rewards."""
-    parser = Arguments(
-        prog="python -m benchmarks rewards",
-        description=REWARDS,
-        example="python -m benchmarks rewards --workers 2",
-    )
+    parser = _parser("rewards", REWARDS, "--workers 2")
     parser.add_argument("--responses", type=int, default=512, help="for each rule")
     parser.add_argument("--workers", type=int, default=1, help="reward_model.num_workers")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -189,11 +171,7 @@ def rewards_parser() -> Arguments:
 
 def plan_parser() -> Arguments:
     """Return the options of measured plans."""
-    parser = Arguments(
-        prog="python -m benchmarks plan",
-        description=PLAN,
-        example="python -m benchmarks plan --rank 1000",
-    )
+    parser = _parser("plan", PLAN, "--rank 1000")
     parser.add_argument(
         "--rank",
         type=_rank,

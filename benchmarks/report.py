@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks import PROGRAM
 from megarl.platform.screen import Screen
 from megarl.platform.versions import versions
 
@@ -87,7 +88,7 @@ def machine(device: str) -> dict[str, Any]:
 
 def command_line(name: str, argv: Sequence[str]) -> str:
     """Return the command of a measurement."""
-    return shlex.join(["python", "-m", "benchmarks", name, *argv])
+    return f"{PROGRAM} {shlex.join([name, *argv])}"
 
 
 def origin(name: str, argv: Sequence[str]) -> dict[str, Any]:

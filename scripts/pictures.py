@@ -59,13 +59,13 @@ def main() -> None:
 
 
 def read_layers() -> list[list[str]]:
-    """Return the packages of each layer of pyproject.toml, the highest layer first; all commands are one package."""
+    """Return the packages of each layer of pyproject.toml, the highest layer first, without `__main__`."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     packages = [[word.strip(" ()") for word in layer.replace("|", ":").split(":")] for layer in layers]
-    return [[COMMANDS], *packages[1:]]
+    return packages[1:]
 
 
 def find_arrows(layers: Iterable[Iterable[str]]) -> set[Arrow]:
@@ -119,7 +119,7 @@ def draw_packages(path: Path) -> None:
         line.set_gid(f"{arrow.importer}->{arrow.imported}")
         line.set_zorder(2 if arrow in dark else 1)
     for package, (x, y) in spots.items():
-        _box(axes, x, y, 1.9, 0.5, package, BLUE if package not in ("batch", "errors", "mark", "section") else GREY)
+        _box(axes, x, y, 1.9, 0.5, package, BLUE if package not in ("batch", "mark", "section") else GREY)
     axes.text(0.1, 0.35, f"{len(arrows)} arrows; a pale arrow\nrepeats a chain of dark arrows", va="top", color=GREY)
     _save(path)
 

@@ -6,7 +6,6 @@ The hosts meet at a store of torch on the first host, as ranks do, and the first
 another host becomes a row. Exit code 1: the hosts cannot train together. Exit code 2: the arguments are faulty.
 """
 
-import argparse
 import json
 import os
 import secrets
@@ -15,6 +14,7 @@ import socketserver
 import sys
 import threading
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -27,10 +27,11 @@ from torch.distributed import TCPStore
 
 from megarl.distributed.hosts import INTERFACES, addresses_of, interface_of, is_loopback, route_to
 from megarl.distributed.place import Launch, detect
+from megarl.platform.arguments import Arguments
 from megarl.platform.errors import UserError
 from megarl.platform.finding import Finding, show
 from megarl.platform.screen import Screen, plain
-from megarl.platform.secrets import guard_output, redact
+from megarl.platform.secrets import guard_output
 
 JOIN_S = 30.0
 """Seconds that a host waits for the others to start the same command."""
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     try:
         own_index = own_index_of(hosts, launch)
     except UserError as error:
-        parser.error(redact(str(error)))
+        parser.error(str(error))
     group = HostGroup(hosts=hosts, own_index=own_index, port=options.port, directory=options.directory)
     found = examine(group, print)
     if group.own_index == 0 or len(found) == 1:
@@ -84,14 +85,18 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     return 1 if num_faults else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="host_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> Arguments:
+    parser = Arguments(prog="host_check", description=__doc__)
     parser.add_argument("hosts", metavar="HOST,HOST,...", help="the hosts of the job, in the order of the launcher")
-    parser.add_argument("--port", type=int, default=29500, help="of the first host, for the meeting")
+    parser.add_argument("--port", type=_port, default=29500, help="of the first host, for the meeting")
     parser.add_argument("--directory", type=Path, default=Path(), help="of the runs, which all hosts should share")
     return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) not in range(1, 65536):
+        raise ArgumentTypeError(f"a port is a number from 1 to 65535, not {text}")
+    return int(text)
 
 
 def own_index_of(hosts: Sequence[str], launch: Launch | None) -> int:

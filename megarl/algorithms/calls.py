@@ -4,11 +4,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from megarl.platform.functions import takes
+
 V = TypeVar("V")
 
 
 def arguments_of(function: Callable[..., Any], given: Mapping[str, V]) -> dict[str, V]:
     """Return the values of `given` that `function` has parameters for; all, if it takes any keyword."""
-    parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in given.items() if takes_all or name in parameters}
+    signature = inspect.signature(function)
+    return {name: value for name, value in given.items() if takes(signature, name)}

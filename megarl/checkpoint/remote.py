@@ -77,7 +77,7 @@ class Remote:
             while chunk := source.read(CHUNK_BYTES):
                 target.write(chunk)
                 count(len(chunk))
-                size = size + len(chunk)
+                size += len(chunk)
                 checksum = zlib.crc32(chunk, checksum)
         if (size, checksum) != seal:
             raise OSError(f"{file} has another content than its manifest says")

@@ -197,7 +197,7 @@ def _find_lines(source: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         counted = so_far + np.cumsum((characters > ord(" ")) | (characters == 0))
         ends.append(position + breaks)
         printed.append(counted[breaks])
-        position = position + len(block)
+        position += len(block)
         so_far = int(counted[-1])
     stops = np.concatenate([*ends, [position]]).astype(np.int64)
     starts = np.concatenate([[0], stops[:-1] + 1])

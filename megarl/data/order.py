@@ -75,7 +75,7 @@ class Order:
         epoch = position.epoch
         start = position.offset
         if start + count > self.num_rows:
-            epoch = epoch + 1
+            epoch += 1
             start = 0
         stop = start + count
         rest_fills_a_batch = self.num_rows - stop >= self.batch_size

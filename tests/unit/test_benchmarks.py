@@ -1,5 +1,6 @@
 """The cases of the benchmarks, and the summaries of their numbers."""
 
+import re
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -7,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import scaling, step_page, step_plan, step_trl
+from benchmarks import PROGRAM, scaling, step_page, step_plan, step_trl
 from benchmarks.cases import MODELS, Split
-from benchmarks.options import scaling_parser, step_parser
+from benchmarks.options import PARSERS, scaling_parser, step_parser
 from benchmarks.peer_trl import Clock, arguments
 from benchmarks.report import summary
 from benchmarks.step import compare
@@ -223,3 +224,11 @@ def test_what_is_no_list_of_sizes_is_refused(text: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         scaling_parser().parse_args(["--ranks", text])
     assert "is not numbers such as 1,2,4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_help_has_usage_and_example(name: str) -> None:
+    shown = PARSERS[name][1]().format_help()
+    assert f"Usage: {PROGRAM} {name} " in shown
+    assert re.search(rf"Example:\n *{PROGRAM} {name} ", shown)
+    assert "default: None" not in shown

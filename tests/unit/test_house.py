@@ -4,11 +4,9 @@ import ast
 import os
 import re
 import sys
-import tokenize
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
-from io import StringIO
 from itertools import chain
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from mypy.main import process_options
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from scripts.size import num_tokens
 from tests.support.programs import ROOT, succeed
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FUNCTION_TOKENS, MAX_HABITS = 600, 80, 700, 6
@@ -45,12 +44,6 @@ def trees(tracked: set[Path]) -> dict[Path, ast.Module]:
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
-def num_tokens(code: str) -> int:
-    """Count what is left of code without comments, line ends and indentation; a text is one token."""
-    blank = (tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
-    return sum(token.type not in blank for token in tokenize.generate_tokens(StringIO(code).readline))
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
