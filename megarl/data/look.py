@@ -24,19 +24,14 @@ def select_rows(rows: Rows, keeps: Callable[[DataRow], bool]) -> NDArray[np.int6
         kept = list[int]()
         faults = list[str]()
         num_faults = 0
-        scanned = rows.scan(share)
         for number in share:
             try:
-                row = next(scanned)
-            except UserError as error:  # no later row of the group can be read either
-                return kept, [*faults, str(error)], num_faults + 1
-            try:
-                if keeps(row):
+                if _is_kept(rows, number, keeps):
                     kept.append(number)
             except UserError as error:
                 num_faults += 1
                 if num_faults <= SHOWN_FAULTS:
-                    faults.append(f"{rows.place(number)}, {error}")
+                    faults.append(str(error))
         return kept, faults, num_faults
 
     shares = in_shares(len(rows), check)
@@ -47,3 +42,11 @@ def select_rows(rows: Rows, keeps: Callable[[DataRow], bool]) -> NDArray[np.int6
     if faults:
         raise UserError("\n".join(faults))
     return np.concatenate([np.array(kept, np.int64) for kept, _, _ in shares])
+
+
+def _is_kept(rows: Rows, number: int, keeps: Callable[[DataRow], bool]) -> bool:
+    row = rows[number]
+    try:
+        return keeps(row)
+    except UserError as error:
+        raise UserError(f"{rows.place(number)}, {error}") from error

@@ -39,7 +39,7 @@ class PairStream:
         remedies = {getattr(section, key): f"data.{key} names another" for key in ("prompt_key", "response_key")}
         self._rows = Rows(files, columns=list(remedies), remedies=remedies)
         self._order = Order(
-            self._rows.chunks, batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
+            len(self._rows), batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
         )
         self._census = Census(tokenizer)
         select_rows(self._rows, self._is_pair)

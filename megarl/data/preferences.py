@@ -32,7 +32,7 @@ class PreferenceStream:
         remedies = {column: f"data.{name} names another" for name in names if (column := getattr(section, name))}
         self._rows = Rows(files, columns=list(remedies), remedies=remedies)
         self._order = Order(
-            self._rows.chunks, batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
+            len(self._rows), batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
         )
         self._census = Census(reader.tokenizer)
         select_rows(self._rows, self._is_pair)

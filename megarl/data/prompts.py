@@ -6,15 +6,13 @@ two integers. Only the check of all rows, which tokenises every prompt, is divid
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from megarl.batch import Prompt, Prompts
 from megarl.data.census import Census
 from megarl.data.columns import BY_SOURCE, Needs, PromptColumns
 from megarl.data.config import DataSection
 from megarl.data.look import select_rows
 from megarl.data.messages import as_read, encode_prompt, frame, plain_text
-from megarl.data.order import Chunk, Order, Position
+from megarl.data.order import Order, Position
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
 from megarl.platform.errors import UserError
@@ -70,14 +68,6 @@ class PromptDataset:
             raw_prompt=row[self._section.prompt_key],
             prompt_id=self._columns.prompt_id(row),
         )
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        """The chunks of the files, counting only the prompts that are not dropped."""
-        ends = np.cumsum([chunk.num_rows for chunk in self._rows.chunks])
-        sizes = np.diff(np.searchsorted(self._kept, ends), prepend=0).tolist()
-        pairs = zip(sizes, self._rows.chunks, strict=True)
-        return [Chunk(num_rows=size, num_bytes=chunk.num_bytes) for size, chunk in pairs if size]
 
     def as_read(self, prompt: Prompt) -> str:
         """Describe how the model reads the first prompt."""
@@ -150,7 +140,7 @@ class PromptStream:
     def __init__(self, dataset: PromptDataset, *, batch_size: int | None, shuffle: bool, seed: int) -> None:
         """Set up the order; a `batch_size` of None means all prompts."""
         self._dataset = dataset
-        self._order = Order(dataset.chunks, batch_size=batch_size, shuffle=shuffle, seed=seed)
+        self._order = Order(len(dataset), batch_size=batch_size, shuffle=shuffle, seed=seed)
 
     @property
     def steps_per_epoch(self) -> int:

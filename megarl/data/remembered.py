@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,11 +21,7 @@ def place_of(files: Sequence[str], question: Any) -> Path:
 
     Raises UserError if a data file cannot be read.
     """
-    prints = []
-    for name in files:
-        location = locate(name)
-        with location.open() as source:
-            prints.append([name, *astuple(location.pin(source).fingerprint)])
+    prints = [[name, *locate(name).fingerprint()] for name in files]
     asked = json.dumps([prints, question, versions(*_LIBRARIES), _code()])
     return cache_directory() / "rows" / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
 

@@ -1,6 +1,6 @@
-"""The protocol of a data file: its rows are in groups, and each group can be read alone."""
+"""The rows of one data file, and the columns of it that are read."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -8,6 +8,27 @@ from typing import Any, Protocol
 from megarl.platform.errors import UserError
 
 DataRow = dict[str, Any]
+
+
+class RowTable(Protocol):
+    """The rows of one file, in memory."""
+
+    @property
+    def name(self) -> str:
+        """The name as the user wrote it."""
+
+    def __len__(self) -> int:
+        """The number of rows, at least 1."""
+
+    def __getitem__(self, number: int) -> DataRow:
+        """Return the wanted columns of a row, counted from 0.
+
+        Raises:
+            UserError: the row cannot be read; the message begins with `row_name`.
+        """
+
+    def row_name(self, number: int) -> str:
+        """Describe the row with this number, counted from 0, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,46 +61,3 @@ class WantedColumns:
 
     def _described(self, column: str) -> str:
         return f"{column!r} ({self.remedies[column]})" if column in self.remedies else repr(column)
-
-
-class RowGroup(Protocol):
-    """Neighbouring rows that can be read without the rest of the file."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows in the group, at least 1."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Uncompressed bytes of the columns that are read, as the file states them: the same for every reader."""
-
-    def parts(self, part_bytes: int) -> list[range]:
-        """Return the rows of each part, counted from the group's first; a small group is one part."""
-
-    def read(self, rows: range) -> Iterator[Any]:
-        """Yield record batches of a range of rows.
-
-        Raises:
-            UserError: the file cannot be read, or has changed.
-        """
-
-    def decode(self, record: DataRow) -> DataRow:
-        """Return the columns of a row; `record` is the row of a batch.
-
-        Raises:
-            UserError: the columns cannot be read.
-        """
-
-
-class RowTable(Protocol):
-    """A file of rows."""
-
-    @property
-    def name(self) -> str:
-        """The name as the user wrote it."""
-
-    def groups(self) -> Iterator[RowGroup]:
-        """Yield the groups in file order; there is at least one."""
-
-    def row_name(self, number: int) -> str:
-        """Describe the row with this number, counted from 0, for messages."""

@@ -43,11 +43,11 @@ def times(path: Path, unit: str, value: int) -> Path:
 DAMAGES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "nested": (
         lambda path: lines(path / "a.jsonl", with_info(nested(101))),
-        "line 2: column extra_info: the value is nested more than 100 deep",
+        "line 2, column extra_info: the value is nested more than 100 deep",
     ),
     "lists": (
         lambda path: lines(path / "a.jsonl", with_info(nested(900, as_list=True))),
-        "line 2: column extra_info: the value is nested more than 100 deep",
+        "line 2, column extra_info: the value is nested more than 100 deep",
     ),
     "text of JSON": (
         lambda path: lines(path / "a.jsonl", with_info('{"a":' * 900 + "1" + "}" * 900)),

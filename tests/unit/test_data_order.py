@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.order import Chunk, Order, Position
+from megarl.data.order import Order, Position
 
 
 def order(num_rows: int, batch_size: int, *, shuffle: bool = True, seed: int = 1) -> Order:
-    return Order([Chunk(num_rows=num_rows, num_bytes=1)], batch_size=batch_size, shuffle=shuffle, seed=seed)
+    return Order(num_rows, batch_size=batch_size, shuffle=shuffle, seed=seed)
 
 
 def walk(order: Order, position: Position, counts: list[int]) -> tuple[list[list[int]], Position]:
@@ -56,53 +56,23 @@ def test_batches_follow_order_of_steps(num_rows: int, data: st.DataObject, seed:
     assert position == Position(2, 0)
 
 
-def chunked(sizes: list[int], batch_size: int, *, window: int, seed: int = 1) -> Order:
-    """Return the order of chunks with these numbers of rows, and as many bytes, in windows of `window` bytes."""
-    chunks = [Chunk(num_rows=size, num_bytes=size) for size in sizes]
-    return Order(chunks, batch_size=batch_size, shuffle=True, seed=seed, window_bytes=window)
-
-
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 40), st.data(), st.integers(0, 3))
-def test_every_row_once_per_epoch_whatever_the_windows(
-    sizes: list[int], window: int, data: st.DataObject, epoch: int
-) -> None:
-    num_rows = sum(sizes)
+@given(st.integers(1, 60), st.data(), st.integers(0, 3))
+def test_every_row_once_per_epoch_whatever_the_portions(num_rows: int, data: st.DataObject, epoch: int) -> None:
     counts = []
     while sum(counts) < num_rows:
         counts.append(data.draw(st.integers(1, num_rows - sum(counts))))
-    taken, _ = walk(chunked(sizes, 1, window=window), Position(epoch), counts)
+    taken, _ = walk(order(num_rows, 1), Position(epoch), counts)
     assert sorted(sum(taken, [])) == list(range(num_rows))
-    again, _ = walk(chunked(sizes, 1, window=window), Position(epoch), [num_rows])
-    assert sum(taken, []) == again[0]  # the order is the same for all portions and readers
+    again, _ = walk(order(num_rows, 1), Position(epoch), [num_rows])
+    assert sum(taken, []) == again[0]
 
 
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 40))
-def test_a_window_fits_or_is_one_chunk(sizes: list[int], window: int) -> None:
-    (rows,), _ = walk(chunked(sizes, 1, window=window), Position(), [sum(sizes)])
-    ends = np.cumsum(sizes)
-    chunk_of = [int(np.searchsorted(ends, row, side="right")) for row in rows]
-    # the memory of a reader: a chunk is open from its first row to its last
-    open_from = {chunk: chunk_of.index(chunk) for chunk in chunk_of}
-    open_to = {chunk: len(rows) - 1 - chunk_of[::-1].index(chunk) for chunk in chunk_of}
-    for place in range(len(rows)):
-        held = [sizes[chunk] for chunk in open_from if open_from[chunk] <= place <= open_to[chunk]]
-        assert sum(held) <= window or len(held) == 1
+def test_epoch_is_one_permutation_of_all_rows() -> None:
+    taken, _ = walk(order(9, 3, seed=7), Position(3), [3, 3, 3])
+    assert sum(taken, []) == np.random.default_rng((7, 3)).permutation(9).tolist()
 
 
-def test_rows_within_one_window_are_shuffled_together() -> None:
-    shuffled = np.random.default_rng((7, 3)).permutation(9).tolist()
-    for sizes in ([9], [4, 5], [1] * 9):
-        taken, _ = walk(chunked(sizes, 3, window=9, seed=7), Position(3), [3, 3, 3])
-        assert sum(taken, []) == shuffled
-
-
-def test_windows_mix_distant_chunks_and_differ_between_epochs() -> None:
-    order = chunked([10] * 20, 1, window=50)
-    firsts = []
-    for epoch in range(2):
-        rows, _ = order.take(Position(epoch), 50)
-        chunks = [row // 10 for row in rows]
-        assert len(set(chunks)) == 5 and max(chunks) - min(chunks) > 5
-        assert len(set(chunks[:10])) > 1
-        firsts.append(rows)
-    assert firsts[0] != firsts[1]
+def test_epochs_differ_and_are_repeatable() -> None:
+    rows = order(200, 1)
+    epochs = [list(rows.take(Position(epoch), 200)[0]) for epoch in (0, 1, 0)]
+    assert epochs[0] != epochs[1] and epochs[0] == epochs[2]
