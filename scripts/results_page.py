@@ -23,8 +23,8 @@ PAGE = """# Results
 
 Every algorithm on the task of `make quickstart`: Countdown problems (`3 18 5 = 20 :`), a Llama of 1.2 M parameters, and
 a reward of 1 for a solution and of 0.1 for any other expression. The model was warmed up on demonstrations, more than
-half of them careless. Each run may generate {budget:,} responses. The score is that of greedy responses to 512 unseen
-problems at the end of this budget. Before, it is {first}.
+half of them careless. The score is that of greedy responses to 512 unseen problems after {budget:,} generated
+responses. Before, it is {first}.
 
 | algorithm | {seeds} | mean | minutes a run |
 |---|{rules}---|---|
@@ -40,20 +40,21 @@ Line: mean of the seeds. Band: from the worst to the best of them. Grey: the oth
 
 ## What is equal, and what differs
 
-Data, tokenizer and warmed-up model of a seed are the same for all algorithms. These settings of
-`configs/quickstart_ppo.yaml` are also the same: {samples} responses and two updates of the policy in a step, Adam
-with a learning rate of 3e-4 (PPO's critic has its own), no bonus for entropy, and a temperature of 1. If an algorithm
-compares responses, eight share a prompt, ReMax's greedy response among them. DAPO's dynamic sampling draws several
-batches in a step. It takes as many steps as the others; its score is read at the same budget, by interpolation
-between two validations. The other settings make the algorithm, and come from its file in `configs/`:
+All algorithms have the same data, tokenizer and warmed-up model of a seed, and these settings of
+`configs/quickstart_ppo.yaml`: {samples} responses and two updates of the policy in a step, Adam with a learning rate
+of 3e-4 (PPO's critic has its own), no bonus for entropy, and a temperature of 1. If an algorithm compares responses,
+eight share a prompt, ReMax's greedy response among them. DAPO draws several batches in a step; its score is read at the
+same budget, by interpolation between two validations. The other settings come from the algorithm's file in `configs/`:
 
 | algorithm | lines |
 |---|---|
 {lines}
 
-Nothing is tuned for an algorithm beyond its file. The files keep to the papers' numbers, which were chosen for models a
-thousand times this size. So the page shows that each algorithm learns, and how it turns the budget into score on this
-task. It does not show which algorithm is best elsewhere.
+Nothing is tuned for an algorithm beyond its file. The files have the papers' numbers, which were chosen for models a
+thousand times this size. So the page shows that each algorithm learns on this task. It does not show which
+algorithm is best elsewhere.
+
+[benchmarks/curves.md](benchmarks/curves.md) has other curves.
 """
 
 
