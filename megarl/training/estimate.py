@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megarl.algorithms import advantages as estimators
 from megarl.algorithms.advantages import token_rewards, whiten
-from megarl.algorithms.calls import arguments_of
 from megarl.algorithms.config import AlgorithmSection, OverlongBufferSection, RolloutCorrectionSection
 from megarl.algorithms.correction import accepted, mismatch_means, mismatch_sums, ratios, truncated_weights
+from megarl.algorithms.invariance import estimates_of
 from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.masked import masked, masked_mean, masked_moments
 from megarl.algorithms.shaping import overlong_penalty
@@ -43,7 +43,7 @@ def estimate(
         algorithm: the estimator and its parameters.
         kl_coef: weight of the KL penalty in the reward; None keeps the KL out of the reward.
         exact_kl: `[B, T]` of the actor from the reference; the exact kinds of `kl_penalty` need it.
-        own: the user's estimator; `adv_estimator=custom` needs it.
+        custom: the user's estimator; `adv_estimator=custom` needs it.
     """
     mask = scored.mask
     kl = torch.zeros(mask.shape)
@@ -126,10 +126,8 @@ def _advantages(
     if custom:
         advantages, *more = custom(given)
     else:
-        function = getattr(estimators, algorithm.adv_estimator)
         keys = {key: getattr(algorithm, key) for key in algorithm.estimator.reads}
-        found = function(**arguments_of(function, given), **keys)
-        advantages, *more = found if isinstance(found, tuple) else (found,)
+        advantages, *more = estimates_of(getattr(estimators, algorithm.adv_estimator), given, keys)
         if algorithm.estimator.whitens:
             advantages = _whitened(advantages, mask)
     return advantages, more[0] if more else torch.zeros_like(rewards)
