@@ -23,7 +23,7 @@ from megarl.commands.evaluate import as_configuration, with_best
 from megarl.commands.plan import main as plan
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
-from megarl.data.prepare.__main__ import TASKS
+from megarl.data.prepare.__main__ import tasks
 from megarl.platform.terminal import typed
 from tests.support.programs import ROOT, AtTerminal, run_program, succeed
 
@@ -52,7 +52,7 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str]:
 
 
 def test_help_of_every_command_imports_nothing_heavy() -> None:
-    more = [["prepare", name] for name in TASKS]
+    more = [["prepare", name] for name in tasks()]
     printed = succeed(sys.executable, "-c", HELP_OF_ALL.replace("{more}", str(more)), timeout_s=120)
     for text in printed.split("HELP OF")[2:]:  # the first is that of `megarl` itself
         name = text.splitlines()[0].strip()

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.config import DataSection
+from megarl.data.prepare import __main__ as commands
 from megarl.data.prepare import countdown
 from megarl.data.prepare.__main__ import main
 from megarl.data.prompts import PromptDataset
@@ -230,3 +231,20 @@ def test_story_openings_are_short_and_never_repeated(monkeypatch: pytest.MonkeyP
         "val": ["Story 0 began.", "Story 1 began."],
         "train": ["Story 2 began.", "Story 3 began.", "Story 4 began."],
     }
+
+
+def test_broken_example_costs_no_other_task(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "good_task.py").write_text('"""Nothing."""\n')
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    monkeypatch.setattr(commands, "EXAMPLES", tmp_path)
+    commands.tasks.cache_clear()
+    try:
+        assert commands.tasks().keys() == {*commands.TASKS, "good-task"}
+        commands.tasks()
+    finally:
+        commands.tasks.cache_clear()
+    said = capsys.readouterr().err
+    assert said.count("note: megarl prepare") == 1
+    assert "broken.py fails to load: ZeroDivisionError: division by zero" in said

@@ -1,7 +1,9 @@
 """The command `megarl prepare`: makes the files of a known task or of the user's own rows, or checks a file."""
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,6 @@ TASKS: Mapping[str, Any] = {
     "own": own,
     "preferences": preferences,
     "reasoning-gym": reasoning_gym,
-    **{file.stem.replace("_", "-"): load_module(file, key="megarl prepare") for file in sorted(EXAMPLES.glob("*.py"))},
 }
 """Task -> a module with the functions `add_arguments` and `build`; its docstring is the help."""
 SUMMARY = "Make the files of a known task or of your own rows, or check a file."
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser()
     arguments = options.parse_args(argv)
     if (arguments.check is None) == (arguments.task is None):
-        options.error(f"name a task ({', '.join(TASKS)}), or a file to --check")
+        options.error(f"name a task ({', '.join(tasks())}), or a file to --check")
     if arguments.check is not None:
         report = check.examine(arguments.check, _columns(arguments), arguments.kind)
         _check(arguments.check, [*_custom_faults(arguments), *report.faults], report)
@@ -81,6 +82,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         _show(splits, arguments.tokenizer)
     except UserError as error:
         options.exit(2, redact(f"{options.prog}: {error}\n"))
+
+
+@lru_cache(maxsize=1)
+def tasks() -> Mapping[str, Any]:
+    """Return the tasks of the package and those of a checkout; report an example that fails to load."""
+    found = dict(TASKS)
+    for file in sorted(EXAMPLES.glob("*.py")):
+        try:
+            found[file.stem.replace("_", "-")] = load_module(file, key="megarl prepare")
+        except UserError as error:
+            print(f"note: {redact(str(error))}", file=sys.stderr)
+    return found
 
 
 def parser() -> Arguments:
@@ -119,9 +132,9 @@ def parser() -> Arguments:
         help="name of a further argument of it (custom_reward_function.reward_kwargs); may be repeated",
     )
     checked.add_argument("--reward-model", action="store_true", help="a reward model scores alone")
-    tasks = root.add_subparsers(dest="task", title="Tasks", metavar="TASK", prog=root.prog)
-    for name, task in TASKS.items():
-        task_parser = tasks.add_parser(name, help=task.__doc__, description=task.__doc__, example=_example(name))
+    named = root.add_subparsers(dest="task", title="Tasks", metavar="TASK", prog=root.prog)
+    for name, task in tasks().items():
+        task_parser = named.add_parser(name, help=task.__doc__, description=task.__doc__, example=_example(name))
         task_parser.add_argument(
             "--out", "--output", type=Path, required=True, metavar="DIR", help="directory of the parquet files"
         )
