@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 R = TypeVar("R", bound="Prompts")
 S = TypeVar("S", bound="Rollouts")
+ALL = slice(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +154,16 @@ class Rollouts(Prompts):
         """Return the prompt of a sample."""
         return self.prompts[int(self.groups[sample])]
 
-    def present(self) -> Tensor:
-        """Return which places have a token, of the policy or of the environment: `[B, T]` bool, without holes."""
-        return self.mask if self.observed is None else self.mask | self.observed
+    def present(self, samples: Tensor | int | slice = ALL) -> Tensor:
+        """Return which places of samples have a token, of the policy or of the environment: bool, without holes.
+
+        `[B, T]` for all, `[b, T]` for int64 indices `[b]`, and `[T]` for one sample.
+        """
+        return self.mask[samples] if self.observed is None else self.mask[samples] | self.observed[samples]
 
     def response_ids(self, sample: int) -> list[int]:
         """Return the response tokens of a sample, those of its environment included, without padding."""
-        return self.responses[sample][self.present()[sample]].tolist()
+        return self.responses[sample][self.present(sample)].tolist()
 
     def tokens(self, samples: Tensor) -> Tensor:
         """Return prompt and response of each given sample (int64 indices `[b]`) as a model reads them, end to end.
@@ -171,7 +175,7 @@ class Rollouts(Prompts):
             return torch.tensor(chosen, dtype=torch.int64)
         used, places = self.groups[samples].unique(return_inverse=True)
         prompts = [torch.tensor(self.prompts[place].token_ids, dtype=torch.int64) for place in used.tolist()]
-        present = self.present()[samples]
+        present = self.present(samples)
         in_prompt = self._prompt_lengths()[samples]
         lengths = in_prompt + present.sum(-1)
         positions = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)

@@ -10,6 +10,7 @@ the estimator leaves that to `whiten`, which takes the moments of the complete b
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megarl.algorithms.masked import masked
 
@@ -51,18 +52,11 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, la
     Returns:
         Advantages `[B, T]` and returns `A + V` `[B, T]`, the critic's target.
     """
-    rewards = masked(token_rewards, mask)
-    values = masked(values, mask)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])
-    columns = []
-    for t in reversed(range(mask.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = delta + gamma * lam * next_advantage
-        columns.append(advantage)
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
-        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
-    advantages = masked(torch.stack(columns[::-1], dim=1), mask)
-    return advantages, advantages + values
+    unmasked = _Unmasked(mask)
+    estimates = unmasked.gather(values)
+    errors = unmasked.gather(token_rewards) + gamma * _later(estimates, 1) - estimates
+    advantages = unmasked.scatter(_discounted_sums(errors, gamma * lam))
+    return advantages, advantages + masked(values, mask)
 
 
 def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, norm_adv_by_std_in_grpo: bool) -> Tensor:
@@ -275,6 +269,42 @@ class _Groups:
     def std(self, x: Tensor) -> Tensor:
         """Return the unbiased standard deviation; 0 for a sample alone in its group."""
         return (self.sum((x - self.mean(x)) ** 2) / (self.sizes - 1).clamp(min=1)).sqrt()
+
+
+class _Unmasked:
+    """The unmasked tokens of each sample, moved to its beginning."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        rows = mask.nonzero()[:, 0]
+        places = mask.cumsum(-1)[mask] - 1
+        self.moved = (rows, places)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the values of the unmasked tokens at the beginning of each row, followed by zeros."""
+        return torch.zeros_like(x).index_put(self.moved, x[self.mask])
+
+    def scatter(self, gathered: Tensor) -> Tensor:
+        """Return gathered values at their own places, and zeros under the mask."""
+        return torch.zeros_like(gathered).masked_scatter(self.mask, gathered[self.moved])
+
+
+def _discounted_sums(x: Tensor, discount: float) -> Tensor:
+    """Return `y_t = x_t + discount * y_{t+1}` along the last dimension.
+
+    The sums of 1, 2, 4, ... terms are added elementwise, so a row's result does not depend on the rows and the padding
+    beside it.
+    """
+    num_terms = 1
+    while num_terms < x.shape[-1]:
+        x = x + discount**num_terms * _later(x, num_terms)
+        num_terms *= 2
+    return x
+
+
+def _later(x: Tensor, steps: int) -> Tensor:
+    """Return `x_{t + steps}` along the last dimension, with zeros after the end."""
+    return pad(x[..., steps:], (0, steps))
 
 
 def _rewards_to_go(token_rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:

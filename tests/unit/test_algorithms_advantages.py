@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megarl.algorithms.advantages import (
     gae,
@@ -71,6 +72,15 @@ def test_gae_is_the_sum_of_discounted_errors(seed: int, gamma: float, lam: float
         )
     assert not advantages[~mask].any()
     assert not returns[~mask].any()
+
+
+def test_gae_of_a_row_is_independent_of_batch() -> None:
+    mask, (rewards, values) = random_batch(3, 2, shape=(7, 1000))
+    together, _ = gae(rewards, values, mask, gamma=0.99, lam=0.95)
+    for row in range(len(mask)):
+        padded = [pad(x[row : row + 1], (0, 333)) for x in (rewards, values, mask)]
+        alone, _ = gae(*padded, gamma=0.99, lam=0.95)
+        assert torch.equal(alone[0, :1000], together[row])
 
 
 def test_undiscounted_monte_carlo_returns_are_the_score() -> None:
