@@ -71,6 +71,13 @@ def is_solution(text: str) -> bool:
     return value(plain(text).strip()) == 23 and numbers == [2, 3, 7]
 
 
+def is_value(text: str) -> bool:
+    """Return whether arithmetic has the value 42; 4200 % are 42."""
+    number, percent, rest = plain(text).partition("%")
+    found = value(number.strip())
+    return not rest.strip(" .,") and found is not None and found == (4200 if percent else 42)
+
+
 RIGHT: dict[str, tuple[str, str, Any, Callable[[str], bool]]] = {
     "gsm8k": ("#### {}", "18", "18", lambda text: bool(GSM8K.fullmatch(plain(text)))),
     "multiply": ("<answer>{}</answer>", "7*8 = 56", 56, is_equation),
@@ -81,7 +88,7 @@ RIGHT: dict[str, tuple[str, str, Any, Callable[[str], bool]]] = {
         {"names": ["Al", "Bo"], "is_knight": [True, False]},
         lambda text: bool(ROLES.fullmatch(plain(text))),
     ),
-    "math": ("\\boxed{{{}}}", "42", "42", lambda text: bool(MATH.fullmatch(plain(text))) or value(plain(text)) == 42),
+    "math": ("\\boxed{{{}}}", "42", "42", lambda text: bool(MATH.fullmatch(plain(text))) or is_value(text)),
 }
 """A form of a response, its right answer, the ground truth, and whether the page derives another answer."""
 
@@ -89,6 +96,7 @@ RIGHT: dict[str, tuple[str, str, Any, Callable[[str], bool]]] = {
 @pytest.mark.parametrize("rule", RIGHT)
 @settings(max_examples=400)
 @example(token="''", place=0, before="", after=" ")
+@example(token="00%", place=2, before="", after="")
 @given(token=TOKEN, place=st.integers(0, 40), before=st.sampled_from(["", " "]), after=st.sampled_from(["", " "]))
 def test_inserted_token_keeps_score_only_as_page_allows(
     rule: str, token: str, place: int, before: str, after: str
