@@ -2,6 +2,9 @@
 
 A device has a thread that waits for messages, and wakes a hundred times a second without any. Megatron-Core and vLLM
 make sixty groups on a rank. Sixty such threads take 7 % of a core, and interrupt what computes.
+
+A group that connects its ranks only when they talk (TORCH_GLOO_LAZY_INIT) needs a device of its own: the connections of
+two groups on one device would be mistaken for each other, and the second group would wait without end.
 """
 
 import os
@@ -13,6 +16,8 @@ from torch.distributed import ProcessGroupGloo
 from megarl.platform.patching import declare, replace
 
 INTERFACES = "GLOO_SOCKET_IFNAME"
+LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
+TRUE = ("1", "y", "yes", "t", "true")  # as torch reads it
 DEVICE = declare(
     "torch.distributed:ProcessGroupGloo",
     "__init__",
@@ -29,7 +34,7 @@ def share_device() -> None:
     create = DEVICE.original("__init__")
 
     def create_on_shared_device(group: Any, *place: Any, **how: Any) -> None:
-        if how.keys() != {"timeout"}:
+        if how.keys() != {"timeout"} or os.environ.get(LAZY_INIT, "").lower() in TRUE:
             return create(group, *place, **how)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # D257
         options._timeout = how["timeout"]

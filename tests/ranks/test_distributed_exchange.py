@@ -1,5 +1,6 @@
 """Ranks exchange results and errors."""
 
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -70,6 +71,15 @@ def over_five_groups() -> tuple[float, int]:
     return total.item(), names.count("gloo_tcp_loop")
 
 
+def connected_late(store: Path) -> float:
+    """Return the sum in a world whose ranks connect when they first talk."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    join_world(store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    return over_five_groups()[0]
+
+
 def of_cuda(store: Path) -> Any:
     """Talk in a world as on CUDA; its default group, torch's `fake`, brings nothing to anyone."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - knows the backend
@@ -105,6 +115,11 @@ def test_host_data_use_only_gloo_group_on_cuda(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the threads of a process in /proc")
 def test_all_groups_share_one_waiting_thread(pool: RankPool) -> None:
     assert pool.run(2, over_five_groups) == [(32.0, 1)] * 2
+
+
+def test_ranks_may_connect_when_they_first_talk(tmp_path: Path) -> None:
+    with RankPool() as pool:
+        assert pool.run(2, connected_late, tmp_path / "store") == [32.0] * 2
 
 
 def test_every_rank_learns_all_answers_in_rank_order(pool: RankPool) -> None:
