@@ -4,11 +4,12 @@ A record only gains fields: each later stage is a new type that `extend` builds 
 written twice. Every record is the same on every rank and lives in host memory; only models are sharded.
 
 Shapes: `P` prompts, `B = P * n` samples (the `n` samples of prompt `p` are rows `p*n .. p*n + n - 1`),
-`T` tokens of the longest response in the record. `[B, T]` tensors hold zeros if `mask` is False: after the end of a
-response and, if the response is an episode, on the tokens of its environment. `responses` alone has the latter too.
+`N` tokens of all responses together. A column with a number for each token is `[N]`: the responses lie end to end, in
+the order of the samples, without padding. `rows` lays a column out as `[B, T]`, for `T` tokens of the longest response.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -16,11 +17,21 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 R = TypeVar("R", bound="Prompts")
 S = TypeVar("S", bound="Rollouts")
-ALL = slice(None)
+PER_TOKEN = "per token"
+"""The mark of fields with a number for each token."""
+
+
+def int32(values: Iterable[int] = ()) -> "array[int]":
+    """Return integers of 32 bits, such as token ids."""
+    return array("i", values)
+
+
+def float32(values: Iterable[float] = ()) -> "array[float]":
+    """Return floating-point numbers of 32 bits, such as log-probabilities."""
+    return array("f", values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +75,11 @@ class Generation:
     """One sample of one prompt, complete or as far as it is drawn."""
 
     prompt: int  # its position among the given prompts
-    token_ids: list[int]  # the stop token included
-    log_probs: list[float] | None  # of each token, under the distribution it was drawn from; None = not requested
+    token_ids: "array[int]"  # the stop token included
+    log_probs: "array[float] | None"  # of each token, under the distribution it was drawn from; None = not requested
     truncated: bool  # reached the length limit before a stop token
     num_cached: int = 0  # tokens of the prompt whose keys were cached
-    weight_versions: list[int] = field(default_factory=list)  # of each token: finished steps at the sync of the
+    weight_versions: "array[int]" = field(default_factory=int32)  # of each token: finished steps at the sync of the
     # weights that drew it
     sample: int = 0  # its number among the samples of the prompt
     complete: bool = True  # ended by a stop token or by the length limit; an episode: by its environment or its limits
@@ -84,7 +95,7 @@ class Generation:
             prompt=self.prompt,
             sample=self.sample,
             token_ids=self.token_ids + later.token_ids,
-            log_probs=(self.log_probs or []) + (later.log_probs or []) if known else None,
+            log_probs=(self.log_probs or float32()) + (later.log_probs or float32()) if known else None,
             weight_versions=self.weight_versions + later.weight_versions,
             turns=self.turns,
         )
@@ -101,7 +112,9 @@ class Group:
     @classmethod
     def new(cls, prompt: Prompt, numbers: Sequence[int], *, started: int, place: int = 0) -> "Group":
         """Return a group of samples of these numbers, without tokens; `place` is the prompt's, as in `Generation`."""
-        samples = (Generation(place, [], [], truncated=False, sample=number, complete=False) for number in numbers)
+        samples = (
+            Generation(place, int32(), float32(), truncated=False, sample=number, complete=False) for number in numbers
+        )
         return cls(prompt=prompt, samples=tuple(samples), started=started)
 
     @property
@@ -126,117 +139,163 @@ class Prompts:
         return record(**{field.name: getattr(self, field.name) for field in fields(self)}, **new_fields)
 
 
+def per_token(**settings: Any) -> Any:
+    """Declare a field with a number for each token of the responses, end to end: `[N]`."""
+    return field(metadata={PER_TOKEN: True}, **settings)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rollouts(Prompts):
     """Prompts with the responses that the engine generated."""
 
     groups: Tensor  # [B] int64: the sample's prompt, a position in `prompts`; equal values are neighbours
-    responses: Tensor  # [B, T] int64 token ids, end-of-sequence token included
-    mask: Tensor  # [B, T] bool: True on the tokens of the policy, the only ones that are learnt from
-    rollout_log_probs: Tensor | None  # [B, T] float32: under the engine's (temperature-scaled) policy; None: unknown
+    num_tokens: Tensor  # [B] int64: tokens of the response, those of an environment included; always on the host
+    responses: Tensor = per_token()  # int32 token ids, end-of-sequence token included
+    mask: Tensor = per_token()  # bool: True on the tokens of the policy, the only ones that are learnt from; False on
+    # those of its environment, if the response is an episode. Other columns are zero there
+    rollout_log_probs: Tensor | None = per_token()  # float32: under the engine's (temperature-scaled) policy; None:
+    # unknown
     truncated: Tensor  # [B] bool: the response reached the length limit before a stop token
-    weight_versions: Tensor | None = None  # [B, T] int32: finished steps at the sync of the weights that drew the
-    # token; None: no engine drew it
+    weight_versions: Tensor | None = per_token(default=None)  # int32: finished steps at the sync of the weights that
+    # drew the token; None: no engine drew it
     sequences: Sequence[Sequence[int]] | None = None  # length B: prompt and response in a reader's own tokens, and one
     # token more; None: the model reads the tokens of `prompts` and `responses`
-    places: Tensor | None = None  # [B, T] int64: the last position in `sequences` that a reader sees before each token
-    observed: Tensor | None = None  # [B, T] bool: True on tokens of the environment, which the policy only reads; None:
-    # there is no environment. The four below are None too then.
-    turn_rewards: Tensor | None = None  # [B, T] float32: the reward of each turn, on its last token
+    places: Tensor | None = per_token(default=None)  # int64: the last position in `sequences` that a reader sees before
+    # each token
+    turn_rewards: Tensor | None = per_token(default=None)  # float32: the reward of each turn, on its last token; None:
+    # there is no environment. The three below are None too then.
     num_turns: Tensor | None = None  # [B] int64
     stop_reasons: Sequence[str] | None = None  # length B, see `StopReason`
     faults: Sequence[str | None] | None = None  # length B: what was wrong with the environment
+    row_places: Tensor | None = per_token(default=None)  # int64, see `laid_out`
 
     def __len__(self) -> int:
-        return self.mask.shape[0]
+        return len(self.num_tokens)
 
     def prompt_of(self, sample: int) -> Prompt:
         """Return the prompt of a sample."""
         return self.prompts[int(self.groups[sample])]
 
-    def present(self, samples: Tensor | int | slice = ALL) -> Tensor:
-        """Return which places of samples have a token, of the policy or of the environment: bool, without holes.
+    def rows(self, column: Tensor) -> Tensor:
+        """Lay a column `[N]` out as `[B, T]`, with zeros behind each response. Keeps the gradient."""
+        places = _row_places(self.num_tokens) if self.row_places is None else self.row_places
+        shape = (len(self), longest(self.num_tokens))
+        return column.new_zeros(shape[0] * shape[1]).index_copy(0, places, column).view(shape)
 
-        `[B, T]` for all, `[b, T]` for int64 indices `[b]`, and `[T]` for one sample.
-        """
-        return self.mask[samples] if self.observed is None else self.mask[samples] | self.observed[samples]
+    def flat(self, rows: Tensor) -> Tensor:
+        """Return the column `[N]` that is laid out in `rows` `[B, T]`."""
+        return rows.flatten()[_row_places(self.num_tokens)]
 
-    def response_ids(self, sample: int) -> list[int]:
-        """Return the response tokens of a sample, those of its environment included, without padding."""
-        return self.responses[sample][self.present(sample)].tolist()
+    def sums(self, column: Tensor) -> Tensor:
+        """Return the sum of a column over each sample, `[B]` float64. It depends on no other sample."""
+        if not len(self):
+            return torch.zeros(0, dtype=torch.float64)  # which torch's function refuses
+        return torch.segment_reduce(column.double(), "sum", lengths=self.num_tokens)
 
-    def tokens(self, samples: Tensor) -> Tensor:
-        """Return prompt and response of each given sample (int64 indices `[b]`) as a model reads them, end to end.
+    def num_learnt(self) -> Tensor:
+        """Return the number of tokens of the policy in each sample: `[B]` int64."""
+        return self.sums(self.mask).to(torch.int64)
+
+    def token_places(self, samples: Tensor) -> Tensor:
+        """Return where the columns have the tokens of the given samples (int64 indices `[b]`), in their order."""
+        starts = self.num_tokens.cumsum(0) - self.num_tokens
+        return counted_from(starts[samples], self.num_tokens[samples])
+
+    def response_ids(self, sample: int) -> Tensor:
+        """Return the response tokens of a sample, those of its environment included: int32."""
+        end = int(self.num_tokens[: sample + 1].sum())
+        return self.responses[end - int(self.num_tokens[sample]) : end]
+
+    def tokens(self) -> Tensor:
+        """Return prompt and response of each sample as a model reads them, end to end: int64.
 
         The last token of each predicts nothing.
         """
         if self.sequences is not None:
-            chosen = [token for sample in samples.tolist() for token in self.sequences[sample]]
-            return torch.tensor(chosen, dtype=torch.int64)
-        used, places = self.groups[samples].unique(return_inverse=True)
+            return torch.tensor([token for sequence in self.sequences for token in sequence], dtype=torch.int64)
+        used, places = self.groups.unique(return_inverse=True)
         prompts = [torch.tensor(self.prompts[place].token_ids, dtype=torch.int64) for place in used.tolist()]
-        present = self.present(samples)
-        in_prompt = self._prompt_lengths()[samples]
-        lengths = in_prompt + present.sum(-1)
-        positions = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-        of_prompt = positions < in_prompt.repeat_interleave(lengths)
-        tokens = torch.empty_like(positions)
+        in_prompt = self._prompt_lengths()
+        lengths = in_prompt + self.num_tokens
+        of_prompt = counted_from(torch.zeros_like(lengths), lengths) < in_prompt.repeat_interleave(lengths)
+        tokens = torch.empty(len(of_prompt), dtype=torch.int64)
         if prompts:
             tokens[of_prompt] = torch.cat([prompts[place] for place in places.tolist()])
-        tokens[~of_prompt] = self.responses[samples][present]
+        tokens[~of_prompt] = self.responses.to(torch.int64)
         return tokens
 
     def predictors(self) -> Tensor:
-        """Return the position in the sample's tokens before each response token, ascending: `[B, T]` int64."""
+        """Return the position in the sample's tokens before each response token, ascending: `[N]` int64."""
         if self.places is not None:
             return self.places
-        return self._prompt_lengths()[:, None] + self.present().cumsum(-1) - 2
+        return counted_from(self._prompt_lengths() - 1, self.num_tokens)
 
     def lengths(self) -> Tensor:
         """Return the number of tokens of prompt and response together: `[B]` int64."""
         if self.sequences is not None:
             return torch.tensor([len(sequence) for sequence in self.sequences])
-        return self._prompt_lengths() + self.present().sum(-1)
+        return self._prompt_lengths() + self.num_tokens
 
     def select(self, samples: Tensor) -> Self:
-        """Return only the given samples (int64 indices `[b]`), in that order. Prompts and `T` are kept."""
+        """Return only the given samples (int64 indices `[b]`), in that order. Prompts are kept."""
+        places = self.token_places(samples)
+        chosen = samples.tolist()
         listed = {"sequences": self.sequences, "stop_reasons": self.stop_reasons, "faults": self.faults}
-        chosen = {name: values and [values[sample] for sample in samples.tolist()] for name, values in listed.items()}
-        return self._with({name: tensor[samples] for name, tensor in self._tensors()} | chosen)
+        values: dict[str, Any] = {name: each and [each[sample] for sample in chosen] for name, each in listed.items()}
+        values |= {name: numbers[samples] for name, numbers in self._per_sample()}
+        values |= {name: column[places] for name, column in self.columns()}
+        return self._with(values | {"row_places": None})
 
     def of_prompts(self, places: Sequence[int]) -> Self:
-        """Return only the prompts at `places`, ascending, with their samples. `T` is kept."""
+        """Return only the prompts at `places`, ascending, with their samples."""
         number = torch.full((len(self.prompts),), -1)
         number[list(places)] = torch.arange(len(places))
         chosen = self.select((number[self.groups] >= 0).nonzero()[:, 0])
         return replace(chosen, prompts=[self.prompts[place] for place in places], groups=number[chosen.groups])
 
     def without_responses(self, samples: Tensor) -> Self:
-        """Mask all response tokens of the given samples (bool `[B]`), so that nothing learns from them."""
-        kept = ~samples[:, None]
-        return self._with({name: tensor * kept for name, tensor in self._tensors() if tensor.ndim == 2})
+        """Remove the response tokens of the given samples (bool `[B]`), so that nothing learns from them."""
+        kept = ~samples.repeat_interleave(self.num_tokens)
+        columns = {name: column[kept] for name, column in self.columns()}
+        return self._with(columns | {"num_tokens": self.num_tokens * ~samples, "row_places": None})
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
-        """Return the record with what `move` makes of its tensors."""
-        return self._with({name: move(tensor) for name, tensor in self._tensors()})
+    def laid_out(self) -> Self:
+        """Return the record with the places of its tokens in rows, so that `rows` asks no device for the lengths."""
+        return replace(self, row_places=_row_places(self.num_tokens))
+
+    def columns_moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """Return the record with what `move` makes of the columns `[N]`. The numbers of samples stay on the host."""
+        return self._with({name: move(column) for name, column in self.columns()})
+
+    def _with(self, values: dict[str, Any]) -> Self:
+        return replace(self, **values)
 
     def _prompt_lengths(self) -> Tensor:
         """[B] int64."""
-        return torch.tensor([len(prompt.token_ids) for prompt in self.prompts])[self.groups]
+        lengths = torch.tensor([len(prompt.token_ids) for prompt in self.prompts], dtype=torch.int64)
+        return lengths[self.groups]
 
-    def _with(self, tensors: dict[str, Any]) -> Self:
-        return replace(self, **tensors)
+    def columns(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors with a number for each token, by name."""
+        return ((name, tensor) for name, tensor, is_per_token in self._tensors() if is_per_token)
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return ((name, value) for name, value in values if isinstance(value, Tensor))
+    def _per_sample(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors with a number for each sample, by name."""
+        return ((name, tensor) for name, tensor, is_per_token in self._tensors() if not is_per_token)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Tensor):
+                yield each.name, value, PER_TOKEN in each.metadata
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preferences(Rollouts):
     """Pairs of sequences to score, each with its prompt. Row `2 i` is preferred to row `2 i + 1`."""
 
-    margins: Tensor  # [B] float32: by how much the first score should exceed the second; equal in both rows
+    margins: Tensor = per_token()  # float32: by how much the first score should exceed the second; equal in both rows.
+    # Each sequence has one token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,39 +328,54 @@ class Scored(Rollouts):
 class Experience(Scored):
     """Scored rollouts with everything that the losses need."""
 
-    old_log_probs: Tensor | None  # [B, T] float32: the actor before this step's updates; None: the update computes them
-    ref_log_probs: Tensor | None  # [B, T] float32: the reference; None: no KL is estimated from it
-    values: Tensor  # [B, T] float32: the critic before this step's updates; zeros without a critic
-    advantages: Tensor  # [B, T] float32
-    weights: Tensor  # [B, T] float32: factors of the advantages in the policy loss that correct for the engine's
+    old_log_probs: Tensor | None = per_token()  # float32: the actor before this step's updates; None: the update
+    # computes them
+    ref_log_probs: Tensor | None = per_token()  # float32: the reference; None: no KL is estimated from it
+    values: Tensor = per_token()  # float32: the critic before this step's updates; zeros without a critic
+    advantages: Tensor = per_token()  # float32
+    weights: Tensor = per_token()  # float32: factors of the advantages in the policy loss that correct for the engine's
     # probabilities; ones without a correction
-    returns: Tensor  # [B, T] float32: the critic's target; zeros without a critic
+    returns: Tensor = per_token()  # float32: the critic's target; zeros without a critic
 
 
 @dataclass(frozen=True, kw_only=True)
 class Marked(Experience):
     """A mini-batch for a loss that treats some of its tokens differently."""
 
-    marked: Tensor  # [B, T] bool
+    marked: Tensor = per_token()  # bool
 
 
 def join(parts: Sequence[S]) -> S:
-    """Join the prompts and samples of all `parts`, in their order. `T` is the longest `T` of the parts."""
-    width = max(part.mask.shape[1] for part in parts)
+    """Join the prompts and samples of all `parts`, in their order."""
     starts = accumulate((len(part.prompts) for part in parts[:-1]), initial=0)
     numbered = [replace(part, groups=part.groups + start) for part, start in zip(parts, starts, strict=True)]
     values = {field.name: [getattr(part, field.name) for part in numbered] for field in fields(parts[0])}
-    return replace(parts[0], **{name: _joined(of_parts, width) for name, of_parts in values.items()})
+    joined = {name: _joined(of_parts) for name, of_parts in values.items()}
+    return replace(parts[0], **joined | {"row_places": None})
 
 
-def _joined(values: Sequence[Any], width: int) -> Any:
+def _joined(values: Sequence[Any]) -> Any:
     """Join the values that several records have in one field."""
     match values[0]:
         case None:
             return None
-        case Tensor(ndim=2):
-            return torch.cat([pad(value, (0, width - value.shape[1])) for value in values])
         case Tensor():
             return torch.cat(list(values))
         case _:
             return [item for value in values for item in value]
+
+
+def counted_from(starts: Tensor, counts: Tensor) -> Tensor:
+    """Return `starts[i], starts[i] + 1, ...`, `counts[i]` numbers for each `i`, end to end: int64."""
+    ends = counts.cumsum(0)
+    return torch.arange(int(counts.sum())) + (starts - ends + counts).repeat_interleave(counts)
+
+
+def longest(num_tokens: Tensor) -> int:
+    """Return `T`, the largest number of tokens of a sample."""
+    return int(num_tokens.max()) if len(num_tokens) else 0
+
+
+def _row_places(num_tokens: Tensor) -> Tensor:
+    """Return the place of each token in rows of `T` places, `[N]` int64."""
+    return counted_from(torch.arange(len(num_tokens)) * longest(num_tokens), num_tokens)

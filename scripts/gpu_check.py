@@ -57,6 +57,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     left = run(site, chosen, budget_s=options.budget_s or (math.inf if site.rehearses else BUDGET_S))
     results = read(site.out)
     text = page(results, num_devices=num_devices)
+    site.out.mkdir(parents=True, exist_ok=True)  # no stage may have run
     (site.out / "gpu.md").write_text(text, encoding="utf-8")
     if not site.rehearses:
         publish(results)

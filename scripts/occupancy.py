@@ -18,7 +18,7 @@ from statistics import fmean
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
-from megarl.batch import Generation, Group, Prompt, Prompts
+from megarl.batch import Generation, Group, Prompt, Prompts, int32
 from megarl.data.order import Position
 from megarl.rollout.config import PartialSection
 from megarl.rollout.responses import of_groups
@@ -115,8 +115,8 @@ class World:
             drawn = min(WINDOW, length - len(sample.token_ids))
             return replace(
                 sample,
-                token_ids=[*sample.token_ids, *[1] * drawn],
-                weight_versions=[*sample.weight_versions, *[self.step] * drawn],
+                token_ids=sample.token_ids + int32([1]) * drawn,
+                weight_versions=sample.weight_versions + int32([self.step]) * drawn,
                 complete=len(sample.token_ids) + drawn == length,
             )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megarl.batch import Generation, Group, Prompt
+from megarl.batch import Generation, Group, Prompt, int32
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.episodes import Answer, proceed
 from megarl.rollout.session import WINDOW, SamplingSession
@@ -85,7 +85,10 @@ def _random(of: str, sample: Generation) -> random.Random:
 
 def _longer(sample: Generation) -> Generation:
     return replace(
-        sample, token_ids=[*sample.token_ids, 1], weight_versions=[*sample.weight_versions, 0], complete=True
+        sample,
+        token_ids=sample.token_ids + int32([1]),
+        weight_versions=sample.weight_versions + int32([0]),
+        complete=True,
     )
 
 

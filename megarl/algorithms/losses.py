@@ -21,14 +21,14 @@ from megarl.algorithms.masked import masked
 class PolicyOutputs:
     """Outputs of a policy for the sampled tokens."""
 
-    log_probs: Tensor  # [b, T]
-    entropy: Tensor | None = None  # [b, T] nats, of the whole next-token distribution; None: not asked for
-    kl: Tensor | None = None  # [b, T] nats, exact, from the reference, over the whole vocabulary; None: not asked for
+    log_probs: Tensor  # [N]
+    entropy: Tensor | None = None  # [N] nats, of the whole next-token distribution; None: not asked for
+    kl: Tensor | None = None  # [N] nats, exact, from the reference, over the whole vocabulary; None: not asked for
 
-    def select(self, samples: Tensor) -> "PolicyOutputs":
-        """Return the outputs for the given samples (int64 indices)."""
-        entropy, kl = (None if numbers is None else numbers[samples] for numbers in (self.entropy, self.kl))
-        return PolicyOutputs(log_probs=self.log_probs[samples], entropy=entropy, kl=kl)
+    def select(self, tokens: Tensor) -> "PolicyOutputs":
+        """Return the outputs for the given tokens (int64 indices)."""
+        entropy, kl = (None if numbers is None else numbers[tokens] for numbers in (self.entropy, self.kl))
+        return PolicyOutputs(log_probs=self.log_probs[tokens], entropy=entropy, kl=kl)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,12 @@ class Totals:
     num_sequences: int  # sequences with an unmasked token
 
     @classmethod
-    def of(cls, mask: Tensor) -> Self:
-        """Return the totals of a mini-batch from its mask `[B, T]`; 1 instead of 0, as the losses are then 0."""
-        return cls(num_tokens=max(int(mask.sum()), 1), num_sequences=max(int(mask.any(-1).sum()), 1))
+    def of(cls, counts: Tensor) -> Self:
+        """Return the totals of a mini-batch from the unmasked tokens of each of its sequences, int64 `[B]`.
+
+        1 instead of 0, as the losses are then 0.
+        """
+        return cls(num_tokens=max(int(counts.sum()), 1), num_sequences=max(int((counts > 0).sum()), 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ class Conversations:
 
 
 def scoring_batch(sequences: Sequence[Sequence[int]]) -> Rollouts:
-    """Return a record with one sample per sequence: a model's `[B, 1]` values of it are the scores, in this order.
+    """Return a record with one sample per sequence: a model's values of it are the scores, in this order.
 
     Each sequence becomes a prompt whose response is one placeholder token: the value of the state before that token is
     the value at the last token of the sequence.
@@ -68,8 +68,9 @@ def scoring_batch(sequences: Sequence[Sequence[int]]) -> Rollouts:
     return Rollouts(
         prompts=prompts,
         groups=torch.arange(num),
-        responses=torch.zeros(num, 1, dtype=torch.int64),
-        mask=torch.ones(num, 1, dtype=torch.bool),
-        rollout_log_probs=torch.zeros(num, 1),
+        num_tokens=torch.ones(num, dtype=torch.int64),
+        responses=torch.zeros(num, dtype=torch.int32),
+        mask=torch.ones(num, dtype=torch.bool),
+        rollout_log_probs=None,
         truncated=torch.zeros(num, dtype=torch.bool),
     )

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from megarl.batch import Prompt, Rollouts
 from megarl.data.census import Census
@@ -115,14 +114,14 @@ class PairStream:
                     raw_prompt=row[self._section.prompt_key],
                 )
             )
-            responses.append(torch.tensor(response_ids))
-        padded = pad_sequence(responses, batch_first=True)
-        lengths = torch.tensor([len(response) for response in responses])
+            responses.append(torch.tensor(response_ids, dtype=torch.int32))
+        tokens = torch.cat(responses)
         return Rollouts(
             prompts=prompts,
             groups=torch.arange(len(prompts)),
-            responses=padded,
-            mask=torch.arange(padded.shape[1]) < lengths[:, None],
+            num_tokens=torch.tensor([len(response) for response in responses]),
+            responses=tokens,
+            mask=torch.ones_like(tokens, dtype=torch.bool),
             rollout_log_probs=None,
             truncated=torch.zeros(len(prompts), dtype=torch.bool),
         )

@@ -45,14 +45,13 @@ class Translation:
 
     def _translated(self, batch: R) -> R:
         read = [*chain.from_iterable(in_shares(len(batch), lambda share: [self._read(batch, row) for row in share]))]
-        places = torch.zeros(batch.mask.shape, dtype=torch.int64)
-        places[batch.mask] = torch.tensor([place for _, of_row in read for place in of_row])
+        places = torch.tensor([place for _, of_row in read for place in of_row], dtype=torch.int64)
         return replace(batch, sequences=[sequence for sequence, _ in read], places=places)
 
     def _read(self, batch: Rollouts, sample: int) -> tuple[list[int], list[int]]:
         """Return the reader's tokens of a sample, and the place of the last one before each token of the response."""
         prompt = batch.prompt_of(sample)
-        response = batch.response_ids(sample)
+        response = batch.response_ids(sample).tolist()
         before = [] if self.writer.templates(prompt.raw_prompt) else prompt.token_ids
         try:
             read_prompt = encode_prompt(prompt.raw_prompt, self.reader)
@@ -70,7 +69,7 @@ class Translation:
 def _have_same_samples(one: Rollouts, other: Rollouts) -> bool:
     return (
         torch.equal(one.responses, other.responses)
-        and torch.equal(one.mask, other.mask)
+        and torch.equal(one.num_tokens, other.num_tokens)
         and torch.equal(one.groups, other.groups)
         and [(prompt.index, prompt.token_ids) for prompt in one.prompts]
         == [(prompt.index, prompt.token_ids) for prompt in other.prompts]

@@ -12,7 +12,7 @@ from itertools import count
 
 import torch.distributed as dist
 
-from megarl.batch import Generation, Prompt, Prompts, StopReason, Turn
+from megarl.batch import Generation, Prompt, Prompts, StopReason, Turn, float32, int32
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import together
@@ -79,9 +79,9 @@ def proceed(generation: Generation, answer: Answer, section: EnvironmentSection,
     turns = (*generation.turns, Turn(start, end, reward, num_observed=num_observed, observation=answer.text))
     return replace(
         generation,
-        token_ids=generation.token_ids + answer.observation,
-        log_probs=None if generation.log_probs is None else generation.log_probs + [0.0] * num_observed,
-        weight_versions=generation.weight_versions + [0] * num_observed,
+        token_ids=generation.token_ids + int32(answer.observation),
+        log_probs=None if generation.log_probs is None else generation.log_probs + float32([0.0]) * num_observed,
+        weight_versions=generation.weight_versions + int32([0]) * num_observed,
         turns=turns,
         complete=False,
     )

@@ -33,7 +33,7 @@ class EpisodeScorer:
         """
         assert rollouts.turn_rewards is not None and rollouts.faults is not None, "samples that are no episodes"
         is_masked = self._section.on_failure == "mask"
-        scores = rollouts.turn_rewards.sum(-1)
+        scores = rollouts.sums(rollouts.turn_rewards).to(torch.float32)
         if is_masked:
             scores = scores.masked_fill(torch.tensor([fault is not None for fault in rollouts.faults]), torch.nan)
         self._report([(sample, fault) for sample, fault in enumerate(rollouts.faults) if fault is not None], rollouts)
@@ -44,14 +44,12 @@ class EpisodeScorer:
 
     def text(self, rollouts: Rollouts, sample: int) -> str:
         """Return an episode for people: each observation is in lines of its own, after `>>>`."""
-        assert rollouts.observed is not None, "samples that are no episodes"
-        ids = torch.tensor(rollouts.response_ids(sample))
-        observed = rollouts.observed[sample][: len(ids)]
-        spans, sizes = observed.unique_consecutive(return_counts=True)
+        places = rollouts.token_places(torch.tensor([sample]))
+        spans, sizes = rollouts.mask[places].unique_consecutive(return_counts=True)
         pieces = []
-        for is_observed, piece in zip(spans.tolist(), ids.split(sizes.tolist()), strict=True):
+        for is_policy, piece in zip(spans.tolist(), rollouts.responses[places].split(sizes.tolist()), strict=True):
             text = self._tokenizer.decode(piece.tolist())
-            pieces.append(f"\n>>> {text.strip()}\n" if is_observed else text)
+            pieces.append(text if is_policy else f"\n>>> {text.strip()}\n")
         return "".join(pieces)
 
     def _report(self, faults: Sequence[tuple[int, str]], rollouts: Rollouts) -> None:
@@ -71,12 +69,12 @@ class EpisodeScorer:
 
 def metrics_of(rollouts: Rollouts) -> dict[str, float]:
     """Return metrics of episodes: their turns, why they end, and how much of them the environment said."""
-    assert rollouts.num_turns is not None and rollouts.stop_reasons and rollouts.observed is not None
+    assert rollouts.num_turns is not None and rollouts.stop_reasons, "samples that are no episodes"
     turns = rollouts.num_turns.double()
     reasons = list(rollouts.stop_reasons)
     return {
         "episode/turns/mean": float(turns.mean()),
         "episode/turns/max": float(turns.max()),
-        "episode/observed_tokens/mean": float(rollouts.observed.sum(-1).double().mean()),
+        "episode/observed_tokens/mean": float(rollouts.sums(~rollouts.mask).mean()),
         **{f"episode/stop/{reason}": reasons.count(reason) / len(reasons) for reason in StopReason},
     }

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.batch import Rollouts
 from megarl.distributed.exchange import host_group, wait_for_all
 from megarl.learner.parallel import Mesh
 from megarl.learner.schedule import MicroBatch
@@ -15,7 +16,7 @@ from megarl.platform.device import to_device
 def add_outputs(
     micro_batches: Sequence[MicroBatch],
     outputs: Sequence[Tensor],
-    mask: Tensor,
+    batch: Rollouts,
     mesh: Mesh,
     *,
     num_outputs: int,
@@ -25,23 +26,22 @@ def add_outputs(
 
     Args:
         micro_batches: of this rank.
-        outputs: [K, b, T] float32 of each of them; only the last pipeline stage has any.
-        mask: [B, T] bool, the response tokens of the global batch; on the host.
+        outputs: [K, n] float32 of each of them; only the last pipeline stage has any.
+        batch: the global batch.
         mesh: this rank's place.
         num_outputs: K.
         device: of the collective.
 
     Returns:
-        K tensors [B, T] float32 on the host, zero outside `mask`.
+        K tensors [N] float32 on the host, zero outside the mask of `batch`.
     """
     wait_for_slowest(device)
-    found = torch.zeros(num_outputs, *mask.shape, device=device)
+    found = torch.zeros(num_outputs, len(batch.mask), device=device)
     if mesh.reports_its_samples:
         for micro_batch, numbers in zip(micro_batches, outputs, strict=True):
-            found.index_copy_(1, to_device(micro_batch.row.samples, device), numbers)
-    flat = found.flatten(1).index_select(1, to_device(mask.flatten().nonzero()[:, 0], device))
-    dist.all_reduce(flat)  # exactly one rank contributes each number
-    return [torch.zeros(mask.shape).masked_scatter(mask, row) for row in flat.cpu()]
+            found.index_copy_(1, to_device(batch.token_places(micro_batch.row.samples), device), numbers)
+    dist.all_reduce(found)  # exactly one rank contributes each number
+    return list(found.cpu())
 
 
 def add_metrics(contributions: Sequence[dict[str, Tensor]], mesh: Mesh, device: torch.device) -> dict[str, float]:

@@ -121,7 +121,5 @@ class ForwardPass:
     ) -> Any:
         """Bring the outputs of all micro-batches of `batch` to all ranks, as `Learner.infer` returns them."""
         num_outputs = self._head.num_outputs(with_entropy=with_entropy, with_kl=with_kl)
-        whole = add_outputs(
-            micro_batches, outputs, batch.mask, self._mesh, num_outputs=num_outputs, device=self._device
-        )
+        whole = add_outputs(micro_batches, outputs, batch, self._mesh, num_outputs=num_outputs, device=self._device)
         return self._head.as_outputs(whole, with_entropy=with_entropy)

@@ -110,9 +110,9 @@ class Learner:
         """Compute log-probabilities, or values, of every response token; `temperature` replaces its own.
 
         Returns:
-            For a policy, `PolicyOutputs` of [B, T] float32, with entropies if asked for, and with the exact divergence
+            For a policy, `PolicyOutputs` of [N] float32, with entropies if asked for, and with the exact divergence
             if there is one.
-            For a value model, [B, T] float32 values; the value at a token is that of the state before the token. All
+            For a value model, [N] float32 values; the value at a token is that of the state before the token. All
             are zero outside `batch.mask`, on the host, and equal on all ranks.
         """
         return self.forward.infer(batch, budget, against, with_entropy=with_entropy, temperature=temperature)
@@ -186,7 +186,7 @@ class Learner:
         return explain_not_finite(self.modules, bad, num_terms=len(terms), loss=gradient.loss, grad_norm=gradient.norm)
 
     def _on_device(self, samples: Rollouts) -> Rollouts:
-        return samples.moved(partial(to_device, device=self.device))
+        return samples.laid_out().columns_moved(partial(to_device, device=self.device))
 
     def _outputs_of_first(
         self, term: LossTerm, micro_batches: Sequence[MicroBatch], losses: Sequence[MicroLoss]

@@ -40,13 +40,12 @@ class Packed:
     sequences: Bounds  # of the sequences in the whole row
     predictors: Tensor  # [R] int64, the places among the N that predict a response token
     targets: Tensor  # [R] int64, the response tokens, in the order of `predictors`
-    scatter_index: Tensor  # [R] int64, the places of these tokens in a flat [b, T]
-    shape: tuple[int, int]  # b, T
+    scatter_index: Tensor  # [R] int64, the places of these tokens among the n of all responses
+    num_tokens: int  # n
 
     def unpack(self, per_token: Tensor) -> Tensor:
-        """Return [b, T] from [R] numbers of the response tokens, zero elsewhere; keeps the gradient."""
-        zeros = torch.zeros(self.shape[0] * self.shape[1], device=per_token.device)
-        return zeros.index_copy(0, self.scatter_index, per_token).view(self.shape)
+        """Return [n] from [R] numbers of the response tokens, zero elsewhere; keeps the gradient."""
+        return torch.zeros(self.num_tokens, device=per_token.device).index_copy(0, self.scatter_index, per_token)
 
 
 def pack_samples(
@@ -67,7 +66,7 @@ def pack_samples(
     step = sequence_multiple(cp_size)
     index = torch.tensor(samples, dtype=torch.int64)
     batch = batch.select(index)
-    tokens = batch.tokens(torch.arange(len(index)))
+    tokens = batch.tokens()
     used = batch.lengths() - 1
     has_next = torch.ones_like(tokens, dtype=torch.bool)
     has_next[(used + 1).cumsum(0) - 1] = False
@@ -82,7 +81,7 @@ def pack_samples(
 
     mask = batch.mask
     starts = (lengths.cumsum(0) - lengths)[: len(samples)]
-    predictors = (starts[:, None] + batch.predictors())[mask]  # in the whole row, ascending
+    predictors = (starts.repeat_interleave(batch.num_tokens) + batch.predictors())[mask]  # in the whole row, ascending
     places, positions = places_of(lengths, cp_rank, cp_size)
     padding_mask = positions >= used.repeat_interleave(lengths // cp_size)
     local = torch.full_like(whole, -1).index_copy(0, places, torch.arange(len(places)))[predictors]
@@ -95,9 +94,9 @@ def pack_samples(
         padding_mask=to_device(padding_mask[None], device) if padding_mask.any() else None,
         sequences=_bounds(lengths, cp_size, device),
         predictors=to_device(local[mine], device),
-        targets=to_device(batch.responses[mask], device),
-        scatter_index=to_device(mask.flatten().nonzero()[:, 0], device),
-        shape=(mask.shape[0], mask.shape[1]),
+        targets=to_device(batch.responses[mask].to(torch.int64), device),
+        scatter_index=to_device(mask.nonzero()[:, 0], device),
+        num_tokens=len(mask),
     )
 
 

@@ -40,7 +40,7 @@ class MicroLoss:
     samples: Tensor  # [b] int64, rows of the term's batch
     loss: Tensor  # scalar, without its graph
     metrics: dict[str, Tensor]
-    outputs: Tensor  # [K, b, T], without their graph
+    outputs: Tensor  # [K, n], without their graph
 
 
 def loss_head(terms: Sequence[LossTerm], outputs: OutputHead, *, with_entropy: bool) -> Head:
@@ -51,7 +51,7 @@ def loss_head(terms: Sequence[LossTerm], outputs: OutputHead, *, with_entropy: b
         outputs: computes what the objectives receive.
         with_entropy: compute entropies for the first term even if its objective needs none.
     """
-    totals = [Totals.of(term.batch.mask) for term in terms]
+    totals = [Totals.of(term.batch.num_learnt()) for term in terms]
     entropies = [term.needs_entropy or (with_entropy and number == 0) for number, term in enumerate(terms)]
 
     def head(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, MicroLoss]:

@@ -18,17 +18,17 @@ from megarl.rewards.config import isolation_of
 
 TOKEN_FIELDS: Mapping[str, int] = MappingProxyType(
     {
-        **{"responses": 8, "mask": 1, "rollout_log_probs": 4, "old_log_probs": 4, "ref_log_probs": 4, "values": 4},
+        **{"responses": 4, "mask": 1, "rollout_log_probs": 4, "old_log_probs": 4, "ref_log_probs": 4, "values": 4},
         **{"advantages": 4, "returns": 4, "weights": 4, "weight_versions": 4},
     }
 )
-"""Bytes of one response token in each `[B, T]` field of `megarl.batch.Experience`; every rank has all of them."""
-EPISODE_FIELDS: Mapping[str, int] = MappingProxyType({"observed": 1, "turn_rewards": 4})
+"""Bytes of one response token in each `[N]` field of `megarl.batch.Experience`; every rank has all of them."""
+EPISODE_FIELDS: Mapping[str, int] = MappingProxyType({"turn_rewards": 4})
 """The same for the fields that only episodes have."""
 PROMPT_TOKEN_BYTES = 8 + 32
 """Bytes of a token of a prompt: a Python integer in a list."""
-IN_FLIGHT_TOKEN_BYTES = (8 + 32) + (8 + 24) + 8
-"""Bytes of a response token that continues: in lists, an integer, its log-probability, and a version that is shared."""
+IN_FLIGHT_TOKEN_BYTES = 4 + 4 + 4
+"""Bytes of a response token that continues: the token, its log-probability and its version."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import ArrayLike
 
 from megarl.platform import progress
 from megarl.batch import Prompt, Rollouts, Scored
@@ -30,8 +32,8 @@ SHOWN_CHARACTERS = 120
 MAX_METRICS = 32
 
 
-SampleKey = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""The data row of a prompt, the tokens of the prompt, and those of a response."""
+SampleKey = tuple[int, bytes, bytes]
+"""The data row of a prompt, the tokens of the prompt, and those of a response, as bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +89,10 @@ class RuleScorer:
         if rest:
             share = rest[dist.get_rank() :: dist.get_world_size()]
             by_sample |= self._gather(
-                {sample: self._submit(rollouts.prompt_of(sample), rollouts.response_ids(sample)) for sample in share}
+                {
+                    sample: self._submit(rollouts.prompt_of(sample), rollouts.response_ids(sample).tolist())
+                    for sample in share
+                }
             )
         self._require_unchanged([result for _, result in by_sample.values()])
         texts, results = zip(*(by_sample[sample] for sample in range(len(rollouts))), strict=True)
@@ -129,7 +134,7 @@ class RuleScorer:
 
     def _find(self, rollouts: Rollouts, sample: int) -> PendingResponse | None:
         """Take the response of a sample out of those that this rank has begun; None if it has not begun it."""
-        key = _key(rollouts.prompt_of(sample), rollouts.response_ids(sample)) if self._begun else None
+        key = _key(rollouts.prompt_of(sample), rollouts.response_ids(sample).numpy()) if self._begun else None
         if key is None or key not in self._begun:
             return None
         found = self._begun[key].pop(0)
@@ -176,8 +181,9 @@ class RuleScorer:
         )
 
 
-def _key(prompt: Prompt, token_ids: Sequence[int]) -> SampleKey:
-    return prompt.index, tuple(prompt.token_ids), tuple(token_ids)
+def _key(prompt: Prompt, token_ids: ArrayLike) -> SampleKey:
+    prompt_ids, response_ids = (np.asarray(ids, dtype=np.int32).tobytes() for ids in (prompt.token_ids, token_ids))
+    return prompt.index, prompt_ids, response_ids
 
 
 def metrics_of(results: Sequence[ScoringResult]) -> dict[str, float]:

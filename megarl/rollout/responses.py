@@ -1,12 +1,13 @@
 """Responses of the engines, and episodes, as the record that the rest of a step works with."""
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from megarl.batch import Generation, Group, Prompts, Rollouts
 
@@ -26,22 +27,27 @@ def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[G
         raise RuntimeError(
             f"the engines were asked for {n} samples of each prompt, and {len(wrong)} prompts have others: {named}"
         )
-    responses = [torch.tensor(generation.token_ids) for generation in generations]
-    lengths = torch.tensor([len(response) for response in responses])
-    padded = pad_sequence(responses, batch_first=True)
-    present = torch.arange(padded.shape[1]) < lengths[:, None]
-    episodes = _episodes(generations, present) if any(generation.turns for generation in generations) else {}
+    num_tokens = torch.tensor([len(generation.token_ids) for generation in generations])
+    mask = torch.ones(int(num_tokens.sum()), dtype=torch.bool)
+    episodes = {}
+    if any(generation.turns for generation in generations):
+        mask, rewards = _turns(generations, num_tokens)
+        episodes = {
+            "turn_rewards": rewards,
+            "num_turns": torch.tensor([len(generation.turns) for generation in generations]),
+            "stop_reasons": [str(generation.stop_reason) for generation in generations],
+            "faults": [generation.fault for generation in generations],
+        }
+    log_probs = [generation.log_probs for generation in generations if generation.log_probs is not None]
     return prompts.extend(
         Rollouts,
         groups=torch.tensor(groups),
-        responses=padded,
-        mask=present & ~episodes["observed"] if episodes else present,
-        rollout_log_probs=_log_probs(generations),
+        num_tokens=num_tokens,
+        responses=_joined([generation.token_ids for generation in generations]),
+        mask=mask,
+        rollout_log_probs=_joined(log_probs) if len(log_probs) == len(generations) else None,
         truncated=torch.tensor([generation.truncated for generation in generations]),
-        weight_versions=pad_sequence(
-            [torch.tensor(generation.weight_versions, dtype=torch.int32) for generation in generations],
-            batch_first=True,
-        ),
+        weight_versions=_joined([generation.weight_versions for generation in generations]),
         **episodes,
     )
 
@@ -56,23 +62,17 @@ def of_groups(groups: Sequence[Group]) -> Rollouts:
     )
 
 
-def _episodes(generations: Sequence[Generation], present: Tensor) -> dict[str, Any]:
-    """Return the fields of `Rollouts` that only episodes have, all of them. `present` is `[B, T]` bool."""
-    in_turn = torch.zeros_like(present)
-    rewards = torch.zeros(present.shape)
-    for row, generation in enumerate(generations):
+def _turns(generations: Sequence[Generation], num_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which tokens of episodes the policy said, `[N]` bool, and the reward of each turn on its last token."""
+    mask = torch.zeros(int(num_tokens.sum()), dtype=torch.bool)
+    rewards = torch.zeros(len(mask))
+    for generation, start in zip(generations, (num_tokens.cumsum(0) - num_tokens).tolist(), strict=True):
         for turn in generation.turns:
-            in_turn[row, turn.start : turn.end] = True
-            rewards[row, turn.end - 1] = turn.reward
-    return {
-        "observed": present & ~in_turn,
-        "turn_rewards": rewards,
-        "num_turns": torch.tensor([len(generation.turns) for generation in generations]),
-        "stop_reasons": [str(generation.stop_reason) for generation in generations],
-        "faults": [generation.fault for generation in generations],
-    }
+            mask[start + turn.start : start + turn.end] = True
+            rewards[start + turn.end - 1] = turn.reward
+    return mask, rewards
 
 
-def _log_probs(generations: Sequence[Generation]) -> Tensor | None:
-    known = [torch.tensor(generation.log_probs) for generation in generations if generation.log_probs is not None]
-    return pad_sequence(known, batch_first=True) if len(known) == len(generations) else None
+def _joined(columns: Sequence["array[Any]"]) -> Tensor:
+    """Return the numbers of all columns, end to end, with their type."""
+    return torch.from_numpy(np.concatenate([np.asarray(column) for column in columns]))

@@ -14,7 +14,9 @@ others would repeat those of its first tokens.
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.batch import Generation
+import numpy as np
+
+from megarl.batch import Generation, float32, int32
 from megarl.platform.seeds import seed_of
 from megarl.rollout.config import RolloutSection, SamplingSection
 
@@ -69,7 +71,7 @@ def read_output(output: Any, *, given: Sequence[int], where: str, weight_version
         RuntimeError: the sample is missing, empty, aborted or not a number, or it belongs to another prompt.
     """
     if output is None:
-        return Generation(prompt=0, token_ids=[], log_probs=[], truncated=False, complete=False)
+        return Generation(prompt=0, token_ids=int32(), log_probs=float32(), truncated=False, complete=False)
     if list(output.prompt_token_ids) != list(given):
         raise RuntimeError(f"The engine returned the response to another prompt {where}")
     if len(output.outputs) != 1:
@@ -79,15 +81,15 @@ def read_output(output: Any, *, given: Sequence[int], where: str, weight_version
         raise RuntimeError(f"The engine gave up {where} after {len(sample.token_ids)} tokens: {sample.finish_reason}")
     log_probs = None
     if sample.logprobs is not None:
-        log_probs = list(sample.logprobs.logprobs)
-        if len(log_probs) != len(sample.token_ids) or any(value != value for value in log_probs):
+        log_probs = float32(sample.logprobs.logprobs)
+        if len(log_probs) != len(sample.token_ids) or np.isnan(log_probs).any():
             raise RuntimeError(f"The engine's log-probabilities {where} are missing or NaN: its weights are broken")
     return Generation(
         prompt=0,
-        token_ids=list(sample.token_ids),
+        token_ids=int32(sample.token_ids),
         log_probs=log_probs,
         truncated=sample.finish_reason == "length",
         num_cached=output.num_cached_tokens or 0,
-        weight_versions=[weight_version] * len(sample.token_ids),
+        weight_versions=int32([weight_version]) * len(sample.token_ids),
         complete=output.finished,
     )

@@ -4,15 +4,17 @@ Prompts are not in the file: they are read again from the data, by their row.
 """
 
 import io
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn
+from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn, float32, int32
 from megarl.data.parquet import read_own
 from megarl.platform.errors import UserError
 from megarl.platform.small_files import Damage
@@ -46,6 +48,8 @@ SCHEMA = pa.schema(
     ]
 )
 
+NUMBERS = {"token_ids": int32, "log_probs": float32, "weight_versions": int32}
+
 
 def to_bytes(groups: Sequence[Group]) -> bytes:
     """Return the content of the file."""
@@ -56,13 +60,15 @@ def to_bytes(groups: Sequence[Group]) -> bytes:
             "num_prompt_tokens": len(group.prompt.token_ids),
             "begun": group.started,
             **{name: getattr(sample, name) for name in SCHEMA.names[4:]},
+            **{name: _numbers(getattr(sample, name)) for name in NUMBERS},
             "turns": [asdict(turn) for turn in sample.turns],
         }
         for number, group in enumerate(groups)
         for sample in group.samples
     ]
+    columns = [pa.array([row[field.name] for row in rows], type=field.type) for field in SCHEMA]
     file = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), file, compression="zstd", write_page_checksum=True)
+    pq.write_table(pa.table(columns, schema=SCHEMA), file, compression="zstd", write_page_checksum=True)
     return file.getvalue()
 
 
@@ -104,9 +110,14 @@ def _group(path: Path, rows: list[dict[str, Any]], prompt: Prompt) -> Group:
 
 
 def _sample(row: dict[str, Any]) -> Generation:
-    sample = Generation(prompt=0, **{name: row[name] for name in SCHEMA.names[4:]})
+    numbers = {name: row[name] if row[name] is None else of(row[name]) for name, of in NUMBERS.items()}
+    sample = Generation(prompt=0, **{name: row[name] for name in SCHEMA.names[4:]} | numbers)
     turns = tuple(Turn(**turn) for turn in row["turns"])
     return replace(sample, turns=turns, stop_reason=sample.stop_reason and StopReason(sample.stop_reason))
+
+
+def _numbers(column: "array[Any] | None") -> Any:
+    return None if column is None else np.asarray(column)
 
 
 def _other_data(path: Path, row: int) -> UserError:

@@ -25,15 +25,13 @@ from megarl.batch import Prompt, Rollouts, Scored
 from megarl.data.parquet import read_own
 from megarl.distributed.exchange import together
 from megarl.platform.files import remedy, replacing
-from megarl.platform.small_files import Damage, naming
+from megarl.platform.small_files import naming
 from megarl.samples.schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow_schema, check
 
 logger = logging.getLogger(__name__)
 
 STEP = "step_"
 SUFFIX = ".parquet"
-MAX_WIDTH = 1 << 24  # tokens; no model reads as many
-WIDTH = b"megarl.width"  # metadata: `T` of the record, which may exceed the longest response
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ def step_of(path: Path) -> int:
 
 def write_samples(path: Path, scored: Scored, baselines: Tensor | None, *, step: int) -> None:
     """Write a record to a file. `baselines` are `[B]` float32, or None without baselines."""
-    table = _table(scored, baselines, step=step).replace_schema_metadata({WIDTH: str(scored.mask.shape[1])})
+    table = _table(scored, baselines, step=step)
     with replacing(path) as file:
         pq.write_table(table, file, compression="zstd", write_page_checksum=True)
 
@@ -101,12 +99,11 @@ def write_record(path: Path, batch: Rollouts) -> None:
         "prompt": [prompt.text for prompt in asked],
         "prompt_ids": [list(prompt.token_ids) for prompt in asked],
     }
-    for name in [field.name for field in fields(batch) if field.name not in ("prompts", "mask")]:
+    per_token = dict(batch.columns())
+    for name in [field.name for field in fields(batch) if field.name != "prompts"]:
         match getattr(batch, name):
-            case Tensor(ndim=2) as values:
-                columns[name] = _flat(values, batch.present())
             case Tensor() as values:
-                columns[name] = values.numpy()
+                columns[name] = _lists(values, batch.num_tokens) if name in per_token else values.numpy()
             case None:
                 pass
             case values:
@@ -122,9 +119,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
         Damage: the file does not exist, or differs from `schema.py`. Names the column.
     """
     table = _read(path)
-    lengths = torch.from_numpy(table["response_ids"].combine_chunks().value_lengths().to_numpy().copy())
-    present = torch.arange(_width(table, path)) < lengths[:, None]
-    observed = _padded(table["observed"], present, torch.bool)
+    observed = _column(table["observed"], torch.bool)
     _, groups, sizes = torch.from_numpy(table["group"].to_numpy().copy()).unique_consecutive(
         return_inverse=True, return_counts=True
     )
@@ -135,17 +130,18 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     baselines = table["baseline"]
     answers = table["answer"]
     failures = table["failure"]
-    responses = _padded(table["response_ids"], present, torch.int64)
+    responses = _column(table["response_ids"], torch.int32)
     assert responses is not None, "every response has tokens"
     scored = Scored(
         prompts=prompts,
         groups=groups,
+        num_tokens=torch.from_numpy(pc.list_value_length(table["response_ids"]).to_numpy().astype("int64")),
         responses=responses,
-        mask=present if observed is None else present & ~observed,
-        rollout_log_probs=_padded(table["rollout_log_probs"], present, torch.float32),
+        mask=torch.ones_like(responses, dtype=torch.bool) if observed is None else ~observed,
+        rollout_log_probs=_column(table["rollout_log_probs"], torch.float32),
         truncated=torch.tensor(table["truncated"].to_pylist()),
-        weight_versions=_padded(table["weight_versions"], present, torch.int32),
-        **_episodes(table, observed, present),
+        weight_versions=_column(table["weight_versions"], torch.int32),
+        **({} if observed is None else _episodes(table)),
         texts=table["response"].to_pylist(),
         scores=torch.from_numpy(table["score"].to_numpy().copy()),
         accuracies=torch.from_numpy(table["accuracy"].to_numpy().copy()),
@@ -155,13 +151,10 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     return scored, None if baselines.null_count else torch.from_numpy(baselines.to_numpy().copy())
 
 
-def _episodes(table: Any, observed: Tensor | None, present: Tensor) -> dict[str, Any]:
-    """Return the fields of `Rollouts` that only episodes have, all of them; none if the samples are no episodes."""
-    if observed is None:
-        return {}
+def _episodes(table: Any) -> dict[str, Any]:
+    """Return the fields of `Rollouts` that only episodes have."""
     return {
-        "observed": observed,
-        "turn_rewards": _padded(table["turn_rewards"], present, torch.float32),
+        "turn_rewards": _column(table["turn_rewards"], torch.float32),
         "num_turns": torch.from_numpy(table["num_turns"].to_numpy().copy()),
         "stop_reasons": table["stop_reason"].to_pylist(),
         "faults": table["fault"].to_pylist(),
@@ -175,16 +168,6 @@ def _read(path: Path) -> Any:
     return table
 
 
-def _width(table: Any, path: Path) -> int:
-    """Return `T` of the record in a table."""
-    longest = pc.max(pc.list_value_length(table["response_ids"])).as_py()
-    text = (table.schema.metadata or {}).get(WIDTH, str(longest).encode())
-    width = int(text) if text.isdigit() and len(text) < 10 else -1
-    if not longest <= width <= MAX_WIDTH:
-        raise Damage.in_content(path, f"its width {text[:20]!r} does not fit responses of up to {longest} tokens")
-    return width
-
-
 def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
     """Return a table with a row for each sample. The columns of a prompt are repeated."""
     of_prompts = {
@@ -195,21 +178,20 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
         "prompt_ids": [list(prompt.token_ids) for prompt in scored.prompts],
         "ground_truth": [json.dumps(prompt.ground_truth, ensure_ascii=False, default=str) for prompt in scored.prompts],
     }
-    present = scored.present()
     none = [None] * len(scored)
 
     def per_token(values: Tensor | None) -> Any:
-        return none if values is None else _flat(values, present)
+        return none if values is None else _lists(values, scored.num_tokens)
 
     of_samples = {
         "step": [step] * len(scored),
         "group": scored.groups.numpy(),
         "response": list(scored.texts),
-        "response_ids": per_token(scored.responses.to(torch.int32)),
+        "response_ids": per_token(scored.responses),
         "rollout_log_probs": per_token(scored.rollout_log_probs),
         "truncated": scored.truncated.tolist(),
         "weight_versions": per_token(scored.weight_versions),
-        "observed": per_token(scored.observed),
+        "observed": none if scored.turn_rewards is None else per_token(~scored.mask),
         "turn_rewards": per_token(scored.turn_rewards),
         "num_turns": none if scored.num_turns is None else scored.num_turns.numpy(),
         "stop_reason": scored.stop_reasons or none,
@@ -230,19 +212,18 @@ def _numbers(values: Tensor) -> Any:
     return pa.array(values.numpy(), from_pandas=True)
 
 
-def _flat(values: Tensor, mask: Tensor) -> Any:
-    """Turn `[B, T]` into a list for each row of the numbers under the mask."""
-    ends = mask.sum(-1).cumsum(0)
-    offsets = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
-    return pa.ListArray.from_arrays(offsets.numpy(), values[mask].numpy())
+def _lists(column: Tensor, num_tokens: Tensor) -> Any:
+    """Turn a column `[N]` into a list for each sample."""
+    offsets = torch.nn.functional.pad(num_tokens.cumsum(0), (1, 0)).to(torch.int32)
+    return pa.ListArray.from_arrays(offsets.numpy(), column.numpy())
 
 
-def _padded(column: Any, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Turn lists back into `[B, T]`, zero outside the mask. None if a row has no list."""
-    if column.null_count:
+def _column(lists: Any, dtype: torch.dtype) -> Tensor | None:
+    """Turn lists back into a column `[N]`. None if a sample has no list."""
+    if lists.null_count:
         return None
-    values = torch.from_numpy(column.combine_chunks().flatten().to_numpy(zero_copy_only=False).copy()).to(dtype)
-    return torch.zeros(mask.shape, dtype=dtype).masked_scatter(mask, values)
+    values = lists.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return torch.from_numpy(values.copy()).to(dtype)
 
 
 def _prompt(row: dict[str, Any]) -> Prompt:

@@ -14,7 +14,7 @@ from megarl.algorithms.invariance import estimates_of
 from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.masked import masked, masked_mean, masked_moments
 from megarl.algorithms.shaping import overlong_penalty
-from megarl.batch import Experience, Scored
+from megarl.batch import Experience, Rollouts, Scored
 from megarl.training.custom import CustomEstimator
 from megarl.training.interfaces import Metrics
 
@@ -34,15 +34,15 @@ def estimate(
     """Compute advantages and returns of a full batch, with metrics.
 
     Args:
-        scored: `B` samples of `T` tokens.
-        old_log_probs: `[B, T]` float32 of the actor that sampled; None: not known yet, so that neither a KL in the
+        scored: `B` samples of `N` tokens.
+        old_log_probs: `[N]` float32 of the actor that sampled; None: not known yet, so that neither a KL in the
             reward nor a correction can be computed.
-        ref_log_probs: `[B, T]` of the reference; None if no KL is estimated from them.
-        values: `[B, T]` of the critic; None without one. GAE needs it.
+        ref_log_probs: `[N]` of the reference; None if no KL is estimated from them.
+        values: `[N]` of the critic; None without one. GAE needs it.
         baselines: `[B]` rewards of the greedy responses; None if none were drawn. ReMax needs them.
         algorithm: the estimator and its parameters.
         kl_coef: weight of the KL penalty in the reward; None keeps the KL out of the reward.
-        exact_kl: `[B, T]` of the actor from the reference; the exact kinds of `kl_penalty` need it.
+        exact_kl: `[N]` of the actor from the reference; the exact kinds of `kl_penalty` need it.
         custom: the user's estimator; `adv_estimator=custom` needs it.
     """
     mask = scored.mask
@@ -51,11 +51,11 @@ def estimate(
         kl = _divergence(old_log_probs, ref_log_probs, exact_kl, mask, algorithm)
     if scored.turn_rewards is None:
         scores = response_rewards(scored, algorithm.overlong_buffer)
-        rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef or 0.0)
+        rewards = scored.flat(token_rewards(scores, scored.rows(kl), scored.rows(mask), kl_coef=kl_coef or 0.0))
     else:
         rewards = masked(scored.turn_rewards - (kl_coef or 0.0) * kl, mask)
-    advantages, returns = _advantages(rewards, values, baselines, scored.groups, mask, algorithm, custom)
-    weights, weight_metrics = _correction(old_log_probs, scored.rollout_log_probs, mask, algorithm.rollout_correction)
+    advantages, returns = _advantages(scored, rewards, values, baselines, algorithm, custom)
+    weights, weight_metrics = _correction(scored, old_log_probs, algorithm.rollout_correction)
     experience = scored.extend(
         Experience,
         old_log_probs=old_log_probs,
@@ -72,7 +72,7 @@ def estimate(
         metrics |= _critic_metrics(experience)
     if kl_coef is not None:
         # The mean over samples of their mean per token: the input of the KL controller.
-        mean_kl = (kl.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+        mean_kl = (scored.sums(kl) / scored.num_learnt().clamp(min=1)).mean()
         metrics |= {"actor/reward_kl_penalty": float(mean_kl), "actor/reward_kl_penalty_coeff": kl_coef}
     if algorithm.mask_truncated_completions:
         experience = experience.without_responses(scored.truncated)
@@ -86,7 +86,7 @@ def _divergence(
     mask: Tensor,
     algorithm: AlgorithmSection,
 ) -> Tensor:
-    """Return the `[B, T]` divergence of the sampling actor from the reference, zero outside the mask."""
+    """Return the `[N]` divergence of the sampling actor from the reference, zero outside the mask."""
     match algorithm.kl_penalty:
         case "full" | "full_forward" | "full_js":
             assert exact_kl is not None, "log-probabilities that were not taken against the reference"
@@ -104,32 +104,36 @@ def response_rewards(scored: Scored, section: OverlongBufferSection) -> Tensor:
     """Return the scores, less the penalty for long responses if it is enabled: `[B]` float32."""
     if not section.enable:
         return scored.scores
-    lengths = scored.mask.sum(-1)
     return scored.scores + overlong_penalty(
-        lengths, max_length=section.max_resp_len, buffer=section.len, factor=section.penalty_factor
+        scored.num_learnt(), max_length=section.max_resp_len, buffer=section.len, factor=section.penalty_factor
     )
 
 
 def _advantages(
+    scored: Scored,
     rewards: Tensor,
     values: Tensor | None,
     baselines: Tensor | None,
-    groups: Tensor,
-    mask: Tensor,
     algorithm: AlgorithmSection,
     custom: CustomEstimator | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the `[B, T]` advantages of the configured estimator, and returns, which are zero without a critic."""
-    given = {"token_rewards": rewards, "scores": rewards.sum(-1), "groups": groups, "mask": mask}
-    given |= {} if values is None else {"values": values}
+    """Return the `[N]` advantages of the configured estimator, and returns, which are zero without a critic."""
+    given = {
+        "token_rewards": scored.rows(rewards),
+        "scores": scored.sums(rewards).to(torch.float32),
+        "groups": scored.groups,
+        "mask": scored.rows(scored.mask),
+    }
+    given |= {} if values is None else {"values": scored.rows(values)}
     given |= {} if baselines is None else {"baselines": baselines}
     if custom:
-        advantages, *more = custom(given)
+        advantages, *more = map(scored.flat, custom(given))
     else:
         keys = {key: getattr(algorithm, key) for key in algorithm.estimator.reads}
-        advantages, *more = estimates_of(getattr(estimators, algorithm.adv_estimator), given, keys)
+        found = estimates_of(getattr(estimators, algorithm.adv_estimator), given, keys)
+        advantages, *more = map(scored.flat, found)
         if algorithm.estimator.whitens:
-            advantages = _whitened(advantages, mask)
+            advantages = _whitened(advantages, scored.mask)
     return advantages, more[0] if more else torch.zeros_like(rewards)
 
 
@@ -139,14 +143,15 @@ def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def _correction(
-    old_log_probs: Tensor | None, rollout_log_probs: Tensor | None, mask: Tensor, section: RolloutCorrectionSection
+    scored: Scored, old_log_probs: Tensor | None, section: RolloutCorrectionSection
 ) -> tuple[Tensor, Metrics]:
-    """Return `[B, T]` factors of the advantages that correct for the engine's probabilities, with metrics."""
-    weights = mask.to(torch.float32)
+    """Return `[N]` factors of the advantages that correct for the engine's probabilities, with metrics."""
     metrics = Metrics()
     if not (section.rollout_is or section.rollout_rs):
-        return weights, metrics
-    assert old_log_probs is not None and rollout_log_probs is not None, "a correction without log-probabilities"
+        return scored.mask.to(torch.float32), metrics
+    assert old_log_probs is not None and scored.rollout_log_probs is not None, "a correction without log-probabilities"
+    old_log_probs, rollout_log_probs, mask = map(scored.rows, (old_log_probs, scored.rollout_log_probs, scored.mask))
+    weights = mask.to(torch.float32)
     if section.rollout_is:
         ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_is)
         weights = truncated_weights(ratio, mask, threshold=section.rollout_is_threshold)
@@ -160,24 +165,25 @@ def _correction(
         kept = accepted(ratio, mask, lower=1.0 / upper if lower is None else lower, upper=upper)
         weights = masked(weights, kept)
         metrics["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - float(masked_mean(kept.to(torch.float32), mask))
-    return weights, metrics
+    return scored.flat(weights), metrics
 
 
-def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor | None, mask: Tensor) -> Metrics:
-    """Measure how far trainer and engine differ in the probabilities of the sampled tokens `[B, T]`, if both are known.
+def mismatch_metrics(scored: Rollouts, old_log_probs: Tensor) -> Metrics:
+    """Measure how far trainer and engine differ in the probabilities of the sampled tokens, if both are known.
 
-    A mean difference under 0.005 is usual in bfloat16; in float32 the two should agree to many digits. The measures
-    under `rollout_corr` are explained in `mismatch_means`.
+    `old_log_probs` are `[N]` of the trainer. A mean difference under 0.005 is usual in bfloat16; in float32 the two
+    should agree to many digits. The measures under `rollout_corr` are explained in `mismatch_means`.
     """
-    if rollout_log_probs is None:
+    if scored.rollout_log_probs is None:
         return {}
-    difference = (old_log_probs.exp() - rollout_log_probs.exp()).abs()
+    mask = scored.mask
+    difference = (old_log_probs.exp() - scored.rollout_log_probs.exp()).abs()
     mean, var = masked_moments(difference, mask)
     return {
         "training/rollout_probs_diff_max": float(difference[mask].max()),
         "training/rollout_probs_diff_mean": float(mean),
         "training/rollout_probs_diff_std": float(var.sqrt()),
-    } | mismatch_means(mismatch_sums(old_log_probs, rollout_log_probs, mask))
+    } | mismatch_means(mismatch_sums(*map(scored.rows, (old_log_probs, scored.rollout_log_probs, mask))))
 
 
 def _spread(name: str, x: Tensor) -> Metrics:
@@ -188,7 +194,7 @@ def _spread(name: str, x: Tensor) -> Metrics:
 def _reward_metrics(scored: Scored, rewards: Tensor, advantages: Tensor) -> Metrics:
     return (
         _spread("critic/score", scored.scores)
-        | _spread("critic/rewards", rewards.sum(-1))
+        | _spread("critic/rewards", scored.sums(rewards))
         | _spread("critic/advantages", advantages[scored.mask])
     )
 
@@ -207,7 +213,7 @@ def _critic_metrics(experience: Experience) -> Metrics:
 def _length_metrics(experience: Experience) -> Metrics:
     prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in experience.prompts])
     return (
-        _spread("response_length", experience.mask.sum(-1))
+        _spread("response_length", experience.num_learnt())
         | _spread("prompt_length", prompt_lengths)
         | {"response_length/clip_ratio": float(experience.truncated.float().mean())}
     )

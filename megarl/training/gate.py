@@ -72,7 +72,7 @@ class Gate:
 
         Args:
             rollouts: `B` samples, with the engine's log-probabilities. Tokens of older weights are not compared.
-            log_probs: `[B, T]` float32 of the trainer; numbers that are not finite are not compared.
+            log_probs: `[N]` float32 of the trainer; numbers that are not finite are not compared.
             healthy: mismatches of the run's first steps.
             step: names the step in messages.
 
@@ -86,9 +86,10 @@ class Gate:
         mismatch, comparable = token_mismatch(log_probs, rollouts.rollout_log_probs, sampled)
         if not comparable.any():
             _report_blindness(rollouts, log_probs, sampled, step=step)
-        kept = _means(mismatch, comparable) <= FAR_OUT * limit
+        kept = _means(rollouts.rows(mismatch), rollouts.rows(comparable)) <= FAR_OUT * limit
         left_out = 1.0 - float(kept.double().mean())
-        level = _mean(mismatch[kept], comparable[kept])
+        learnt = comparable & kept.repeat_interleave(rollouts.num_tokens)
+        level = _mean(mismatch, learnt)
         if left_out > self.limits.mismatch_share or level > limit or not kept.any():
             raise MismatchError(_failure(rollouts, _mean(mismatch, comparable), kept, limit, step=step))
         if left_out and dist.get_rank() == 0:
@@ -100,7 +101,7 @@ class Gate:
             )
         return GateResult(
             rows=kept.nonzero()[:, 0],
-            healthy=(*healthy, level)[:WINDOW] if comparable[kept].any() else tuple(healthy),
+            healthy=(*healthy, level)[:WINDOW] if learnt.any() else tuple(healthy),
             metrics={
                 "training/rollout_mismatch": level,
                 "training/rollout_mismatch_limit": limit,
@@ -124,14 +125,14 @@ def require_version(rollouts: Rollouts, *, step: int, max_staleness: int = 0) ->
     if is_wrong.any():
         raise MismatchError(
             f"the trainer has the weights after {step} finished steps, but the engine drew "
-            f"{_rows(rollouts, is_wrong.any(-1))} with those after "
+            f"{_rows(rollouts, rollouts.sums(is_wrong))} with those after "
             f"{', '.join(map(str, versions[is_wrong].unique().tolist()))}: the sync before them did not take place. "
             "Nothing has learnt from them"
         )
 
 
 def _drawn_after(rollouts: Rollouts, step: int) -> Tensor:
-    """Return `[B, T]` bool: the tokens that the weights after `step` finished steps drew."""
+    """Return `[N]` bool: the tokens that the weights after `step` finished steps drew."""
     versions = rollouts.weight_versions
     return rollouts.mask if versions is None else rollouts.mask & (versions == step)
 

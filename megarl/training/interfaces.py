@@ -118,7 +118,7 @@ class Critic(Protocol):
     """A model of the return."""
 
     def infer(self, batch: Rollouts) -> Tensor:
-        """Return the values of the states before each response token, `[B, T]` float32."""
+        """Return the values of the states before each response token, `[N]` float32."""
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
         """Learn from the experience of one step. Return metrics."""

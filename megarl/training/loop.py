@@ -93,16 +93,16 @@ class CheckedSamples:
 class RefAndValues:
     """The outputs on the samples of a step from the models that are not the actor."""
 
-    ref_log_probs: Tensor | None  # [B, T] float32; None: there is no reference
-    values: Tensor | None  # [B, T] float32; None: there is no critic
+    ref_log_probs: Tensor | None  # [N] float32; None: there is no reference
+    values: Tensor | None  # [N] float32; None: there is no critic
 
-    def select(self, samples: Tensor) -> "RefAndValues":
-        """Return the outputs on the given samples (int64 indices)."""
+    def select(self, tokens: Tensor) -> "RefAndValues":
+        """Return the outputs on the given tokens (int64 indices)."""
         ref_log_probs = self.ref_log_probs
         values = self.values
         return RefAndValues(
-            ref_log_probs=None if ref_log_probs is None else ref_log_probs[samples],
-            values=None if values is None else values[samples],
+            ref_log_probs=None if ref_log_probs is None else ref_log_probs[tokens],
+            values=None if values is None else values[tokens],
         )
 
 
@@ -181,7 +181,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
         if len(checked.rows) < len(samples.scored):
             gradient.discard()
             gradient = None
-            others = others.select(checked.rows)
+            others = others.select(samples.scored.token_places(checked.rows))
     else:
         with timers("old_log_prob"):
             outputs = job.actor.infer(samples.scored)
@@ -216,10 +216,12 @@ def check_against_engine(
 ) -> CheckedSamples:
     """Compare the actor's outputs on the samples with the engine's probabilities. Raises what `Gate.check` does."""
     scored, rows = samples.scored, torch.arange(len(samples.scored))
-    metrics = mismatch_metrics(outputs.log_probs, scored.rollout_log_probs, scored.mask)
+    metrics = mismatch_metrics(scored, outputs.log_probs)
     if job.gate and scored.rollout_log_probs is not None:
         passed = job.gate.check(scored, outputs.log_probs, mismatches, step=step)
-        rows, samples, outputs = passed.rows, samples.select(passed.rows), outputs.select(passed.rows)
+        rows = passed.rows
+        outputs = outputs.select(scored.token_places(rows))
+        samples = samples.select(rows)
         metrics = metrics | passed.metrics
         mismatches = passed.healthy
     return CheckedSamples(rows=rows, kept=samples, outputs=outputs, mismatches=mismatches, metrics=metrics)

@@ -65,16 +65,18 @@ class ActorObjective:
         }
         if self.needs_entropy:
             assert outputs.entropy is not None, "outputs without entropies"
-            metrics["actor/entropy_loss"] = entropy_mean = mean(entropy(outputs.entropy, micro.mask))
+            metrics["actor/entropy_loss"] = entropy_mean = mean(
+                entropy(micro.rows(outputs.entropy), micro.rows(micro.mask))
+            )
             loss = loss - section.entropy_coeff * entropy_mean
         if section.use_kl_loss:
-            metrics["actor/kl_loss"] = kl_loss = mean(divergence(outputs, micro, section).sum(-1))
+            metrics["actor/kl_loss"] = kl_loss = mean(micro.rows(divergence(outputs, micro, section)).sum(-1))
             loss = loss + section.kl_loss_coef * kl_loss
         return loss, {name: value.detach() for name, value in metrics.items()}
 
 
 def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> Tensor:
-    """Return the `[b, T]` divergence from the reference of type `kl_loss_type`, zero outside the mask."""
+    """Return the `[n]` divergence from the reference of type `kl_loss_type`, zero outside the mask."""
     match section.kl_loss_type:
         case "full" | "full_forward" | "full_js":
             assert outputs.kl is not None, "outputs that were not taken against the reference"
@@ -92,7 +94,7 @@ def policy_loss(
     """Return the loss of type `policy_loss.loss_mode` for a mini-batch that `mark` has prepared."""
     old_log_probs = outputs.log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
     tensors = (outputs.log_probs, old_log_probs, micro.advantages * micro.weights, micro.mask)
-    given = dict(zip(LOSS_ARGUMENTS, tensors, strict=True))
+    given = dict(zip(LOSS_ARGUMENTS, map(micro.rows, tensors), strict=True))
     if custom:
         return custom(given)
     low = section.clip_ratio if section.clip_ratio_low is None else section.clip_ratio_low
@@ -100,7 +102,7 @@ def policy_loss(
     settings: dict[str, Any] = {"clip_low": low, "clip_high": high, "clip_c": section.clip_ratio_c}
     settings["kl_coef"] = section.policy_loss.ppo_kl_coef
     function = getattr(losses, LOSSES[section.policy_loss.loss_mode].function)
-    chosen = {"chosen": micro.marked} if isinstance(micro, Marked) else {}
+    chosen = {"chosen": micro.rows(micro.marked)} if isinstance(micro, Marked) else {}
     result: PolicyLoss = function(**arguments_of(function, given | chosen | settings))
     return result
 
@@ -130,8 +132,9 @@ class CriticObjective:
     horizon: int  # as in `ActorObjective`
 
     def __call__(self, values: Tensor, micro: Experience, totals: Totals) -> Contribution:
-        """Return loss and metrics of the critic's `values` `[b, T]` on `micro`."""
-        vf = value_clip(values, micro.values, micro.returns, micro.mask, clip_range=self.section.cliprange_value)
+        """Return loss and metrics of the critic's `values` `[n]` on `micro`."""
+        tensors = map(micro.rows, (values, micro.values, micro.returns, micro.mask))
+        vf = value_clip(*tensors, clip_range=self.section.cliprange_value)
         vf_loss = _mean(vf.sums, micro, totals, mode=self.section.loss_agg_mode, horizon=self.horizon)
         metrics = {
             "critic/vf_loss": vf_loss,
@@ -158,8 +161,8 @@ class PreferenceObjective:
     centering: float
 
     def __call__(self, values: Tensor, micro: Preferences, totals: Totals) -> Contribution:
-        """Return loss and metrics of the scores `values` `[b, 1]` of the pairs in `micro`."""
-        (chosen, rejected), num_pairs = values[:, 0].view(-1, 2).unbind(-1), totals.num_sequences / 2
+        """Return loss and metrics of the scores `values` `[n]` of the pairs in `micro`; a sequence has one token."""
+        (chosen, rejected), num_pairs = values.view(-1, 2).unbind(-1), totals.num_sequences / 2
         loss = bradley_terry(chosen, rejected, micro.margins[::2]).sum() / num_pairs
         margins = (chosen - rejected).detach()
         metrics = {
@@ -192,7 +195,7 @@ class PTXObjective:
 def _mean(sums: Tensor, micro: Rollouts, totals: Totals, *, mode: LossAggregation, horizon: int) -> Tensor:
     return aggregate(
         sums,
-        micro.mask.sum(-1),
+        micro.rows(micro.mask).sum(-1),
         mode=mode,
         num_tokens=totals.num_tokens,
         num_sequences=totals.num_sequences,

@@ -58,8 +58,7 @@ class RewardModel:
         longest = max(map(len, sequences)) + 1  # scoring_batch adds a token
         # The budget was checked for the policy's vocabulary. A sequence may be longer in this vocabulary.
         max_tokens = max(self._budget.max_tokens, -(-longest // self._learner.mesh.cp_size))
-        values: Tensor = self._learner.infer(scoring_batch(sequences), replace(self._budget, max_tokens=max_tokens))
-        scores = values[:, 0]
+        scores: Tensor = self._learner.infer(scoring_batch(sequences), replace(self._budget, max_tokens=max_tokens))
         if not scores.isfinite().all():
             sample = scores.isfinite().tolist().index(False)
             raise FloatingPointError(f"the reward model gives sample {sample} the score {float(scores[sample])}")
@@ -68,7 +67,7 @@ class RewardModel:
     def _read(self, rollouts: Rollouts, sample: int) -> list[int]:
         """Return the sample in the model's own tokens."""
         prompt = rollouts.prompt_of(sample)
-        response = rollouts.response_ids(sample)
+        response = rollouts.response_ids(sample).tolist()
         if self._decoder is None:
             return self._reader.fit([*prompt.token_ids, *response])
         prefix = [] if self._reader.tokenizer.templates(prompt.raw_prompt) else prompt.token_ids
@@ -111,7 +110,7 @@ class ModelScorer:
         }
         given = self._weight * given
         if self._rules is None:
-            texts = _of_each(len(rollouts), lambda sample: self._decode(rollouts.response_ids(sample)))
+            texts = _of_each(len(rollouts), lambda sample: self._decode(rollouts.response_ids(sample).tolist()))
             return _finite(rollouts.extend(Scored, texts=texts, scores=given, accuracies=given)), metrics
         scored, others = self._rules.score(rollouts)
         return _finite(replace(scored, scores=scored.scores + given)), metrics | others

@@ -85,7 +85,7 @@ class Model(Generic[Outputs]):
         self._with_entropy = with_entropy
 
     def infer(self, batch: Rollouts) -> Outputs:
-        """Return the model's outputs for the response tokens, `[B, T]` float32."""
+        """Return the model's outputs for the response tokens, `[N]` float32."""
         batch, budget = self._as_read(batch, self._budget)
         outputs: Outputs = self.learner.infer(batch, budget, against=self._against, with_entropy=self._with_entropy)
         return outputs
@@ -152,10 +152,10 @@ class FrozenPolicies:
         self.models = models
 
     def infer(self, batch: Rollouts) -> PolicyOutputs:
-        """Return the log-probabilities of the response tokens, `[B, T]` float32."""
+        """Return the log-probabilities of the response tokens, `[N]` float32."""
         shares = self.models.shares(batch)
         read = [model.infer(batch.select(samples)).log_probs for model, samples in shares]
-        order = torch.cat([samples for _, samples in shares]).argsort()
+        order = torch.cat([batch.token_places(samples) for _, samples in shares]).argsort()
         return PolicyOutputs(log_probs=torch.cat(read)[order])
 
     def against(self, divergence: Divergence) -> ReferenceDivergence:

@@ -26,7 +26,7 @@ class Work:
     def metrics(self, samples: Rollouts, timing: Metrics) -> Metrics:
         """Return the TFLOP of the phases that `timing` knows, over all ranks, and the utilization by each update."""
         lengths = samples.lengths()
-        outputs = samples.mask.sum(1)
+        outputs = samples.num_learnt()
 
         def forward(models: PerDataSource[Architecture]) -> int:
             return sum(

@@ -170,9 +170,10 @@ def probability_differences(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and largest |p_engine - p_trainer| over the tokens of each replica, `[R]` each, in `ask`'s order."""
     assert responses.rollout_log_probs is not None, "`ask` requests them"
-    shape = (-1, num_replicas, responses.mask.shape[1])
-    differences = (responses.rollout_log_probs.exp() - log_probs.exp()).abs().where(responses.mask, 0.0).view(shape)
-    return differences.sum((0, 2)) / responses.mask.view(shape).sum((0, 2)), differences.amax((0, 2))
+    differences = responses.rows((responses.rollout_log_probs.exp() - log_probs.exp()).abs())
+    of_replicas = differences.view(len(responses) // num_replicas, num_replicas, -1)
+    num_tokens = responses.num_tokens.view(-1, num_replicas).sum(0)
+    return of_replicas.sum((0, 2)) / num_tokens, of_replicas.amax((0, 2))
 
 
 def stale_replicas(before: CheckResult, now: CheckResult, *, num_replicas: int) -> list[int]:
@@ -196,7 +197,6 @@ def stale_replicas(before: CheckResult, now: CheckResult, *, num_replicas: int) 
 
 
 def _by_sample(responses: Rollouts, log_probs: torch.Tensor) -> list[Response]:
-    return [
-        (responses.response_ids(sample), log_probs[sample][responses.mask[sample]].tolist())
-        for sample in range(len(responses))
-    ]
+    lengths = responses.num_tokens.tolist()
+    parts = zip(responses.responses.split(lengths), log_probs.split(lengths), strict=True)
+    return [(tokens.tolist(), numbers.tolist()) for tokens, numbers in parts]

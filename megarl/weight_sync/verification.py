@@ -290,21 +290,20 @@ def source_or_random(source: Source, scratch: Path, *, dtype: torch.dtype) -> So
 
 
 def transformers_log_probs(checkpoint: Path, responses: Rollouts, *, dtype: torch.dtype) -> Tensor:
-    """Return the log-probabilities of the responses by `transformers`, computed on the host: `[B, T]` float32."""
+    """Return the log-probabilities of the responses by `transformers`, computed on the host: `[N]` float32."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, trust_remote_code=False).eval()
-    log_probs = torch.zeros(responses.mask.shape)
+    log_probs = []
     for sample in range(len(responses)):
-        response = responses.response_ids(sample)
-        tokens = torch.tensor([[*responses.prompt_of(sample).token_ids, *response]])
+        response = responses.response_ids(sample).to(torch.int64)
+        tokens = torch.cat([torch.tensor(responses.prompt_of(sample).token_ids), response])[None]
         with torch.no_grad():
             logits = model(tokens).logits[0, -len(response) - 1 : -1].float()
-        picked = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-        log_probs[sample, : len(response)] = picked
-    return log_probs
+        log_probs.append(logits.log_softmax(-1).gather(-1, response[:, None])[:, 0])
+    return torch.cat(log_probs)
 
 
 def _difference(one: Tensor, other: Tensor, mask: Tensor) -> Deviation:

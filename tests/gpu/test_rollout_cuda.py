@@ -71,8 +71,9 @@ def stopped_responses(paths: list[Path]) -> list[list[list[int]]]:
             queue = engine.open_queue(SAMPLED, max_tokens=12, step=0, final_only=False)
             queue.add([Group.new(prompt, range(2), started=0, place=place) for place, prompt in enumerate(PROMPTS)])
             assert queue.run(3) == []
-            found.append([generation.token_ids for generation in queue.stop()])
-        found.append([generation.token_ids for generation in engine.generate(PROMPTS, SAMPLED, max_tokens=12, step=0)])
+            found.append([list(generation.token_ids) for generation in queue.stop()])
+        drawn = engine.generate(PROMPTS, SAMPLED, max_tokens=12, step=0)
+        found.append([list(generation.token_ids) for generation in drawn])
     tear_down(engine)
     return found
 

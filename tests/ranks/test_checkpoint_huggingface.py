@@ -96,14 +96,15 @@ def test_transformers_reads_actor_and_critic(saved: tuple[Path, tuple[Any, Any]]
     critic = AutoModelForSequenceClassification.from_pretrained(checkpoint / "huggingface_critic")
     assert AutoTokenizer.from_pretrained(checkpoint / "huggingface").eos_token_id == 2
     batch = experience()
-    for number, length in enumerate(batch.mask.sum(-1).tolist()):
-        prompt, response = batch.prompt_of(number), batch.responses[number, :length]
+    for number in range(len(batch)):
+        prompt, response = batch.prompt_of(number), batch.response_ids(number)
+        places = batch.token_places(torch.tensor([number]))
         found = log_probs(policy, prompt, response.tolist(), temperature=1.0)
-        torch.testing.assert_close(found, log_probs_of_actor[number, :length], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, log_probs_of_actor[places], rtol=1e-4, atol=1e-4)
         tokens = torch.tensor([[*prompt.token_ids, *response.tolist()]])
         with torch.no_grad():
             values = critic.score(critic.model(tokens).last_hidden_state)[0, len(prompt.token_ids) - 1 : -1, 0]
-        torch.testing.assert_close(values, values_of_critic[number, :length], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(values, values_of_critic[places], rtol=1e-4, atol=1e-4)
     assert values_of_critic.abs().max() > 1e-3  # the head has learnt: it started as zeros
 
 

@@ -69,8 +69,7 @@ def batches(actor: ActorSection) -> list[Experience]:
     Every token is corrected by another factor, as if older weights had drawn it.
     """
     batch = experience()
-    factors = torch.linspace(0.5, 2.0, batch.mask.numel()).view(batch.mask.shape)
-    batch = replace(batch, weights=factors * batch.mask)
+    batch = replace(batch, weights=torch.linspace(0.5, 2.0, len(batch.mask)))
     batch = batch.without_responses(torch.arange(len(batch)) % 5 == 1)
     return [mark(batch.select(samples), actor) for samples in torch.arange(len(batch)).split(4)]
 

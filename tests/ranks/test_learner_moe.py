@@ -123,7 +123,7 @@ def expected_gradients(checkpoint: Path) -> list[Tensor]:
         gate.register_forward_hook(lambda module, inputs, outputs, logits=logits: logits.append(outputs[0]))
     batch = experience()
     for sample in range(len(batch)):
-        model(torch.tensor([[*batch.prompt_of(sample).token_ids, *batch.response_ids(sample)][:-1]]))
+        model(torch.tensor([[*batch.prompt_of(sample).token_ids, *batch.response_ids(sample).tolist()][:-1]]))
     total = torch.zeros(())
     for logits_of_gate in map(torch.cat, seen):
         num_experts = logits_of_gate.shape[1]

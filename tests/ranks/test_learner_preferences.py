@@ -46,8 +46,8 @@ def reference_metrics(checkpoint: Path) -> dict[str, float]:
     """Return metrics and gradient norm by `transformers` and autograd, sequence by sequence."""
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32)
     batch = preferences()
-    scores = torch.cat([model(torch.tensor([prompt.token_ids])).logits for prompt in batch.prompts])
-    loss, metrics = OBJECTIVE(scores, batch, Totals.of(batch.mask))
+    scores = torch.cat([model(torch.tensor([prompt.token_ids])).logits[0] for prompt in batch.prompts])
+    loss, metrics = OBJECTIVE(scores, batch, Totals.of(batch.num_learnt()))
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()

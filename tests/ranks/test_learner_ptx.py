@@ -55,10 +55,10 @@ def mixed_update(checkpoint: Path, split: dict[str, Any], max_tokens: int) -> tu
 def expected_metrics(checkpoint: Path) -> dict[str, float]:
     """Return the metrics by `transformers`, and autograd through the sum of both losses."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    batch, supervised = experience(), pairs()
-    loss, metrics = ACTOR(outputs_of(model, batch, {None: model}), batch, Totals.of(batch.mask))
-    outputs = outputs_of(model, supervised, {None: model}, temperature=1.0)
-    ptx_loss = -outputs.log_probs.sum() / supervised.mask.sum()
+    batch = experience()
+    loss, metrics = ACTOR(outputs_of(model, batch, {None: model}), batch, Totals.of(batch.num_learnt()))
+    outputs = outputs_of(model, pairs(), {None: model}, temperature=1.0)
+    ptx_loss = -outputs.log_probs.mean()
     (loss + 2.0 * ptx_loss).backward()
     metrics |= {"actor/ptx_loss": ptx_loss.detach(), "grad_norm": torch.tensor(gradient_norm(model))}
     return {name: float(value) for name, value in metrics.items()}

@@ -132,8 +132,8 @@ def read_in_other_tokens() -> Experience:
     lengths = torch.randint(5, 20, (len(batch),), generator=generator).tolist()
     sequences = [torch.randint(3, 200, (length,), generator=generator).tolist() for length in lengths]
     last = torch.tensor(lengths)[:, None] - 2
-    steps = torch.randint(0, 3, batch.mask.shape, generator=generator)
-    return replace(batch, sequences=sequences, places=(2 + steps.cumsum(-1)).minimum(last))
+    steps = torch.randint(0, 3, (len(batch), 8), generator=generator)
+    return replace(batch, sequences=sequences, places=batch.flat((2 + steps.cumsum(-1)).minimum(last)))
 
 
 def read_values(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
@@ -147,11 +147,11 @@ def read_values(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
             head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
     batch, budget = read_in_other_tokens(), Budget(max_tokens=40, max_sequences=None)
     assert batch.sequences and batch.places is not None
-    rows = batch.mask.nonzero().tolist()
-    states = [batch.sequences[row][: int(batch.places[row, token]) + 1] for row, token in rows]
-    alone = learner.infer(scoring_batch(states), budget)[:, 0]
+    samples = torch.arange(len(batch)).repeat_interleave(batch.num_tokens)
+    read = zip(samples.tolist(), batch.places.tolist(), strict=True)
+    alone = learner.infer(scoring_batch([batch.sequences[sample][: place + 1] for sample, place in read]), budget)
     values = learner.infer(batch, budget)
-    return {"values": values[batch.mask], "alone": alone, "metrics": update(learner, [batch], CRITIC, budget)}
+    return {"values": values, "alone": alone, "metrics": update(learner, [batch], CRITIC, budget)}
 
 
 def test_critic_with_own_tokenizer_values_states_it_reads(pool: RankPool, checkpoints: dict[str, Path]) -> None:

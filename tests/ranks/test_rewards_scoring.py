@@ -67,7 +67,7 @@ def judged(
     scorer = RuleScorer.make(section, CustomRewardSection(path=path), words)
     for rank, sample in started:
         if rank == dist.get_rank():
-            scorer.begin(rollouts.prompt_of(sample), rollouts.response_ids(sample))
+            scorer.begin(rollouts.prompt_of(sample), rollouts.response_ids(sample).tolist())
     try:
         scored, metrics = scorer.score(rollouts)
     except (RewardError, ValueError) as error:

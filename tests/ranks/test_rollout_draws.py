@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.batch import Generation, Group
+from megarl.batch import Generation, Group, float32, int32
 from megarl.rollout.config import SamplingSection
 from megarl.rollout.session import SamplingSession
 from tests.support.engines import PROMPTS, generating, log_probs, start, tear_down, tensors_of, write_two_checkpoints
@@ -41,7 +41,7 @@ def test_log_probs_cover_all_tokens_under_restricted_sampling(pool: RankPool, ch
     for generation in generations:
         expected = log_probs(model, PROMPTS[generation.prompt], generation.token_ids, 1.0)
         torch.testing.assert_close(torch.tensor(generation.log_probs), expected, rtol=0.0, atol=1e-4)
-        assert generation.weight_versions == [7] * RESPONSE
+        assert list(generation.weight_versions) == [7] * RESPONSE
 
 
 def test_chunked_prefill_gives_same_responses(pool: RankPool, checkpoints: list[Path]) -> None:
@@ -74,7 +74,12 @@ def to_go(num_tokens: int, *, index: int) -> Group:
     group = Group.new(replace(PROMPTS[0], index=index), range(TWO.n), started=1)
     started = 40 - num_tokens
     drawn = Generation(
-        0, [7] * started, [-1.0] * started, truncated=False, weight_versions=[1] * started, complete=False
+        0,
+        int32([7]) * started,
+        float32([-1.0]) * started,
+        truncated=False,
+        weight_versions=int32([1]) * started,
+        complete=False,
     )
     return replace(group, samples=tuple(replace(drawn, sample=sample.sample) for sample in group.samples))
 

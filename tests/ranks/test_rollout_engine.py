@@ -130,7 +130,7 @@ def test_engine_follows_two_different_syncs(
             if dtype == "float32" and not is_sampled:
                 tokens = torch.tensor([prompt.token_ids])
                 greedy = model.generate(tokens, max_new_tokens=RESPONSE, do_sample=False, eos_token_id=None)
-                assert generation.token_ids == greedy[0, tokens.shape[1] :].tolist()
+                assert list(generation.token_ids) == greedy[0, tokens.shape[1] :].tolist()
 
 
 def drawn_under_two_weights(paths: list[Path]) -> list[Group]:
@@ -166,7 +166,7 @@ def test_stopped_response_continues_under_new_weights(pool: RankPool, checkpoint
         assert group.samples[0].token_ids != group.samples[1].token_ids
         for sample in group.samples:
             assert (sample.complete, sample.truncated, len(sample.token_ids)) == (True, True, RESPONSE)
-            assert sample.weight_versions == [0] * 5 + [1] * 5 + [2] * 2
+            assert list(sample.weight_versions) == [0] * 5 + [1] * 5 + [2] * 2
             old, new = (log_probs(model, group.prompt, sample.token_ids, SAMPLED.temperature) for model in models)
             expected = torch.cat([old[:5], new[5:]])
             torch.testing.assert_close(torch.tensor(sample.log_probs), expected, rtol=0.0, atol=TOLERANCE["float32"])
@@ -229,7 +229,9 @@ def behaviour(paths: list[Path]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     with generating(engine, tensors):
         free = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0)
-        seen["alike"] = [(sample.token_ids, sample.log_probs) for sample in free] == as_vllm_generates(engine)
+        seen["alike"] = [(list(sample.token_ids), list(sample.log_probs)) for sample in free] == as_vllm_generates(
+            engine
+        )
         seen["other_step"] = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=1) != free
         seen["later"] = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0, first_sample=1)
         seen["second"] = free[1]
@@ -273,7 +275,7 @@ def test_engine_respects_stops_and_refuses_partial_sync(pool: RankPool, checkpoi
         assert not stopped.truncated
         assert stopped.token_ids == free.token_ids[:end]  # the stop token is part of the response
         assert stopped.log_probs == pytest.approx(free.log_probs[:end], abs=1e-5)
-        assert seen["top_k"][0].log_probs == [0.0] * 3  # one token is left to draw from
+        assert list(seen["top_k"][0].log_probs) == [0.0] * 3  # one token is left to draw from
         assert seen["alike"], "the same bits as `LLM.generate`"
         assert seen["other_step"]
         assert seen["nothing"] == []

@@ -51,7 +51,7 @@ class Data:
         pass
 
     def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
-        scores = ((rollouts.responses % 2 == 0) & rollouts.mask).sum(-1) / rollouts.mask.sum(-1)
+        scores = (rollouts.sums(rollouts.responses % 2 == 0) / rollouts.num_tokens).to(torch.float32)
         return rollouts.extend(Scored, texts=[""] * len(rollouts), scores=scores, accuracies=scores), {}
 
 

@@ -47,9 +47,7 @@ def scores(checkpoint: Path, split: dict[str, Any], max_sequences: int | None) -
     from megarl.learner.batching import Budget
 
     budget = Budget(max_tokens=64, max_sequences=max_sequences)
-    return make_test_learner(checkpoint, split, role="value", optim=None).infer(scoring_batch(sequences()), budget)[
-        :, 0
-    ]
+    return make_test_learner(checkpoint, split, role="value", optim=None).infer(scoring_batch(sequences()), budget)
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3_moe"])
@@ -89,8 +87,7 @@ def conversations(policy: Any, prompt: Any, inside: Sequence[str] = ()) -> Rollo
         ]
         for answer in ANSWERS
     ]
-    responses = torch.nn.utils.rnn.pad_sequence([torch.tensor(answer) for answer in ids], batch_first=True)
-    mask = torch.arange(responses.shape[1]) < torch.tensor([len(answer) for answer in ids])[:, None]
+    responses = torch.cat([torch.tensor(answer, dtype=torch.int32) for answer in ids])
     return Rollouts(
         prompts=[
             Prompt(
@@ -104,9 +101,10 @@ def conversations(policy: Any, prompt: Any, inside: Sequence[str] = ()) -> Rollo
             )
         ],
         groups=torch.zeros(3, dtype=torch.int64),
+        num_tokens=torch.tensor([len(answer) for answer in ids]),
         responses=responses,
-        mask=mask,
-        rollout_log_probs=torch.zeros(mask.shape),
+        mask=torch.ones_like(responses, dtype=torch.bool),
+        rollout_log_probs=None,
         truncated=torch.zeros(3, dtype=torch.bool),
     )
 
@@ -179,7 +177,7 @@ def test_shared_tokens_pass_and_unreadable_prompts_are_named(pool: RankPool, tmp
     tokenizer = load_tokenizer(str(policy), chat_template=POLICY_TEMPLATE)
     messages = [{"role": "user", "content": "ab 3"}]
     batch = conversations(tokenizer, messages)
-    ids = [[*batch.prompts[0].token_ids, *batch.response_ids(sample)] for sample in range(3)]
+    ids = [[*batch.prompts[0].token_ids, *batch.response_ids(sample).tolist()] for sample in range(3)]
     for found in pool.run(2, judged, policy, own, messages, {}, True, 100):
         torch.testing.assert_close(found, classifier_scores(own, ids).detach(), **TOLERANCE)
 

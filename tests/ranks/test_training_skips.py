@@ -207,8 +207,8 @@ def test_too_many_consecutive_skips_end_run_everywhere(
     _, bad, _ = minibatches()
     assert poisoned["scores"] == POISON
     assert poisoned["prompt_ids"] == list(bad.prompt_of(2).token_ids)
-    assert poisoned["responses"] == bad.response_ids(2)
-    assert poisoned["advantages"] == bad.advantages[2][bad.mask[2]].tolist()
+    assert poisoned["responses"] == bad.response_ids(2).tolist()
+    assert poisoned["advantages"] == bad.advantages[bad.token_places(torch.tensor([2]))].tolist()
 
 
 def many(run_dir: Path) -> None:

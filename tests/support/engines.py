@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -193,9 +193,9 @@ def forget_parallel_state() -> None:
     parallel_state._group_name_counter.clear()
 
 
-def log_probs(model: Any, prompt: Prompt, response: list[int], temperature: float) -> Tensor:
+def log_probs(model: Any, prompt: Prompt, response: Sequence[int], temperature: float) -> Tensor:
     """Return the log-probability of each response token by `transformers`, [len(response)]."""
     tokens = torch.tensor([[*prompt.token_ids, *response]])
     with torch.no_grad():
         logits = model(tokens).logits[0, len(prompt.token_ids) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(list(response))[:, None])[:, 0]

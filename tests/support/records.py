@@ -1,11 +1,31 @@
 """Small records made by hand. Tokens count up, so that a test recognises each of them."""
 
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from megarl.batch import Experience, Prompt, Prompts, Rollouts
+from megarl.batch import PER_TOKEN, Experience, Prompt, Prompts, Rollouts
+
+R = TypeVar("R", bound=Rollouts)
+
+
+def of_rows(record: type[R], *, mask: Tensor, observed: Tensor | None = None, **values: Any) -> R:
+    """Return a record whose columns are given as rows `[B, T]`. A token is where `mask` or `observed` is True."""
+    present = mask if observed is None else mask | observed
+    columns = {each.name for each in fields(record) if PER_TOKEN in each.metadata}
+    flat = {
+        name: value[present] if name in columns and value is not None else value
+        for name, value in (values | {"mask": mask}).items()
+    }
+    return record(num_tokens=present.sum(-1), **flat | {"responses": flat["responses"].to(torch.int32)})
+
+
+def in_rows(record: Rollouts) -> dict[str, Tensor]:
+    """Return the columns of a record as rows `[B, T]`, by name."""
+    return {name: record.rows(column) for name, column in record.columns()}
 
 
 def prompts(lengths: Sequence[int]) -> Prompts:
@@ -33,8 +53,9 @@ def answer(asked: Prompts, lengths: Sequence[int], *, version: int = 0) -> Rollo
     per_prompt = len(lengths) // len(asked.prompts)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     tokens = 10 * (torch.arange(len(lengths))[:, None] + 1) + torch.arange(max(lengths))
-    return asked.extend(
+    return of_rows(
         Rollouts,
+        prompts=asked.prompts,
         groups=torch.arange(len(asked.prompts)).repeat_interleave(per_prompt),
         responses=tokens * mask,
         mask=mask,
@@ -65,7 +86,8 @@ def experience() -> Experience:
         return torch.randn(mask.shape, generator=generator) * mask
 
     old = -noise().abs() - 4.0 * mask
-    return Experience(
+    return of_rows(
+        Experience,
         prompts=prompts,
         groups=torch.arange(4).repeat_interleave(2),
         responses=torch.randint(3, 200, mask.shape, generator=generator) * mask,

@@ -33,7 +33,7 @@ def reference_outputs(
         for source, path in paths.items()
     }
     outputs = outputs_of(model, batch, others, divergence=divergence)
-    loss, metrics = objective(outputs, batch, Totals.of(batch.mask))
+    loss, metrics = objective(outputs, batch, Totals.of(batch.num_learnt()))
     loss.backward()
     return outputs, gradient_norm(model), {name: float(value) for name, value in metrics.items()}
 
@@ -52,18 +52,16 @@ def outputs_of(
     """
     log_probs, entropy, kl = [], [], []
     for sample in range(len(batch)):
-        prompt, response = list(batch.prompt_of(sample).token_ids), batch.response_ids(sample)
+        prompt, response = list(batch.prompt_of(sample).token_ids), batch.response_ids(sample).tolist()
         other = others.get(batch.prompt_of(sample).data_source, others[None])
         log_p, log_q = (
             (policy(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
             for policy in (model, other)
         )
-        padding = (0, batch.mask.shape[1] - len(response))
-        chosen = log_p[torch.arange(len(response)), torch.tensor(response, dtype=torch.int64)]
-        log_probs.append(torch.nn.functional.pad(chosen, padding))
-        entropy.append(torch.nn.functional.pad(-(log_p.exp() * log_p).sum(-1), padding))
-        kl.append(torch.nn.functional.pad(plain_divergence(log_p, log_q, divergence), padding))
-    return PolicyOutputs(log_probs=torch.stack(log_probs), entropy=torch.stack(entropy), kl=torch.stack(kl))
+        log_probs.append(log_p[torch.arange(len(response)), torch.tensor(response, dtype=torch.int64)])
+        entropy.append(-(log_p.exp() * log_p).sum(-1))
+        kl.append(plain_divergence(log_p, log_q, divergence))
+    return PolicyOutputs(log_probs=torch.cat(log_probs), entropy=torch.cat(entropy), kl=torch.cat(kl))
 
 
 def gradient_norm(model: Any) -> float:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from threading import Barrier
 from typing import Any
 
-from megarl.batch import Generation, Group, Prompt
+from megarl.batch import Generation, Group, Prompt, float32, int32
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.episodes import Answer, proceed
 
-ONE_TOKEN = Generation(0, [1], [-1.0], truncated=False, weight_versions=[0])
+ONE_TOKEN = Generation(0, int32([1]), float32([-1.0]), truncated=False, weight_versions=int32([0]))
 
 
 class Replicas:
@@ -109,7 +109,7 @@ class TurnQueue(Queue):
 
     def add(self, groups: list[Group]) -> None:
         super().add(groups)
-        self.asked += [(self.num_steps, sample.token_ids) for group in groups for sample in group.samples]
+        self.asked += [(self.num_steps, sample.token_ids.tolist()) for group in groups for sample in group.samples]
         for group in groups:
             for sample in group.samples:
                 self.lengths[sample.prompt] = group.prompt.index

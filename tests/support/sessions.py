@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from megarl.batch import Generation, Group
+from megarl.batch import Generation, Group, int32
 
 Answer = Callable[[Group], Group]
 
@@ -44,8 +44,8 @@ def answered(group: Group, tokens: Callable[[int], list[int]], *, version: int =
     """Complete the group: the response of sample `s` has the tokens `tokens(s)`, drawn by weights of `version`."""
 
     def complete(sample: Generation) -> Generation:
-        new = tokens(sample.sample)
-        drawn = Generation(0, new, None, truncated=False, weight_versions=[version] * len(new))
+        new = int32(tokens(sample.sample))
+        drawn = Generation(0, new, None, truncated=False, weight_versions=int32([version]) * len(new))
         return sample.then(drawn)
 
     return replace(group, samples=tuple(complete(sample) for sample in group.samples))

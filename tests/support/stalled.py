@@ -75,7 +75,7 @@ def score(scorer: RuleScorer, rank: int) -> None:
     note(phase="reward")
     responses = answer(prompts([1]), [1] * 10)
     for sample in range(len(responses) if rank == 1 else 0):
-        scorer.begin(responses.prompt_of(sample), responses.response_ids(sample))
+        scorer.begin(responses.prompt_of(sample), responses.response_ids(sample).tolist())
     scorer.score(responses)
 
 

@@ -106,8 +106,7 @@ def test_aggregate_by_hand() -> None:
 def test_any_split_adds_up_to_the_same_loss(lengths: list[int], owners: list[int], mode: LossAggregation) -> None:
     counts = torch.tensor(lengths)
     sums = torch.linspace(-1.0, 2.0, len(lengths), dtype=torch.float64)
-    mask = torch.arange(7) < counts[:, None]
-    totals = Totals.of(mask)
+    totals = Totals.of(counts)
     size = {"num_tokens": max(totals.num_tokens, 1), "num_sequences": totals.num_sequences, "horizon": 7}
     whole = aggregate(sums, counts, mode=mode, **size)
     owner = torch.tensor(owners[: len(lengths)])

@@ -109,7 +109,7 @@ def test_gspo_loss_and_gradient_match_paper() -> None:
     log_probs, old_log_probs, advantages, mask, _ = example()
     advantages = advantages[:, :1].expand_as(mask)  # one for a sequence
     x = log_probs.clone().requires_grad_()
-    totals = Totals.of(mask)
+    totals = Totals.of(mask.sum(-1))
     result = gspo(x, old_log_probs, advantages, mask, clip_low=0.2, clip_high=0.3)
     loss = aggregate(
         result.sums,
@@ -175,7 +175,7 @@ def test_positive_advantage_factor_scales_loss(name: str) -> None:
 def test_any_split_adds_up_to_the_whole(name: str, mode: LossAggregation, owners: list[int]) -> None:
     log_probs, *others = example()
     mask = others[2]
-    totals = Totals.of(mask)
+    totals = Totals.of(mask.sum(-1))
 
     def contribution(x: Tensor, rows: Tensor) -> tuple[Tensor, PolicyLoss]:
         result = LOSSES[name](x[rows], *(tensor[rows] for tensor in others))
@@ -196,7 +196,7 @@ def test_any_split_adds_up_to_the_whole(name: str, mode: LossAggregation, owners
 
 def test_mini_batch_without_tokens_has_zero_loss() -> None:
     mask = torch.zeros(2, 3, dtype=torch.bool)
-    totals = Totals.of(mask)
+    totals = Totals.of(mask.sum(-1))
     for mode in MODES:
         size = {"num_tokens": totals.num_tokens, "num_sequences": totals.num_sequences, "horizon": 3}
         assert aggregate(torch.zeros(2), mask.sum(-1), mode=mode, **size).item() == 0.0

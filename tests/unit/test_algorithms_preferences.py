@@ -44,9 +44,9 @@ def test_reward_centering_by_hand() -> None:
 
 
 def test_the_objective_by_hand() -> None:
-    scores = torch.tensor([[math.log(3)], [0.0], [1.0], [1.0]])
+    scores = torch.tensor([math.log(3), 0.0, 1.0, 1.0])
     batch = scoring_batch([[1]] * 4).extend(Preferences, margins=torch.zeros(4))
-    totals = Totals.of(batch.mask)
+    totals = Totals.of(batch.num_learnt())
     loss, metrics = PreferenceObjective(0.0)(scores, batch, totals)
     expected = (math.log(4 / 3) + math.log(2)) / 2
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
@@ -68,8 +68,8 @@ def test_any_split_of_pairs_sums_to_full_loss(owners: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
     margins = torch.randn(NUM_PAIRS, generator=generator).repeat_interleave(2)
     whole = scoring_batch([[1]] * (2 * NUM_PAIRS)).extend(Preferences, margins=margins)
-    scores = torch.randn(2 * NUM_PAIRS, 1, generator=generator).requires_grad_()
-    totals, objective = Totals.of(whole.mask), PreferenceObjective(0.1)
+    scores = torch.randn(2 * NUM_PAIRS, generator=generator).requires_grad_()
+    totals, objective = Totals.of(whole.num_learnt()), PreferenceObjective(0.1)
     loss, metrics = objective(scores, whole, totals)
     (gradient,) = torch.autograd.grad(loss, scores)
 

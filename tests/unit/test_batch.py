@@ -1,13 +1,164 @@
-"""Records put together and taken apart: every field follows its samples."""
+"""Records put together and taken apart: every field follows its samples, and every number its token."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from megarl.batch import Generation, Rollouts, join
+from megarl.batch import Generation, Rollouts, float32, int32, join
 from megarl.rollout.responses import as_rollouts
-from tests.support.records import answer, prompts
+from tests.support.records import answer, in_rows, of_rows, prompts
+
+COLUMNS = ["responses", "mask", "rollout_log_probs", "weight_versions", "places", "turn_rewards"]
+
+
+def episodes(lengths: Sequence[int], *, seed: int = 0) -> Rollouts:
+    """Return episodes of these lengths to three prompts, with other numbers in all places of all columns."""
+    generator = torch.Generator().manual_seed(seed)
+    size, total = len(lengths), sum(lengths)
+    return Rollouts(
+        prompts=prompts([2, 1, 3]).prompts,
+        groups=torch.randint(3, (size,), generator=generator).sort().values,
+        num_tokens=torch.tensor(lengths, dtype=torch.int64),
+        responses=torch.randperm(total, generator=generator, dtype=torch.int32),
+        mask=torch.rand(total, generator=generator) < 0.7,
+        rollout_log_probs=torch.randn(total, generator=generator).mul(20).exp(),  # their sums round
+        truncated=torch.rand(size, generator=generator) < 0.5,
+        weight_versions=torch.arange(total, dtype=torch.int32),
+        sequences=[[sample] for sample in range(size)],
+        places=torch.randperm(total, generator=generator),
+        turn_rewards=torch.randn(total, generator=generator),
+        num_turns=torch.arange(size),
+        stop_reasons=[f"reason {sample}" for sample in range(size)],
+        faults=[f"fault {sample}" for sample in range(size)],
+    )
+
+
+RECORDS = st.builds(episodes, st.lists(st.integers(0, 4), max_size=6), seed=st.integers(0, 99))
+NOTHING, EMPTY = episodes([]), episodes([0, 0])
+
+
+def by_sample(record: Rollouts, column: Tensor | None) -> list[list[Any]]:
+    """Return the numbers of each sample in a column."""
+    assert column is not None
+    numbers = iter(column.tolist())
+    found = [[next(numbers) for _ in range(length)] for length in record.num_tokens.tolist()]
+    assert not [*numbers]
+    return found
+
+
+def samples_of(record: Rollouts) -> list[tuple[Any, ...]]:
+    """Return all that the record has of each sample."""
+    columns = [by_sample(record, getattr(record, name)) for name in COLUMNS]
+    numbers = [numbers.tolist() for numbers in (record.truncated, record.num_turns)]  # type: ignore[union-attr]
+    asked = [record.prompt_of(sample) for sample in range(len(record))]
+    return [*zip(asked, *columns, *numbers, record.sequences, record.stop_reasons, record.faults, strict=True)]
+
+
+def test_every_column_is_compared() -> None:
+    assert [name for name, _ in episodes([1]).columns()] == COLUMNS
+
+
+@given(RECORDS)
+@example(NOTHING)
+@example(EMPTY)
+def test_rows_pad_responses_and_become_flat_again(record: Rollouts) -> None:
+    longest = max(record.num_tokens.tolist(), default=0)
+    for _, column in record.columns():
+        rows = record.rows(column)
+        assert rows.dtype == column.dtype
+        assert rows.shape == (len(record), longest)
+        assert rows.tolist() == [each + [0] * (longest - len(each)) for each in by_sample(record, column)]
+        assert torch.equal(record.flat(rows), column)
+        assert torch.equal(record.flat(rows + 1), column + 1)  # whatever is behind the responses
+
+
+@given(RECORDS)
+def test_record_of_its_rows_is_the_record(record: Rollouts) -> None:
+    rows = in_rows(record)
+    present = record.rows(torch.ones_like(record.mask))
+    values = {name: getattr(record, name) for name in ("prompts", "groups", "truncated", "num_turns")}
+    values |= {name: getattr(record, name) for name in ("sequences", "stop_reasons", "faults")}
+    again = of_rows(Rollouts, observed=present & ~rows["mask"], **rows, **values)
+    assert samples_of(again) == samples_of(record)
+
+
+@given(RECORDS, st.data())
+@example(NOTHING, None)
+@example(EMPTY, None)
+def test_selected_samples_keep_all_that_they_had(record: Rollouts, data: st.DataObject | None) -> None:
+    numbers = st.lists(st.integers(0, len(record) - 1), max_size=8) if len(record) else st.just([])
+    chosen = data.draw(numbers) if data else []
+    found, all_samples = record.select(torch.tensor(chosen, dtype=torch.int64)), samples_of(record)
+    assert samples_of(found) == [all_samples[sample] for sample in chosen]
+    assert [found.response_ids(place).tolist() for place in range(len(chosen))] == [
+        record.response_ids(sample).tolist() for sample in chosen
+    ]
+    for (name, column), (_, whole) in zip(found.columns(), record.columns(), strict=True):
+        assert torch.equal(column, whole[record.token_places(torch.tensor(chosen, dtype=torch.int64))]), name
+
+
+@given(st.lists(RECORDS, min_size=1, max_size=3))
+def test_joined_records_have_all_samples(parts: list[Rollouts]) -> None:
+    both = join(parts)
+    assert samples_of(both) == sum(map(samples_of, parts), [])
+    assert len(both.prompts) == 3 * len(parts)
+    laid_out = join([part.laid_out() for part in parts])
+    assert torch.equal(laid_out.rows(laid_out.responses), both.rows(both.responses))
+
+
+@given(RECORDS, st.integers(0, 2**6 - 1))
+@example(NOTHING, 0)
+def test_samples_without_responses_keep_everything_else(record: Rollouts, bits: int) -> None:
+    removed = [bool(bits >> sample & 1) for sample in range(len(record))]
+    found = record.without_responses(torch.tensor(removed, dtype=torch.bool))
+    first, last = 1, 1 + len(COLUMNS)
+    expected = [
+        (*each[:first], *(([],) * len(COLUMNS) if gone else each[first:last]), *each[last:])
+        for each, gone in zip(samples_of(record), removed, strict=True)
+    ]
+    assert samples_of(found) == expected
+    assert found.groups.tolist() == record.groups.tolist()
+
+
+@given(st.builds(episodes, st.lists(st.integers(0, 40), max_size=6)), st.data())
+def test_sums_of_sample_do_not_depend_on_others(record: Rollouts, data: st.DataObject) -> None:
+    column = record.rollout_log_probs
+    assert column is not None
+    sums = record.sums(column)
+    assert sums.dtype == torch.float64
+    assert sums.tolist() == pytest.approx([sum(numbers) for numbers in by_sample(record, column)], rel=1e-13)
+    assert record.num_learnt().tolist() == [sum(said) for said in by_sample(record, record.mask)]
+    chosen = torch.tensor(data.draw(st.permutations(range(len(record)))), dtype=torch.int64)[:3]
+    assert torch.equal(record.select(chosen).sums(column[record.token_places(chosen)]), sums[chosen])  # every bit
+
+
+@given(RECORDS)
+@example(NOTHING)
+@example(EMPTY)
+def test_laid_out_record_has_same_rows_and_gradient(record: Rollouts) -> None:
+    factors = torch.rand(record.rows(record.mask).shape)
+    for each in (record, record.laid_out()):
+        for _, column in record.columns():
+            assert torch.equal(each.rows(column), record.rows(column))
+        column = torch.ones(len(record.mask), requires_grad=True)
+        (each.rows(column) * factors).sum().backward()
+        assert column.grad is not None
+        assert torch.equal(column.grad, record.flat(factors))
+    again = record.laid_out().select(torch.arange(len(record)).flip(0))
+    assert torch.equal(again.rows(again.mask), record.rows(record.mask).flip(0))
+
+
+def test_columns_move_and_lengths_stay() -> None:
+    record = episodes([2, 0, 3]).laid_out().columns_moved(lambda column: column.to("meta"))
+    assert all(column.is_meta for _, column in record.columns())
+    assert record.rows(record.mask).shape == (3, 3)
+    assert record.num_tokens.tolist() == [2, 0, 3]
+    assert record.groups.device == record.truncated.device == torch.device("cpu")
 
 
 def test_joined_records_keep_samples_in_order() -> None:
@@ -15,8 +166,8 @@ def test_joined_records_keep_samples_in_order() -> None:
     both = join([first, second])
     assert [len(prompt.token_ids) for prompt in both.prompts] == [4, 6, 3]
     assert both.groups.tolist() == [0, 0, 1, 1, 2, 2]
-    assert both.mask.sum(-1).tolist() == [1, 2, 1, 1, 3, 1]
-    assert [both.response_ids(sample) for sample in (1, 4)] == [[20, 21], [10, 11, 12]]
+    assert both.num_tokens.tolist() == both.num_learnt().tolist() == [1, 2, 1, 1, 3, 1]
+    assert [both.response_ids(sample).tolist() for sample in (1, 4)] == [[20, 21], [10, 11, 12]]
     assert both.rollout_log_probs is not None
     assert torch.equal(both.rollout_log_probs, -1.0 * both.mask)
     assert both.lengths().tolist() == [5, 6, 7, 7, 6, 4]
@@ -26,12 +177,13 @@ def test_record_of_selected_prompts_renumbers_their_samples() -> None:
     some = answer(prompts([4, 6, 3]), [1, 2, 1, 1, 3, 1]).of_prompts([0, 2])
     assert [prompt.index for prompt in some.prompts] == [0, 2]
     assert some.groups.tolist() == [0, 0, 1, 1]
-    assert [some.response_ids(sample) for sample in range(4)] == [[10], [20, 21], [50, 51, 52], [60]]
+    assert [some.response_ids(sample).tolist() for sample in range(4)] == [[10], [20, 21], [50, 51, 52], [60]]
     assert len(some.of_prompts([])) == 0
 
 
 def generation(prompt: int, log_probs: list[float] | None) -> Generation:
-    return Generation(prompt=prompt, token_ids=[7] * (prompt + 1), log_probs=log_probs, truncated=False)
+    numbers = None if log_probs is None else float32(log_probs)
+    return Generation(prompt=prompt, token_ids=int32([7]) * (prompt + 1), log_probs=numbers, truncated=False)
 
 
 def test_unrequested_log_probs_are_none() -> None:
@@ -41,9 +193,9 @@ def test_unrequested_log_probs_are_none() -> None:
         )
 
     assert record(None, None).rollout_log_probs is None
-    told = record([-1.0], [-2.0, -3.0]).rollout_log_probs
-    assert told is not None
-    assert told.tolist() == [[-1.0, 0.0], [-2.0, -3.0]]
+    told = record([-1.0], [-2.0, -3.0])
+    assert told.rollout_log_probs is not None
+    assert told.rows(told.rollout_log_probs).tolist() == [[-1.0, 0.0], [-2.0, -3.0]]
 
 
 def test_a_prompt_without_all_its_samples_is_named() -> None:
@@ -56,6 +208,12 @@ def test_a_prompt_without_all_its_samples_is_named() -> None:
 def test_sample_tokens_are_prompt_then_response(data: st.DataObject) -> None:
     batch = answer(prompts(data.draw(st.lists(st.integers(1, 4), min_size=3, max_size=3))), [2, 0, 3, 1, 4, 2])
     chosen = data.draw(st.lists(st.integers(0, 5), max_size=8))
-    expected = [[*batch.prompt_of(sample).token_ids, *batch.response_ids(sample)] for sample in chosen]
-    assert batch.tokens(torch.tensor(chosen, dtype=torch.int64)).tolist() == sum(expected, [])
-    assert batch.lengths()[chosen].tolist() == [len(tokens) for tokens in expected]
+    expected = [[*batch.prompt_of(sample).token_ids, *batch.response_ids(sample).tolist()] for sample in chosen]
+    found = batch.select(torch.tensor(chosen, dtype=torch.int64))
+    assert found.tokens().tolist() == sum(expected, [])
+    assert found.lengths().tolist() == batch.lengths()[chosen].tolist() == [len(tokens) for tokens in expected]
+    predicted = [[place + 1 for place in places] for places in by_sample(found, found.predictors())]
+    assert predicted == [
+        [*range(len(batch.prompt_of(sample).token_ids), len(tokens))]
+        for sample, tokens in zip(chosen, expected, strict=True)
+    ]

@@ -255,15 +255,17 @@ def numbers(config: Config) -> Iterator[Any]:
     """Yield what estimator, losses, controller and budgets make of a fixed batch."""
     torch.manual_seed(0)
     size, length = 8, 6
-    mask = torch.arange(length) < torch.tensor([6, 5, 6, 3, 6, 4, 2, 6])[:, None]
-    old, ref, engine = (-2.0 * torch.rand(size, length) * mask for _ in range(3))
+    num_tokens = torch.tensor([6, 5, 6, 3, 6, 4, 2, 6])
+    total = int(num_tokens.sum())
+    old, ref, engine = -2.0 * torch.rand(3, total)
     prompt = Prompt(index=0, token_ids=[1, 2], text="", data_source="", ground_truth=None, extra_info={})
     scores = torch.tensor([1.0, 0.0, 0.5, -0.5, 1.0, 1.0, 0.0, 0.25])
     scored = Scored(
         prompts=[prompt] * 4,
         groups=torch.arange(size) // 2,
-        responses=torch.zeros(size, length, dtype=torch.int64),
-        mask=mask,
+        num_tokens=num_tokens,
+        responses=torch.zeros(total, dtype=torch.int32),
+        mask=torch.ones(total, dtype=torch.bool),
         rollout_log_probs=engine,
         truncated=torch.zeros(size, dtype=torch.bool),
         texts=[""] * size,
@@ -276,16 +278,16 @@ def numbers(config: Config) -> Iterator[Any]:
         scored,
         old,
         ref,
-        torch.rand(size, length) if config.has_critic else None,
+        torch.rand(total) if config.has_critic else None,
         torch.full((size,), 0.25) if config.algorithm.estimator.greedy else None,
         algorithm=algorithm,
         kl_coef=config.algorithm.kl_ctrl.kl_coef if penalised else None,
     )
     yield metrics, experience.advantages.tolist(), experience.returns.tolist()
     actor = config.actor_rollout_ref.actor
-    outputs = PolicyOutputs(log_probs=old + torch.randn(size, length), entropy=torch.rand(size, length))
+    outputs = PolicyOutputs(log_probs=old + torch.randn(total), entropy=torch.rand(total))
     marked: Experience = mark(experience, actor)
-    totals = Totals(num_tokens=int(mask.sum()), num_sequences=size)
+    totals = Totals(num_tokens=total, num_sequences=size)
     loss, parts = ActorObjective(actor, horizon=length)(outputs, marked, totals)
     yield loss.item(), {name: value.item() for name, value in parts.items()}
     controller = make_kl_controller(config.algorithm.kl_ctrl, State(step=0))

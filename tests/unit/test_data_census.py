@@ -99,7 +99,7 @@ def test_responses_are_counted_too(model: Path, tmp_path: Path) -> None:
     file = rows(tmp_path, asked("a"), response="b</s>", chosen="c</s>", rejected="d")
     pairs = PairStream(SFTDataSection(train_files=file, train_batch_size=1), file, ours)
     assert "1 of 1 rows hold names of special tokens such as '</s>'" in pairs.preview_prompt(0)
-    assert pairs.take(0).response_ids(0).count(ours.eos_token_id) == 1
+    assert pairs.take(0).response_ids(0).tolist().count(ours.eos_token_id) == 1
     reader = Conversations(tokenizer=ours, pad_token_id=None, max_length=99)
     preferences = PreferenceStream(PreferenceDataSection(train_files=file, train_batch_size=1), file, reader)
     assert "1 of 1 rows hold names of special tokens such as '</s>'" in preferences.preview_prompt(0)

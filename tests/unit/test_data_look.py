@@ -194,7 +194,8 @@ def test_pairs_and_preferences_are_read_from_json_too(tmp_path: Path, tokenizer:
         two = PreferenceDataSection(train_files=file, train_batch_size=3, chosen_key="response", rejected_key="other")
         reader = Conversations(tokenizer=tokenizer, pad_token_id=None, max_length=99)
         learnt, preferred = PairStream(sft, file, tokenizer).take(3), PreferenceStream(two, file, reader).take(3)
-        return learnt.responses.tolist(), [list(prompt.token_ids) for prompt in preferred.prompts]
+        responses = [learnt.response_ids(sample).tolist() for sample in range(len(learnt))]
+        return responses, [list(prompt.token_ids) for prompt in preferred.prompts]
 
     assert answered(lines) == answered(parquet)
 

@@ -33,11 +33,13 @@ def test_a_batch_holds_responses_that_end(tmp_path: Path, tokenizer: Tokenizer) 
     batch = pairs.take(1)
     assert [prompt.index for prompt in batch.prompts] == [2, 3]
     assert batch.prompt_of(1).token_ids == tokenizer.encode("4 5 =", add_special_tokens=True)
-    assert batch.response_ids(0) == [*tokenizer.encode("3 + 5", add_special_tokens=False), tokenizer.eos_token_id]
+    response = [*tokenizer.encode("3 + 5", add_special_tokens=False), tokenizer.eos_token_id]
+    assert batch.response_ids(0).tolist() == response
     assert torch.equal(
-        batch.lengths(), torch.tensor([len(batch.prompt_of(i).token_ids) for i in range(2)]) + batch.mask.sum(-1)
+        batch.lengths(), torch.tensor([len(batch.prompt_of(i).token_ids) for i in range(2)]) + batch.num_tokens
     )
-    assert not batch.responses[~batch.mask].any()
+    assert batch.mask.all()
+    assert len(batch.mask) == len(batch.responses) == batch.num_tokens.sum()
 
 
 def test_every_pair_once_through_and_shuffled_epochs(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -40,7 +40,7 @@ def test_pair_is_two_neighbours_with_preferred_first(tmp_path: Path, reader: Con
     assert [prompt.token_ids for prompt in batch.prompts] == [
         reader.tokenizer.encode(text, add_special_tokens=True) for text in texts
     ]
-    assert tuple(batch.mask.shape) == (4, 1)
+    assert batch.num_tokens.tolist() == [1] * 4
     torch.testing.assert_close(batch.margins, torch.tensor([0.3, 0.3, 0.4, 0.4]))
     assert torch.equal(batch.select(torch.tensor([2, 3])).margins, batch.margins[2:])
 

@@ -37,13 +37,13 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
 
 def tokens_of(batch: Rollouts, sample: int) -> list[int]:
-    tokens: list[int] = batch.tokens(torch.tensor([sample])).tolist()
+    tokens: list[int] = batch.select(torch.tensor([sample])).tokens().tolist()
     return tokens
 
 
 def rollouts(writer: Tokenizer, prompt: Any, answers: list[list[int]]) -> Rollouts:
     """Return the given responses to one prompt."""
-    mask = torch.arange(max(map(len, answers))) < torch.tensor([len(answer) for answer in answers])[:, None]
+    responses = torch.tensor(sum(answers, []), dtype=torch.int32)
     row = Prompt(
         index=7,
         token_ids=encode_prompt(prompt, writer) if isinstance(prompt, str) else [3],
@@ -56,8 +56,9 @@ def rollouts(writer: Tokenizer, prompt: Any, answers: list[list[int]]) -> Rollou
     return Rollouts(
         prompts=[row],
         groups=torch.zeros(len(answers), dtype=torch.int64),
-        responses=torch.zeros(mask.shape, dtype=torch.int64).masked_scatter(mask, torch.tensor(sum(answers, []))),
-        mask=mask,
+        num_tokens=torch.tensor([len(answer) for answer in answers]),
+        responses=responses,
+        mask=torch.ones_like(responses, dtype=torch.bool),
         rollout_log_probs=None,
         truncated=torch.zeros(len(answers), dtype=torch.bool),
     )
@@ -76,7 +77,7 @@ def test_state_covers_all_complete_tokens_so_far(
     begin = len(encode_prompt(prompt, reads))
     own = reads.encode(answer, add_special_tokens=False)
     assert tokens_of(read, 0) == [*encode_prompt(prompt, reads), *own, reads.eos_token_id]
-    for place, so_far in zip(read.predictors()[0].tolist(), range(len(written)), strict=True):
+    for place, so_far in zip(read.rows(read.predictors())[0].tolist(), range(len(written)), strict=True):
         texts = [writes.decode(written[:end]) for end in range(so_far + 1)]
         text = [text for text in texts if not text.endswith(HALF)][-1]  # a part of a character does not count yet
         seen = place + 1 - begin
@@ -91,7 +92,7 @@ def test_reader_with_same_tokenizer_reads_same_tokens(tokenizers: dict[str, Toke
     batch = rollouts(same, "3 18 5 = 20 :", answers)
     read = Translation(writer=same, reader=same)(batch)
     assert [tokens_of(read, row) for row in range(2)] == [tokens_of(batch, row) for row in range(2)]
-    assert torch.equal(read.predictors()[batch.mask], batch.predictors()[batch.mask])
+    assert torch.equal(read.predictors(), batch.predictors())
     chosen = read.select(torch.tensor([1]))
     assert tokens_of(chosen, 0) == tokens_of(batch, 1)
 

@@ -11,7 +11,7 @@ import torch
 
 from examples.environments.calculator import Calculator
 from examples.environments.guess import Guess
-from megarl.batch import Generation, Prompts, StopReason, Turn
+from megarl.batch import Generation, Prompts, StopReason, Turn, float32, int32
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.encoding import Observer
 from megarl.environments.episodes import Answer, Environments, proceed
@@ -114,23 +114,24 @@ def test_an_environment_that_cannot_be_made_is_named(host: Host, message: str) -
         host.load()
 
 
-SAID = Generation(2, [7, 8], [-1.0, -2.0], truncated=False, weight_versions=[4, 4], sample=1)
+SAID = Generation(2, int32([7, 8]), float32([-1.0, -2.0]), truncated=False, weight_versions=int32([4, 4]), sample=1)
+LATER = Generation(0, int32([9]), float32([-3.0]), truncated=False, weight_versions=int32([4]))
 GOES_ON = Answer(reward=0.5, observation=[20, 21, 22])
 
 
 def test_observation_is_appended_after_policy_tokens() -> None:
     once = proceed(SAID, GOES_ON, SECTION, max_tokens=30)
-    assert (once.token_ids, once.complete) == ([7, 8, 20, 21, 22], False)
-    assert once.log_probs == [-1.0, -2.0, 0.0, 0.0, 0.0]
+    assert (once.token_ids, once.complete) == (int32([7, 8, 20, 21, 22]), False)
+    assert once.log_probs == float32([-1.0, -2.0, 0.0, 0.0, 0.0])
     assert once.turns == (Turn(0, 2, 0.5, num_observed=3),)
-    later = once.then(Generation(0, [9], [-3.0], truncated=False, weight_versions=[4]))
-    done = proceed(later, Answer(reward=2.0, done=True), SECTION, max_tokens=30)
-    assert (done.token_ids, done.complete, done.stop_reason) == ([7, 8, 20, 21, 22, 9], True, StopReason.DONE)
+    done = proceed(once.then(LATER), Answer(reward=2.0, done=True), SECTION, max_tokens=30)
+    assert (done.complete, done.stop_reason) == (True, StopReason.DONE)
+    assert done.token_ids == int32([7, 8, 20, 21, 22, 9])
     assert (done.prompt, done.sample, done.turns[1]) == (2, 1, Turn(5, 6, 2.0))
     record = as_rollouts(Prompts(prompts=prompts([1]).prompts), [0], [done], n=1)
-    assert record.mask.tolist() == [[True, True, False, False, False, True]]
+    assert record.mask.tolist() == [True, True, False, False, False, True]
     assert record.turn_rewards is not None
-    assert record.turn_rewards.tolist() == [[0.0, 0.5, 0.0, 0.0, 0.0, 2.0]]
+    assert record.turn_rewards.tolist() == [0.0, 0.5, 0.0, 0.0, 0.0, 2.0]
 
 
 TIMED_OUT = Answer(fault=StopReason.TIMEOUT, detail="late")
@@ -155,7 +156,7 @@ def test_episode_records_stop_reason_and_last_turn_reward(
     reward: float,
 ) -> None:
     ended = proceed(said, answer, section, max_tokens=max_tokens)
-    assert (ended.complete, ended.stop_reason, ended.token_ids) == (True, reason, [7, 8])
+    assert (ended.complete, ended.stop_reason, ended.token_ids) == (True, reason, int32([7, 8]))
     assert ended.turns == (Turn(0, 2, reward),)
     assert ended.truncated == (reason is StopReason.TOKENS)
     assert ended.fault == answer.detail
@@ -181,9 +182,10 @@ LETTERS: Any = Letters()
 
 
 def say(text: str, before: Generation | None = None, *, sample: int = 0) -> Generation:
-    ids = [*map(ord, text), 3]
-    started = before or Generation(0, [], [], truncated=False, sample=sample, complete=False)
-    return started.then(Generation(0, ids, [-1.0] * len(ids), truncated=False, weight_versions=[0] * len(ids)))
+    ids = int32([*map(ord, text), 3])
+    started = before or Generation(0, int32(), float32(), truncated=False, sample=sample, complete=False)
+    log_probs, versions = float32([-1.0]) * len(ids), int32([0]) * len(ids)
+    return started.then(Generation(0, ids, log_probs, truncated=False, weight_versions=versions))
 
 
 def environments(name: str, **changes: Any) -> Environments:
@@ -317,7 +319,7 @@ def test_rewards_that_float32_cannot_add_fail_their_episode(rewards: list[float]
     for reward in rewards:
         said = proceed(said, Answer(reward=reward, observation=[20]), replace(SECTION, max_turns=9), max_tokens=30)
         if not said.complete:
-            said = said.then(Generation(0, [9], [-3.0], truncated=False, weight_versions=[4]))
+            said = said.then(LATER)
     assert (said.stop_reason is StopReason.FAILED) == fails
     assert (said.fault or "").startswith("the rewards of its turns add up") == fails
     assert math.isfinite(torch.tensor([turn.reward for turn in said.turns]).abs().sum())

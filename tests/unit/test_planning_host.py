@@ -58,32 +58,32 @@ def test_the_shipped_plan_of_llama_3_70b() -> None:
 
 
 def test_records_of_deepseek_v3() -> None:
-    """2,048 prompts with 8 responses: 41 bytes a token, and the tokens of prompts as Python has them, on 8 ranks."""
-    assert plan(DEEPSEEK).host.parts["records"] == 8 * (2048 * 8 * 7168 * 41 + 2048 * 1024 * 40)
+    """2,048 prompts with 8 responses: 37 bytes a token, and the tokens of prompts as Python has them, on 8 ranks."""
+    assert plan(DEEPSEEK).host.parts["records"] == 8 * (2048 * 8 * 7168 * 37 + 2048 * 1024 * 40)
 
 
 def test_responses_that_continue_are_records_too() -> None:
-    """Half of 4,096 prompts continue, or all but one of 2,048: lists of tokens, log-probabilities and versions."""
+    """Half of 4,096 prompts continue, or all but one of 2,048: a token, its log-probability and its version."""
     partial = "actor_rollout_ref.rollout.partial={enable: true, stop_when: %s}"
     correction = "algorithm.rollout_correction.rollout_is=token"
     without = plan(DEEPSEEK).host.parts["records"]
     for stop_when, num_in_flight in (("0.5", 2048), ("64", 2047)):
         found = plan(DEEPSEEK, partial % stop_when, correction).host.parts["records"]
-        assert found - without == 8 * num_in_flight * (8 * 7168 * 80 + 1024 * 40)
+        assert found - without == 8 * num_in_flight * (8 * 7168 * 12 + 1024 * 40)
 
 
 def test_every_field_of_tokens_is_counted() -> None:
-    per_sample = {"groups", "truncated", "scores", "accuracies", "num_turns"}
-    with_another_tokenizer = {"places"}
+    per_sample = {"groups", "num_tokens", "truncated", "scores", "accuracies", "num_turns"}
+    with_another_tokenizer, in_micro_batches = {"places"}, {"row_places"}
     tensors = {field.name for field in fields(Experience) if "Tensor" in str(field.type)}
-    assert tensors - per_sample - with_another_tokenizer == {*TOKEN_FIELDS, *EPISODE_FIELDS}
+    assert tensors - per_sample - with_another_tokenizer - in_micro_batches == {*TOKEN_FIELDS, *EPISODE_FIELDS}
 
 
-def test_environment_adds_two_record_fields_and_worker_processes() -> None:
-    """A token has 5 bytes more, and a rank has 3 processes of at most 2 GB."""
+def test_environment_adds_record_field_and_worker_processes() -> None:
+    """A token has 4 bytes more, and a rank has 3 processes of at most 2 GB."""
     environment = ("environment.name=openenv", "environment.num_workers=3", "environment.max_memory_gb=2")
     without, found = plan(DEEPSEEK).host, plan(DEEPSEEK, *environment).host
-    assert found.parts["records"] - without.parts["records"] == 8 * 2048 * 8 * 7168 * 5
+    assert found.parts["records"] - without.parts["records"] == 8 * 2048 * 8 * 7168 * 4
     assert found.rewards == 8 * 3 * 2 * GB
 
 

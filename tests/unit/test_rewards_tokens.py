@@ -90,7 +90,7 @@ def compute_score(solution_str, solution_ids, **_):
 def scored(tmp_path: Path, response: Sequence[int], source: str | None, **section: Any) -> Any:
     (tmp_path / "mine.py").write_text(source or "")
     record: Rollouts = answer(prompts([1]), [len(response)])
-    record.responses[0] = torch.tensor(response)
+    record.responses[:] = torch.tensor(response)
     with world_of_one():
         rules = RulesSection(num_workers=1, **section)
         decode = (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.batch import Group
+from megarl.batch import Group, float32, int32
 from megarl.rollout.session import WINDOW, SamplingSession
 from tests.support.replicas import Engine, Environment, Queue, Replicas, TurnQueue, group
 
@@ -65,7 +65,7 @@ def test_occupancy_by_hand() -> None:
 
 def test_stopped_groups_keep_their_tokens_and_complete_samples() -> None:
     started = group(20, samples=2)
-    done = replace(started.samples[1], token_ids=[9] * 20, log_probs=[-1.0] * 20, complete=True)
+    done = replace(started.samples[1], token_ids=int32([9]) * 20, log_probs=float32([-1.0]) * 20, complete=True)
     started = replace(started, samples=(started.samples[0], done))
 
     def use(session: SamplingSession) -> dict[int, Group]:
@@ -78,7 +78,7 @@ def test_stopped_groups_keep_their_tokens_and_complete_samples() -> None:
     assert list(found) == [7]
     first, second = found[7].samples
     assert (len(first.token_ids), first.complete) == (16, False)
-    assert (second.token_ids, second.complete) == ([9] * 20, True)
+    assert (second.token_ids, second.complete) == (int32([9]) * 20, True)
 
 
 def share(rows: list[int], *, replicas: int, room: int, samples: int = 1) -> tuple[dict[int, Group], list[Any]]:
@@ -155,7 +155,7 @@ def test_a_request_continues_with_all_tokens_so_far() -> None:
         *[(4, [1, 1, 9, 9, 1, 1, 9, 9])] * 2,
     ]
     assert [len(sample.turns) for sample in found[0].samples] == [3, 3]
-    assert found[0].samples[1].token_ids == [1, 1, 9, 9, 1, 1, 9, 9, 1, 1]
+    assert found[0].samples[1].token_ids.tolist() == [1, 1, 9, 9, 1, 1, 9, 9, 1, 1]
 
 
 @pytest.mark.parametrize(("overlap", "steps"), [(0, [16, 32]), (1, [32, 64]), (2, [48, 96])])
@@ -172,7 +172,7 @@ def test_waiting_turns_are_answered_when_session_stops() -> None:
     session.add({0: group(100, samples=2), 1: group(3, samples=2)})
     assert session.advance() == {}
     found = session.stop()
-    assert [sample.token_ids for sample in found[1].samples] == [[1, 1, 1, 9, 9]] * 2
+    assert [sample.token_ids.tolist() for sample in found[1].samples] == [[1, 1, 1, 9, 9]] * 2
     assert [len(sample.turns) for sample in found[1].samples] == [1, 1]
     assert [len(sample.token_ids) for sample in found[0].samples] == [WINDOW] * 2
     assert not any(sample.complete for group in found.values() for sample in group.samples)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megarl.batch import Generation, Group, Prompt
+from megarl.batch import Generation, Group, Prompt, float32, int32
 from megarl.checkpoint.directory import STATE_FILE
 from megarl.samples.step_cache import KEPT, StepCache
 
@@ -23,7 +23,7 @@ def prompt(row: int) -> Prompt:
 
 
 def group(row: int) -> Group:
-    sample = Generation(0, [row, 7], [-0.5, -1.5], truncated=False, weight_versions=[3, 3])
+    sample = Generation(0, int32([row, 7]), float32([-0.5, -1.5]), truncated=False, weight_versions=int32([3, 3]))
     return Group(prompt=prompt(row), samples=(sample, sample), started=3)
 
 

@@ -23,6 +23,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.rewards.collective import RewardError
 from megarl.tracking.timers import Timers
 from megarl.training.collect import Collected, Collector
+from tests.support.records import of_rows
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.sessions import HandSession, answered
 
@@ -109,7 +110,8 @@ class World:
         self.clock += 1.0
         num_samples = len(rollouts) // len(rollouts.prompts)
         rows = [rollouts.prompt_of(sample).index for sample in range(len(rollouts))]
-        batches = [max(0, int(tokens[0]) // 100) for tokens in rollouts.responses]
+        first = [int(rollouts.response_ids(sample)[0]) for sample in range(len(rollouts))]
+        batches = [max(0, token // 100) for token in first]
         scored: dict[str, Any] = {
             name: torch.tensor(
                 [
@@ -124,7 +126,7 @@ class World:
                 math.nan if prompt.index in self.odd_baselines else prompt.index / 10 for prompt in rollouts.prompts
             ]
             scored = dict.fromkeys(scored, torch.tensor(baselines))
-        texts = [str(rollouts.response_ids(sample)[0]) for sample in range(len(rollouts))]
+        texts = [*map(str, first)]
         scored["failures"] = [f"{score} is odd" if math.isnan(score) else None for score in scored["scores"].tolist()]
         metrics = {"reward/error_rate": 1.0 - batches[0], "reward/slowest_s": 7.0 - batches[0]}
         return rollouts.extend(Scored, texts=texts, **scored), metrics
@@ -132,8 +134,9 @@ class World:
     @staticmethod
     def _rollouts(prompts: Prompts, tokens: list[list[int]], num_samples: int) -> Rollouts:
         responses = torch.tensor(tokens)
-        return prompts.extend(
+        return of_rows(
             Rollouts,
+            prompts=prompts.prompts,
             groups=torch.arange(len(prompts.prompts)).repeat_interleave(num_samples),
             responses=responses,
             mask=torch.ones_like(responses, dtype=torch.bool),
@@ -184,8 +187,9 @@ def test_groups_with_equal_scores_are_replaced(five: PromptStream) -> None:
     assert scored.groups.tolist() == [0, 0, 1, 1]
     assert scored.scores.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert scored.texts == ["0", "1", "130", "131"]
-    assert scored.responses.tolist() == [[0, 0], [1, 0], [130, 130], [131, 131]]
-    assert scored.mask.tolist() == [[True, False], [True, False], [True, True], [True, True]]
+    assert scored.responses.tolist() == [0, 1, 130, 130, 131, 131]
+    assert scored.num_tokens.tolist() == [1, 1, 2, 2]
+    assert scored.mask.tolist() == [True] * 6
     assert scored.rollout_log_probs is None
     assert [scored.prompt_of(sample).text for sample in range(4)] == ["0", "0", "3", "3"]
     assert collected.position == Position(1, 0)

@@ -62,18 +62,18 @@ def test_documented_example_implements_its_stated_algorithm(example: Path) -> No
     section = AlgorithmSection(adv_estimator="custom")
     section = replace(section, custom_estimator=replace(section.custom_estimator, path=str(example), needs=["groups"]))
     estimated, _ = estimate(scored, None, None, None, algorithm=section, kl_coef=None, custom=load_estimator(section))
-    expected = grpo(scored.scores, scored.groups, scored.mask, norm_adv_by_std_in_grpo=False)
-    torch.testing.assert_close(estimated.advantages, expected)
+    expected = grpo(scored.scores, scored.groups, scored.rows(scored.mask), norm_adv_by_std_in_grpo=False)
+    torch.testing.assert_close(estimated.advantages, scored.flat(expected))
     assert not estimated.returns.any()
 
     own = PolicyLossSection(loss_mode="custom", path=str(example), kwargs={"clip": 0.1})
     actor = ActorSection(policy_loss=own)
     assert learned.old_log_probs is not None
     outputs = PolicyOutputs(log_probs=learned.old_log_probs + 0.3, entropy=torch.zeros(learned.mask.shape))
-    totals = Totals.of(learned.mask)
+    totals = Totals.of(learned.num_learnt())
     _, metrics = ActorObjective(actor, horizon=8, custom=load_loss(own))(outputs, learned, totals)
     tensors = outputs.log_probs, learned.old_log_probs, learned.advantages * learned.weights, learned.mask
-    clipped = ppo_clip(*tensors, clip_low=0.1, clip_high=0.1, clip_c=1e30)
+    clipped = ppo_clip(*map(learned.rows, tensors), clip_low=0.1, clip_high=0.1, clip_c=1e30)
     torch.testing.assert_close(metrics["actor/pg_loss"], clipped.sums.sum() / totals.num_tokens)
     torch.testing.assert_close(metrics["actor/pg_clipfrac"], clipped.clip_frac / totals.num_tokens)
 

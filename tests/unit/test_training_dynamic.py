@@ -59,9 +59,9 @@ def test_step_trains_same_episodes_on_any_replica_count(num_replicas: int, overl
         assert [prompt.index for prompt in scored.prompts] == [3, 7, 9, 2]
         assert scored.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
         assert scored.num_turns.tolist() == [3] * 8
-        assert scored.mask.sum(-1).tolist() == [9, 9, 21, 21, 27, 27, 6, 6]  # three turns
-        assert scored.observed.sum(-1).tolist() == [4] * 8  # two answers of two tokens
-        assert scored.turn_rewards.sum(-1).tolist() == [3.0] * 8
+        assert scored.num_learnt().tolist() == [9, 9, 21, 21, 27, 27, 6, 6]  # three turns
+        assert scored.sums(~scored.mask).tolist() == [4] * 8  # two answers of two tokens
+        assert scored.sums(scored.turn_rewards).tolist() == [3.0] * 8
         assert position == Position(0, 8)
         assert metrics == found[0][2]
     assert found[0][2]["train/num_gen_batches"] == 2.0

@@ -1,6 +1,6 @@
 """The tokens of an environment are read and never learnt from: they change nothing but the context of the others."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.losses import PolicyOutputs, Totals
-from megarl.batch import Experience, Generation, Prompts, Scored, StopReason, Turn
+from megarl.batch import Experience, Generation, Prompts, Scored, StopReason, Turn, float32, int32
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.learner.packed import pack_samples
 from megarl.rollout.responses import as_rollouts
@@ -39,10 +39,10 @@ def episode(place: int, layout: list[tuple[int, int]], *, observes: bool = True)
         end += said + gap
     return Generation(
         prompt=place // 2,
-        token_ids=list(range(10, 10 + end)),
-        log_probs=[-1.0 if is_policy else 0.0 for is_policy in spoken],
+        token_ids=int32(range(10, 10 + end)),
+        log_probs=float32(-1.0 if is_policy else 0.0 for is_policy in spoken),
         truncated=False,
-        weight_versions=[0] * end,
+        weight_versions=int32([0]) * end,
         turns=tuple(turns),
         stop_reason=StopReason.DONE,
     )
@@ -52,12 +52,12 @@ def scored(layouts: list[list[tuple[int, int]]], *, observes: bool = True) -> Sc
     episodes = [episode(place, layout, observes=observes) for place, layout in enumerate(layouts)]
     rollouts = as_rollouts(Prompts(prompts=ASKED.prompts), [0, 0, 1, 1], episodes, n=2)
     assert rollouts.turn_rewards is not None
-    scores = rollouts.turn_rewards.sum(-1)
+    scores = rollouts.sums(rollouts.turn_rewards).to(torch.float32)
     return rollouts.extend(Scored, texts=[""] * 4, scores=scores, accuracies=scores)
 
 
 def placed(values: Tensor, mask: Tensor, *, elsewhere: float = 0.0) -> Tensor:
-    """Return `[B, T]` with the given numbers of the policy's tokens, and another number on all other places."""
+    """Return `[N]` with the given numbers of the policy's tokens, and another number on all others."""
     return torch.full(mask.shape, elsewhere).masked_scatter(mask, values)
 
 
@@ -99,7 +99,7 @@ def test_observations_do_not_change_loss_or_gradient(
     for of, elsewhere in ((record, float("nan")), (twin, 0.0)):
         micro = lesson(of, "gae", elsewhere=elsewhere)
         x = noise(of.mask, 4, elsewhere=elsewhere).requires_grad_()
-        totals = Totals.of(micro.mask)
+        totals = Totals.of(micro.num_learnt())
         if name == "critic":
             loss, metrics = CriticObjective(CriticSection(loss_agg_mode=mode), horizon=30)(x, micro, totals)
         else:
@@ -119,12 +119,12 @@ def test_observations_do_not_change_loss_or_gradient(
 def test_gae_reaches_across_turns_to_their_rewards() -> None:
     """One episode: two tokens, two of the environment, one token. gamma = lam = 1: returns are rewards to go."""
     record = scored([[(2, 2), (1, 1)], [(1, 1)], [(1, 1)], [(1, 1)]])
-    assert record.mask[0].tolist() == [True, True, False, False, True]
+    assert record.rows(record.mask)[0].tolist() == [True, True, False, False, True]
     assert record.turn_rewards is not None
-    assert record.turn_rewards[0].tolist() == [0.0, 1.0, 0.0, 0.0, 2.0]
+    assert record.rows(record.turn_rewards)[0].tolist() == [0.0, 1.0, 0.0, 0.0, 2.0]
     values = torch.zeros(record.mask.shape)
     taught, _ = estimate(record, None, None, values, algorithm=AlgorithmSection(), kl_coef=None)
-    assert taught.returns[0].tolist() == [3.0, 3.0, 0.0, 0.0, 2.0]
+    assert taught.rows(taught.returns)[0].tolist() == [3.0, 3.0, 0.0, 0.0, 2.0]
 
 
 @settings(max_examples=8)
@@ -133,13 +133,14 @@ def test_models_read_all_tokens_and_predict_the_policys(layouts: list[list[tuple
     record = scored(layouts)
     chosen = [2, 0, 3]
     packed = pack_samples(record, chosen, device=torch.device("cpu"))
-    sequences = [[*record.prompt_of(sample).token_ids, *record.response_ids(sample)] for sample in chosen]
+    sequences = [[*record.prompt_of(sample).token_ids, *record.response_ids(sample).tolist()] for sample in chosen]
+    masks = record.mask.split(record.num_tokens.tolist())
     assert record.lengths()[chosen].tolist() == [len(sequence) for sequence in sequences]
     assert packed.tokens[0].tolist() == [token for sequence in sequences for token in sequence[:-1]]
     targets, predictors, start = [], [], 0
     for sample, sequence in zip(chosen, sequences, strict=True):
         num_prompt = len(record.prompt_of(sample).token_ids)
-        for place, said in enumerate(record.mask[sample].tolist()):
+        for place, said in enumerate(masks[sample].tolist()):
             if said:
                 targets.append(sequence[num_prompt + place])
                 predictors.append(start + num_prompt + place - 1)
@@ -147,22 +148,20 @@ def test_models_read_all_tokens_and_predict_the_policys(layouts: list[list[tuple
     assert packed.targets.tolist() == targets
     assert packed.predictors.tolist() == predictors
     numbers = torch.arange(1.0, len(targets) + 1)
-    assert torch.equal(packed.unpack(numbers), placed(numbers, record.mask[chosen]))
+    assert torch.equal(packed.unpack(numbers), placed(numbers, torch.cat([masks[sample] for sample in chosen])))
 
 
 def test_every_field_of_an_episode_follows_its_sample() -> None:
     record = scored([[(2, 1), (1, 1)], [(1, 1)], [(3, 2), (2, 1)], [(1, 3), (1, 1)]])
     some = record.select(torch.tensor([3, 0]))
-    assert record.observed is not None and some.observed is not None
-    assert torch.equal(some.observed, record.observed[[3, 0]])
     assert some.num_turns is not None
     assert some.num_turns.tolist() == [2, 2]
     assert some.stop_reasons == ["done", "done"]
     assert some.faults == [None, None]
     silent = record.without_responses(torch.tensor([True, False, False, False]))
     assert silent.lengths().tolist() == [2, *record.lengths()[1:].tolist()]
-    assert not any(
-        getattr(silent, field.name)[0].any()
-        for field in fields(silent)
-        if isinstance(value := getattr(silent, field.name), Tensor) and value.ndim == 2
-    )
+    assert {"mask", "turn_rewards"} <= {name for name, _ in record.columns()}
+    for name, column in record.columns():
+        by_sample = column.split(record.num_tokens.tolist())
+        assert torch.equal(getattr(some, name), torch.cat([by_sample[3], by_sample[0]]))
+        assert torch.equal(getattr(silent, name), torch.cat(by_sample[1:]))

@@ -11,11 +11,13 @@ from megarl.algorithms.correction import mismatch_means, mismatch_sums
 from megarl.algorithms.losses import Totals
 from megarl.batch import Prompt, Scored
 from megarl.training.estimate import estimate, mismatch_metrics
+from tests.support.records import answer, prompts
 
 MASK = torch.tensor([[True, True, True], [True, False, False], [True, True, False], [True, True, False]])
-OLD = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, 0.0, 0.0], [-1.0, -3.0, 0.0], [-0.5, -0.5, 0.0]])
-REF = torch.tensor([[-1.0, -2.5, -1.0], [-1.0, 0.0, 0.0], [-1.0, -3.0, 0.0], [-0.5, -0.5, 0.0]])
-VALUES = torch.tensor([[0.5, 0.5, 0.5], [0.1, 0.0, 0.0], [0.2, 0.3, 0.0], [0.0, 1.0, 0.0]])
+LENGTHS = MASK.sum(-1)
+OLD = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, 0.0, 0.0], [-1.0, -3.0, 0.0], [-0.5, -0.5, 0.0]])[MASK]
+REF = torch.tensor([[-1.0, -2.5, -1.0], [-1.0, 0.0, 0.0], [-1.0, -3.0, 0.0], [-0.5, -0.5, 0.0]])[MASK]
+VALUES = torch.tensor([[0.5, 0.5, 0.5], [0.1, 0.0, 0.0], [0.2, 0.3, 0.0], [0.0, 1.0, 0.0]])[MASK]
 
 
 def scored() -> Scored:
@@ -26,8 +28,9 @@ def scored() -> Scored:
     return Scored(
         prompts=prompts,
         groups=torch.tensor([0, 0, 1, 1]),
-        responses=torch.zeros(4, 3, dtype=torch.int64),
-        mask=MASK,
+        num_tokens=LENGTHS,
+        responses=torch.zeros(8, dtype=torch.int32),
+        mask=torch.ones(8, dtype=torch.bool),
         rollout_log_probs=OLD,
         truncated=torch.tensor([True, False, False, False]),
         texts=[""] * 4,
@@ -39,11 +42,10 @@ def scored() -> Scored:
 def test_ppo_estimates_from_rewards_less_the_divergence() -> None:
     experience, metrics = estimate(scored(), OLD, REF, VALUES, algorithm=AlgorithmSection(), kl_coef=0.1)
     # kl: row 0 has 1.5 on token 1, row 1 has -1 on token 0; gamma = lam = 1: returns are rewards to go
-    expected = torch.tensor([[0.85, 0.85, 1.0], [0.1, 0.0, 0.0], [0.5, 0.5, 0.0], [-0.5, -0.5, 0.0]])
+    expected = torch.tensor([[0.85, 0.85, 1.0], [0.1, 0.0, 0.0], [0.5, 0.5, 0.0], [-0.5, -0.5, 0.0]])[MASK]
     torch.testing.assert_close(experience.returns, expected)
-    raw = (expected - VALUES)[MASK]
-    torch.testing.assert_close(experience.advantages[MASK], (raw - raw.mean()) / raw.std())
-    assert not experience.advantages[~MASK].any()
+    raw = expected - VALUES
+    torch.testing.assert_close(experience.advantages, (raw - raw.mean()) / raw.std())
     assert metrics == pytest.approx(
         {
             "critic/score/mean": 0.25,
@@ -61,7 +63,7 @@ def test_ppo_estimates_from_rewards_less_the_divergence() -> None:
             "critic/values/mean": 3.1 / 8,
             "critic/values/max": 1.0,
             "critic/values/min": 0.0,
-            "critic/vf_explained_var": 1.0 - float(raw.var() / (expected[MASK].var() + 1e-5)),
+            "critic/vf_explained_var": 1.0 - float(raw.var() / (expected.var() + 1e-5)),
             "response_length/mean": 2.0,
             "response_length/max": 3.0,
             "response_length/min": 1.0,
@@ -80,7 +82,7 @@ def test_ppo_estimates_from_rewards_less_the_divergence() -> None:
 def test_grpo_needs_neither_critic_nor_reference() -> None:
     algorithm = AlgorithmSection(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
     experience, metrics = estimate(scored(), OLD, None, None, algorithm=algorithm, kl_coef=None)
-    assert experience.advantages[:, 0].tolist() == [0.5, -0.5, 0.5, -0.5]
+    assert experience.advantages.tolist() == [*[0.5] * 3, -0.5, *[0.5] * 2, *[-0.5] * 2]
     assert experience.ref_log_probs is None
     assert not experience.values.any()
     assert not experience.returns.any()
@@ -91,34 +93,34 @@ def test_grpo_subtracts_kl_from_reward_if_enabled() -> None:
     algorithm = AlgorithmSection(adv_estimator="grpo")
     experience, _ = estimate(scored(), OLD, REF, None, algorithm=algorithm, kl_coef=0.1)
     rewards = torch.tensor([1.0 - 0.15, 0.1, 0.5, -0.5])
-    torch.testing.assert_close(
-        experience.advantages, grpo(rewards, torch.tensor([0, 0, 1, 1]), MASK, norm_adv_by_std_in_grpo=True)
-    )
+    expected = grpo(rewards, torch.tensor([0, 0, 1, 1]), MASK, norm_adv_by_std_in_grpo=True)
+    torch.testing.assert_close(experience.advantages, expected[MASK])
 
 
 def test_mismatch_compares_probabilities_of_real_tokens() -> None:
-    trainer = torch.log(torch.tensor([[0.5, 0.2, 0.9]]))
-    engine = torch.log(torch.tensor([[0.4, 0.2, 0.1]]))
-    mask = torch.tensor([[True, True, False]])
-    metrics = mismatch_metrics(trainer, engine, mask)
+    trainer = torch.log(torch.tensor([0.5, 0.2, 0.9]))
+    engine = torch.log(torch.tensor([0.4, 0.2, 0.1]))
+    mask = torch.tensor([True, True, False])  # the last token is one of an environment
+    drawn = replace(answer(prompts([1]), [3]), mask=mask, rollout_log_probs=engine)
+    metrics = mismatch_metrics(drawn, trainer)
     assert metrics == pytest.approx(
         {
             "training/rollout_probs_diff_max": 0.1,
             "training/rollout_probs_diff_mean": 0.05,
             "training/rollout_probs_diff_std": 0.05 * math.sqrt(2.0),
         }
-        | mismatch_means(mismatch_sums(trainer, engine, mask)),
+        | mismatch_means(mismatch_sums(trainer[None], engine[None], mask[None])),
         rel=1e-5,
     )
     assert metrics["rollout_corr/chi2_token"] == pytest.approx((1.25**2 - 1.0) / 2)
-    assert mismatch_metrics(trainer, None, mask) == {}
+    assert mismatch_metrics(replace(drawn, rollout_log_probs=None), trainer) == {}
 
 
 def test_remax_subtracts_greedy_reward_from_each_sample() -> None:
     algorithm, baselines = AlgorithmSection(adv_estimator="remax"), torch.tensor([0.25, 0.25, 0.5, 0.5])
     experience, metrics = estimate(scored(), OLD, REF, None, baselines, algorithm=algorithm, kl_coef=0.1)
     # the divergence of row 0 is 1.5 on token 1, that of row 1 is -1 on token 0
-    expected = torch.tensor([[0.75 - 0.15, 0.75 - 0.15, 0.75], [-0.25 + 0.1] * 3, [0.0] * 3, [-1.0] * 3]) * MASK
+    expected = torch.tensor([[0.75 - 0.15, 0.75 - 0.15, 0.75], [-0.25 + 0.1] * 3, [0.0] * 3, [-1.0] * 3])[MASK]
     torch.testing.assert_close(experience.advantages, expected)
     assert not experience.returns.any()
     assert [metrics[f"critic/baselines/{name}"] for name in ("mean", "max", "min")] == [0.375, 0.5, 0.25]
@@ -140,7 +142,7 @@ def advantages_of(**keys: Any) -> torch.Tensor:
     ],
 )
 def test_estimators_that_compare_responses(estimator: str, per_sample: list[float]) -> None:
-    expected = torch.tensor(per_sample)[:, None] * MASK
+    expected = torch.tensor(per_sample).repeat_interleave(LENGTHS)
     torch.testing.assert_close(advantages_of(adv_estimator=estimator), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -154,26 +156,26 @@ def test_estimators_that_compare_responses(estimator: str, per_sample: list[floa
 def test_estimators_that_standardise_over_the_batch(estimator: str, raw: list[list[float]]) -> None:
     before = torch.tensor(raw)[MASK]
     found = advantages_of(adv_estimator=estimator, gamma=0.5)
-    torch.testing.assert_close(found[MASK], (before - before.mean()) / before.std())
-    assert not found[~MASK].any()
+    torch.testing.assert_close(found, (before - before.mean()) / before.std())
 
 
 def test_overlong_penalty_lowers_reward_but_not_score() -> None:
     buffer = OverlongBufferSection(enable=True, len=2, penalty_factor=0.5, max_resp_len=3)
     algorithm = AlgorithmSection(adv_estimator="rloo", overlong_buffer=buffer)
     experience, metrics = estimate(scored(), OLD, None, None, algorithm=algorithm, kl_coef=None)
-    assert experience.advantages[:, 0].tolist() == [0.5, -0.5, 1.0, -1.0]  # 1 - 0.5 against 0; 0.25 and 0.25 less
+    # 1 - 0.5 against 0; 0.25 and 0.25 less
+    assert experience.advantages.tolist() == [*[0.5] * 3, -0.5, *[1.0] * 2, *[-1.0] * 2]
     assert (metrics["critic/score/max"], metrics["critic/rewards/max"]) == (1.0, 0.5)
 
 
 def test_truncated_responses_count_in_group_but_are_masked() -> None:
     algorithm = AlgorithmSection(adv_estimator="rloo", mask_truncated_completions=True)
     experience, metrics = estimate(scored(), OLD, REF, None, algorithm=algorithm, kl_coef=None)
-    assert not experience.mask[0].any()
-    assert torch.equal(experience.mask[1:], MASK[1:])
-    assert experience.advantages[:, 0].tolist() == [0.0, -1.0, 1.0, -1.0]
-    assert experience.old_log_probs is not None and not experience.old_log_probs[0].any()
-    assert Totals.of(experience.mask) == Totals(num_tokens=5, num_sequences=3)
+    assert experience.num_tokens.tolist() == [0, 1, 2, 2]
+    assert experience.mask.tolist() == [True] * 5
+    assert experience.advantages.tolist() == [-1.0, *[1.0] * 2, *[-1.0] * 2]
+    assert experience.old_log_probs is not None and torch.equal(experience.old_log_probs, OLD[3:])
+    assert Totals.of(experience.num_learnt()) == Totals(num_tokens=5, num_sequences=3)
     assert metrics["response_length/max"] == 3.0
 
 
@@ -215,25 +217,31 @@ def test_what_the_engine_saw_differently_is_corrected(
     keys: dict[str, Any], factors: list[list[float]], metrics: dict[str, float]
 ) -> None:
     rollout_log_probs = OLD.clone()
-    rollout_log_probs[0, 0] -= math.log(4.0)
-    rollout_log_probs[1, 0] += math.log(2.0) - 1e-6
+    rollout_log_probs[0] -= math.log(4.0)
+    rollout_log_probs[3] += math.log(2.0) - 1e-6
     sampled = replace(scored(), rollout_log_probs=rollout_log_probs)
     algorithm = AlgorithmSection(adv_estimator="rloo", rollout_correction=RolloutCorrectionSection(**keys))
     experience, found = estimate(sampled, OLD, None, None, algorithm=algorithm, kl_coef=None)
     plain = advantages_of(adv_estimator="rloo")
     torch.testing.assert_close(experience.advantages, plain)
-    torch.testing.assert_close(experience.weights, torch.tensor(factors) * MASK)
+    torch.testing.assert_close(experience.weights, torch.tensor(factors)[MASK])
     correction = {name: value for name, value in found.items() if name.startswith("rollout_corr/")}
     assert correction == pytest.approx({f"rollout_corr/{name}": value for name, value in metrics.items()}, rel=1e-5)
     assert found["critic/advantages/max"] == 1.0
 
 
 def test_an_exact_divergence_is_taken_as_it_is() -> None:
+    """Here every response has three tokens, and those outside MASK are an environment's."""
     exact = torch.tensor([[0.1, 0.2, 0.3], [0.4, math.nan, math.nan], [0.0, 0.5, math.nan], [0.0, 0.0, math.nan]])
+    mask = MASK.flatten()
+    responses, log_probs, values = (scored().rows(column).flatten() for column in (scored().responses, OLD, VALUES))
+    sampled = replace(scored(), num_tokens=torch.full((4,), 3), mask=mask, responses=responses, rollout_log_probs=None)
     algorithm = AlgorithmSection(kl_penalty="full", gamma=0.5)
-    experience, metrics = estimate(scored(), OLD, None, VALUES, algorithm=algorithm, kl_coef=0.1, exact_kl=exact)
+    experience, metrics = estimate(
+        sampled, log_probs, None, values, algorithm=algorithm, kl_coef=0.1, exact_kl=exact.flatten()
+    )
     assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.2 + 0.4 + 0.25 + 0.0) / 4)
-    assert experience.returns[0, 2].item() == pytest.approx(1.0 - 0.03)  # Monte Carlo: lam = 1
-    assert experience.returns[0, 0].item() == pytest.approx(-0.01 + 0.5 * (-0.02 + 0.5 * 0.97))
+    assert experience.returns[2].item() == pytest.approx(1.0 - 0.03)  # Monte Carlo: lam = 1
+    assert experience.returns[0].item() == pytest.approx(-0.01 + 0.5 * (-0.02 + 0.5 * 0.97))
     out_of_it, _ = estimate(scored(), OLD, REF, VALUES, algorithm=algorithm, kl_coef=None)
-    assert out_of_it.returns[0, 2].item() == 1.0
+    assert out_of_it.returns[2].item() == 1.0

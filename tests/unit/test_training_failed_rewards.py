@@ -36,7 +36,7 @@ AGG_MODES = get_args(LossAggregation)
 
 
 def world(seed: int) -> tuple[Scored, dict[str, Tensor]]:
-    """Samples of very different lengths, all with a score, and what models say of them, `[B, T]` or `[B]`."""
+    """Samples of very different lengths, all with a score, and what models say of them, `[N]` or `[B]`."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, NUM_TOKENS + 1, (NUM_SAMPLES,), generator=generator)
     lengths[seed % NUM_SAMPLES] = NUM_TOKENS
@@ -60,50 +60,51 @@ def failed(scored: Scored, samples: list[int]) -> Scored:
     return replace(scored, scores=spoilt, accuracies=spoilt, failures=failures)
 
 
-def never_drawn(scored: Scored, samples: list[int]) -> tuple[Scored, list[int]]:
-    """The record of the other samples, put together field by field; and which samples these are."""
+def never_drawn(scored: Scored, samples: list[int]) -> tuple[Scored, list[int], Tensor]:
+    """The record of the other samples, put together field by field; and which samples and tokens these are."""
     others = [sample for sample in range(NUM_SAMPLES) if sample not in samples]
 
     def rest(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return torch.stack([value[sample] for sample in others])
+            by_sample = value.split(1 if len(value) == NUM_SAMPLES else scored.num_tokens.tolist())
+            return torch.cat([by_sample[sample] for sample in others])
         return [value[sample] for sample in others]
 
     per_sample = [field.name for field in fields(scored) if field.name != "prompts"]
     values = {name: getattr(scored, name) for name in per_sample}
-    return replace(scored, **{name: rest(value) for name, value in values.items() if value is not None}), others
+    record = replace(scored, **{name: rest(value) for name, value in values.items() if value is not None})
+    return record, others, rest(torch.arange(len(scored.mask)))
 
 
 def learn(
     scored: Scored,
     baselines: Tensor | None,
-    rows: list[int],
+    tokens: Tensor,
     says: dict[str, Tensor],
     algorithm: AlgorithmSection,
     actor: ActorSection,
 ) -> list[Any]:
     """Metrics of the estimate; then loss, metrics and gradients of each mini-batch that has a sample.
 
-    Row `i` of `scored` is sample `rows[i]` of `says`. Gradients are those of all samples.
+    Token `i` of `scored` is token `tokens[i]` of `says`. Gradients are those of all tokens.
     """
     found: list[Any] = []
     experience, metrics = estimate(
-        scored,
-        says["old"][rows],
-        says["ref"][rows],
-        says["values"][rows],
+        replace(scored, responses=tokens),
+        says["old"][tokens],
+        says["ref"][tokens],
+        says["values"][tokens],
         baselines,
         algorithm=algorithm,
         kl_coef=0.1,
     )
     found.append(metrics)
-    numbered = replace(experience, responses=torch.tensor(rows)[:, None].expand(experience.mask.shape))
-    for batch in minibatches(numbered, num_prompts=2, num_epochs=1, shuffle=True, seed=3):
+    for batch in minibatches(experience, num_prompts=2, num_epochs=1, shuffle=True, seed=3):
         if not batch.mask.any():
             continue
         leaves = {name: says[name].clone().requires_grad_() for name in ("log_probs", "entropy", "kl", "new_values")}
-        of = {name: leaf[batch.responses[:, 0]] for name, leaf in leaves.items()}
-        totals = Totals.of(batch.mask)
+        of = {name: leaf[batch.responses] for name, leaf in leaves.items()}
+        totals = Totals.of(batch.num_learnt())
         outputs = PolicyOutputs(log_probs=of["log_probs"], entropy=of["entropy"], kl=of["kl"])
         marked: Experience = mark(batch, actor)
         loss, of_actor = ActorObjective(actor, horizon=NUM_TOKENS)(outputs, marked, totals)
@@ -153,10 +154,10 @@ def test_failed_reward_sample_changes_nothing_in_training(estimator: Any) -> Non
         baselines = says["baselines"] if estimator == "remax" else None
         collected = Collected(scored=failed(scored, samples), baselines=baselines, position=Position(), metrics={})
         kept = collected.scored_only()
-        others, rows = never_drawn(scored, samples)
+        others, rows, tokens = never_drawn(scored, samples)
         of_others = None if baselines is None else baselines[rows]
-        found = learn(kept.scored, kept.baselines, rows, says, algorithm, actor)
-        assert_equal(found, learn(others, of_others, rows, says, algorithm, actor))
+        found = learn(kept.scored, kept.baselines, tokens, says, algorithm, actor)
+        assert_equal(found, learn(others, of_others, tokens, says, algorithm, actor))
         for _, _, numbers, *gradients in found[1:]:
             assert all(map(math.isfinite, numbers.values()))
-            assert not any(gradient[samples].any() for gradient in gradients)
+            assert not any(gradient.index_fill(0, tokens, 0.0).any() for gradient in gradients)

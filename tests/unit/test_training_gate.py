@@ -95,12 +95,12 @@ def test_one_outlier_is_excluded_and_many_stop_run(dtype: str) -> None:
     rollouts = samples()
     says = noise(rollouts, scale)
     healthy = check(rollouts, says, limits, healthy=()).healthy
-    says[7] += 0.5  # as if one engine's shard were corrupt
+    says.view(40, -1)[7] += 0.5  # as if one engine's shard were corrupt
     with world_of_one():
         verdict = check(rollouts, says, limits, healthy=healthy)
     assert verdict.rows.tolist() == [row for row in range(40) if row != 7]
     assert verdict.metrics["training/rollout_mismatch_left_out"] == pytest.approx(1 / 40)
-    says[20:23] += 0.5
+    says.view(40, -1)[20:23] += 0.5
     with pytest.raises(MismatchError, match=r"4 of 40 samples are far out \(rows 3, 10, 11 of the data\)"):
         check(rollouts, says, limits, healthy=healthy)
 
@@ -108,7 +108,7 @@ def test_one_outlier_is_excluded_and_many_stop_run(dtype: str) -> None:
 def test_non_finite_token_is_not_compared() -> None:
     rollouts = samples()
     says = noise(rollouts, 1e-3)
-    says[1:] = float("nan")
+    says.view(40, -1)[1:] = float("nan")
     verdict = check(rollouts, says, healthy=(1e-3,))
     assert len(verdict.rows) == len(rollouts)
     assert len(verdict.healthy) == 2
@@ -144,15 +144,14 @@ def test_step_without_current_tokens_passes_with_warning(caplog: pytest.LogCaptu
 def test_tokens_of_older_weights_are_not_compared() -> None:
     """The actor has moved away from the weights that drew the first half of each response."""
     rollouts = samples()
-    versions = rollouts.weight_versions
-    assert versions is not None
-    versions[:, :12] = STEP - 2
+    assert rollouts.weight_versions is not None
+    rollouts.weight_versions.view(40, -1)[:, :12] = STEP - 2
     moved = noise(rollouts, 0.032)
-    moved[:, :12] += 3.0
+    moved.view(40, -1)[:, :12] += 3.0
     verdict = check(rollouts, moved, healthy=())
     assert len(verdict.rows) == len(rollouts)
     assert verdict.healthy[0] == pytest.approx(0.032**2 / 2, rel=0.2)
-    moved[:, 12:] += 3.0
+    moved.view(40, -1)[:, 12:] += 3.0
     with pytest.raises(MismatchError, match="the engine did not draw the samples of step 5"):
         check(rollouts, moved, healthy=())
 
@@ -160,8 +159,8 @@ def test_tokens_of_older_weights_are_not_compared() -> None:
 def test_tokens_of_unknown_or_stale_weights_are_refused() -> None:
     rollouts = samples()
     require_version(rollouts, step=STEP)
-    versions = rollouts.weight_versions
-    assert versions is not None
+    assert rollouts.weight_versions is not None
+    versions = rollouts.weight_versions.view(40, -1)
     versions[3, 5], versions[9, 0] = STEP - 1, STEP - 2
     require_version(rollouts, step=STEP, max_staleness=2)
     with pytest.raises(MismatchError, match=r"the engine drew rows 4 of the data with those after 2: the sync"):

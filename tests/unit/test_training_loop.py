@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.cases import MODELS
 from megarl.algorithms.config import AlgorithmSection
@@ -200,7 +201,7 @@ class SpoiltOnce(Policy):
     def infer(self, batch: Rollouts) -> PolicyOutputs:
         outputs = super().infer(batch)
         if self.diary.calls.count("actor.infer") == 2:
-            outputs.log_probs[0] = math.nan
+            outputs.log_probs[: LENGTHS[0]] = math.nan
         return outputs
 
 
@@ -210,6 +211,11 @@ def test_non_finite_kl_spares_later_steps_and_checkpoints() -> None:
     assert math.isnan(diary.logged[2]["actor/reward_kl_penalty"])
     assert math.isfinite(diary.logged[3]["critic/rewards/mean"])
     assert [state.kl_coef for state in diary.saved.values()] == pytest.approx([0.1 * 1.08, 0.1 * 1.08, 0.1 * 1.08**2])
+
+
+def drift(outputs: PolicyOutputs, batch: Rollouts, samples: slice) -> None:
+    """Move the log-probabilities of some samples."""
+    outputs.log_probs[batch.token_places(torch.arange(len(batch))[samples])] *= 1.5
 
 
 class Drifting(Policy):
@@ -222,7 +228,7 @@ class Drifting(Policy):
     def infer(self, batch: Rollouts) -> PolicyOutputs:
         outputs = super().infer(batch)
         if self.diary.calls.count("actor.infer") > 1:
-            outputs.log_probs[self.drifted] *= 1.5
+            drift(outputs, batch, self.drifted)
         return outputs
 
 
@@ -293,7 +299,7 @@ class DriftingAsItLearns(Policy):
 
     def outputs(self, batch: Rollouts) -> PolicyOutputs:
         outputs = super().outputs(batch)
-        outputs.log_probs[self.drifted] *= 1.5
+        drift(outputs, batch, self.drifted)
         return outputs
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn
+from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn, float32, int32
 from megarl.data.order import Position
 from megarl.platform.small_files import Damage
 from megarl.rollout.config import PartialSection
@@ -76,7 +76,8 @@ class World:
 
         def longer(sample: Generation) -> Generation:
             number = len(sample.token_ids)
-            drawn = Generation(0, [100 * row + number], [-1.0], truncated=False, weight_versions=[self.step])
+            token, version = int32([100 * row + number]), int32([self.step])
+            drawn = Generation(0, token, float32([-1.0]), truncated=False, weight_versions=version)
             return replace(sample.then(drawn), complete=number + 1 == self.length_of(row))
 
         return replace(group, samples=tuple(map(longer, group.samples)))
@@ -109,10 +110,10 @@ def test_three_steps_by_hand() -> None:
     assert [drawn.metrics["rollout/recomputed_tokens"] for drawn, _ in found] == [0.0, 8.0, 12.0, 0.0]
 
     one, three = found[2][0].chosen
-    assert one.samples[0].token_ids == [100, 101, 102, 103, 104]
-    assert one.samples[0].weight_versions == [0, 0, 1, 2, 2]
-    assert three.samples[1].weight_versions == [0, 0, 1, 2, 2, 2, 2, 2, 2]
-    assert three.samples[1].log_probs == [-1.0] * 9
+    assert one.samples[0].token_ids == int32([100, 101, 102, 103, 104])
+    assert one.samples[0].weight_versions == int32([0, 0, 1, 2, 2])
+    assert three.samples[1].weight_versions == int32([0, 0, 1, 2, 2, 2, 2, 2, 2])
+    assert three.samples[1].log_probs == float32([-1.0] * 9)
     ages = staleness(of_groups([one, three]), step=2)
     assert ages == {"rollout/staleness/mean": pytest.approx(10 / 14), "rollout/staleness/max": 2.0}
 
@@ -187,12 +188,13 @@ def test_step_ending_with_all_prompts_carries_nothing_over() -> None:
 def test_groups_beyond_staleness_limit_restart() -> None:
     world = World(lambda row: 6)
     partial = Partial(wanted=1, section=PartialSection(enable=True, stop_when=0.5, max_staleness=1))
-    tokens = Generation(0, [7, 8], [-1.0, -2.0], truncated=False, weight_versions=[1, 1], sample=0, complete=False)
+    tokens = Generation(0, int32([7, 8]), float32([-1.0, -2.0]), truncated=False, sample=0, complete=False)
+    tokens = replace(tokens, weight_versions=int32([1, 1]))
     old = Group(prompt=prompt(50), samples=(tokens, replace(tokens, sample=1)), started=1)
     drawn = draw_enough(partial, world, world, [old], Position(), step=4)  # type: ignore[arg-type]
     [group] = drawn.chosen
     assert (group.prompt.index, group.started) == (50, 4)
-    assert group.samples[1].weight_versions == [4] * 6
+    assert group.samples[1].weight_versions == int32([4] * 6)
     assert group.samples[1].sample == 1
     assert drawn.metrics["rollout/wasted_tokens"] == 4.0
 
@@ -213,9 +215,8 @@ def test_a_file_keeps_every_group(tmp_path: Path) -> None:
 
 def test_file_keeps_episodes_and_reopens_their_prompts(tmp_path: Path) -> None:
     first = Turn(0, 1, 0.1, num_observed=2, observation='"low\u00e9"')
-    started = Generation(
-        0, [4, 5, 6, 7], [-1.0, 0.0, 0.0, -2.0], truncated=False, weight_versions=[3, 0, 0, 4], complete=False
-    )
+    token_ids, log_probs, versions = int32([4, 5, 6, 7]), float32([-1.0, 0.0, 0.0, -2.0]), int32([3, 0, 0, 4])
+    started = Generation(0, token_ids, log_probs, truncated=False, weight_versions=versions, complete=False)
     started = replace(started, turns=(first,))
     ended = replace(started, complete=True, sample=1, turns=(first, Turn(3, 4, 2.0)), stop_reason=StopReason.FAILED)
     group = Group(prompt=prompt(9), samples=(started, replace(ended, fault="it died")), started=3)
@@ -232,7 +233,8 @@ def test_file_keeps_episodes_and_reopens_their_prompts(tmp_path: Path) -> None:
 def test_staleness_is_of_the_policys_tokens_alone() -> None:
     """An observation has no weights, and counts nowhere."""
     turns = (Turn(0, 2, 0.0, num_observed=3), Turn(5, 6, 1.0))
-    tokens = Generation(0, [1] * 6, [0.0] * 6, truncated=False, weight_versions=[5, 6, 0, 0, 0, 8], turns=turns)
+    versions = int32([5, 6, 0, 0, 0, 8])
+    tokens = Generation(0, int32([1] * 6), float32([0.0] * 6), truncated=False, weight_versions=versions, turns=turns)
     ages = staleness(of_groups([Group(prompt=prompt(1), samples=(tokens,), started=5)]), step=8)
     assert ages == {"rollout/staleness/mean": pytest.approx((3 + 2 + 0) / 3), "rollout/staleness/max": 3.0}
 

@@ -56,9 +56,9 @@ class Learner:
 def experience() -> Experience:
     """Two prompts with two responses each; of either prompt, the last token of the second response stands out."""
     rollouts = answer(prompts([4, 6]), [2, 2, 2, 2])
-    advantages = torch.tensor([[-1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0], [-1.0, 1.0]])
-    log_probs = torch.tensor([[-2.0, -2.0], [-2.0, -1.0], [-2.0, -2.0], [-2.0, -1.0]])
-    zeros = torch.zeros(4, 2)
+    advantages = torch.tensor([-1.0, -1.0, -1.0, 1.0] * 2)
+    log_probs = torch.tensor([-2.0, -2.0, -2.0, -1.0] * 2)
+    zeros = torch.zeros(8)
     zero = torch.zeros(4)
     return rollouts.extend(Scored, texts=[""] * 4, scores=zero, accuracies=zero).extend(
         Experience,
@@ -66,7 +66,7 @@ def experience() -> Experience:
         ref_log_probs=log_probs,
         values=zeros,
         advantages=advantages,
-        weights=torch.ones(4, 2),
+        weights=torch.ones(8),
         returns=zeros,
     )
 
@@ -89,7 +89,7 @@ def test_every_mini_batch_is_prepared_whole() -> None:
     assert len(learner.minibatches) == 4
     for minibatch in learner.minibatches:
         assert isinstance(minibatch, Marked)
-        assert minibatch.marked.tolist() == [[False, False], [False, True]]
+        assert minibatch.marked.tolist() == [False, False, False, True]
 
 
 class Pairs:
@@ -122,7 +122,7 @@ def test_supervised_pairs_follow_step_and_mini_batch_number() -> None:
 
 
 class Reader:
-    """A frozen policy that answers with the first response token of each sample, times `factor`."""
+    """A frozen policy that answers with the response tokens, times `factor`."""
 
     def __init__(self, factor: float) -> None:
         self.factor, self.num_read = factor, 0
@@ -143,6 +143,6 @@ def test_each_reference_reads_samples_of_its_data_source() -> None:
     math, unused, others = Reader(2.0), Reader(5.0), Reader(3.0)
     reference = FrozenPolicies(PerDataSource(named={"math": math, "poetry": unused}, other=others))  # type: ignore[dict-item,arg-type]
     outputs = reference.infer(batch)
-    factors = torch.tensor([2.0, 2.0, 3.0, 3.0, 2.0, 2.0])[:, None]
+    factors = torch.tensor([2.0, 2.0, 3.0, 3.0, 2.0, 2.0]).repeat_interleave(batch.num_tokens)
     assert torch.equal(outputs.log_probs, factors * batch.responses)
     assert (math.num_read, unused.num_read, others.num_read) == (4, 0, 2)

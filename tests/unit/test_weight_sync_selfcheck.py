@@ -20,7 +20,7 @@ from tests.support.records import answer, prompts
 def test_differences_compare_probabilities_for_each_replica_alone() -> None:
     # Two replicas respond to one prompt with 1 and 2 tokens, each with log-probability -1.
     answers = answer(prompts([3]), [1, 2])
-    says = torch.tensor([[-1.0, 9.0], [-1.0, -2.0]])  # numbers after the end of a response must not count
+    says = torch.tensor([-1.0, -1.0, -2.0])  # the first response is not as long as the second
     means, largest = probability_differences(answers, says, num_replicas=2)
     gap = torch.exp(torch.tensor(-1.0)) - torch.exp(torch.tensor(-2.0))
     torch.testing.assert_close(means, torch.stack([torch.zeros(()), gap / 2]))
