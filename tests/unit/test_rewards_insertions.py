@@ -39,7 +39,7 @@ ROLES = re.compile(
     r"Bo is (?:a|the)? *knave(?:\s*\|)?\s*[.!]?\s*"
 )
 MATH = re.compile(
-    r"(?:[=+$]|\*\*|__|\{\}|\s|0)*42(?:\.0*)?\s*(?:\^1)?(?:(?:cm|kg|apples|dollars|percent|[%°$¢€£¥₹]|\$\$|\*\*|__)\s*)?[.,;}]*\s*"
+    r"(?:[=+$]|\*\*|__|\{\}|\s|0)*42(?:\.0*)?\s*(?:\^1)?(?:(?:cm|kg|apples|dollars|percent|[%°$¢€£¥₹]|\$\$|\*\*|__)\s*)?[$\s]*[.,;}]*\s*"
 )
 SIGNS = str.maketrans("−–‒﹣－×∙⋅·∗÷∕", "-----*****//")
 
@@ -97,6 +97,7 @@ RIGHT: dict[str, tuple[str, str, Any, Callable[[str], bool]]] = {
 @settings(max_examples=400)
 @example(token="''", place=0, before="", after=" ")
 @example(token="00%", place=2, before="", after="")
+@example(token="%$", place=2, before="", after="")
 @given(token=TOKEN, place=st.integers(0, 40), before=st.sampled_from(["", " "]), after=st.sampled_from(["", " "]))
 def test_inserted_token_keeps_score_only_as_page_allows(
     rule: str, token: str, place: int, before: str, after: str
