@@ -167,7 +167,6 @@ class Rollouts(Prompts):
     num_turns: Tensor | None = None  # [B] int64
     stop_reasons: Sequence[str] | None = None  # length B, see `StopReason`
     faults: Sequence[str | None] | None = None  # length B: what was wrong with the environment
-    row_places: Tensor | None = per_token(default=None)  # int64, see `laid_out`
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -177,14 +176,19 @@ class Rollouts(Prompts):
         return self.prompts[int(self.groups[sample])]
 
     def rows(self, column: Tensor) -> Tensor:
-        """Lay a column `[N]` out as `[B, T]`, with zeros behind each response. Keeps the gradient."""
-        places = _row_places(self.num_tokens) if self.row_places is None else self.row_places
+        """Lay a column `[N]` out as `[B, T]`, with zeros behind each response. Keeps the gradient.
+
+        A column of rows stays as it is.
+        """
+        if column.ndim == 2:
+            return column
+        places = row_places(self.num_tokens)
         shape = (len(self), longest(self.num_tokens))
         return column.new_zeros(shape[0] * shape[1]).index_copy(0, places, column).view(shape)
 
     def flat(self, rows: Tensor) -> Tensor:
         """Return the column `[N]` that is laid out in `rows` `[B, T]`."""
-        return rows.flatten()[_row_places(self.num_tokens)]
+        return rows.flatten()[row_places(self.num_tokens)]
 
     def sums(self, column: Tensor) -> Tensor:
         """Return the sum of a column over each sample, `[B]` float64. It depends on no other sample."""
@@ -244,7 +248,7 @@ class Rollouts(Prompts):
         values: dict[str, Any] = {name: each and [each[sample] for sample in chosen] for name, each in listed.items()}
         values |= {name: numbers[samples] for name, numbers in self._per_sample()}
         values |= {name: column[places] for name, column in self.columns()}
-        return self._with(values | {"row_places": None})
+        return self._with(values)
 
     def of_prompts(self, places: Sequence[int]) -> Self:
         """Return only the prompts at `places`, ascending, with their samples."""
@@ -257,15 +261,14 @@ class Rollouts(Prompts):
         """Remove the response tokens of the given samples (bool `[B]`), so that nothing learns from them."""
         kept = ~samples.repeat_interleave(self.num_tokens)
         columns = {name: column[kept] for name, column in self.columns()}
-        return self._with(columns | {"num_tokens": self.num_tokens * ~samples, "row_places": None})
+        return self._with(columns | {"num_tokens": self.num_tokens * ~samples})
 
-    def laid_out(self) -> Self:
-        """Return the record with the places of its tokens in rows, so that `rows` asks no device for the lengths."""
-        return replace(self, row_places=_row_places(self.num_tokens))
+    def laid_out(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """Return the record that an objective receives: with what `move` makes of the rows `[B, T]` of each column.
 
-    def columns_moved(self, move: Callable[[Tensor], Tensor]) -> Self:
-        """Return the record with what `move` makes of the columns `[N]`. The numbers of samples stay on the host."""
-        return self._with({name: move(column) for name, column in self.columns()})
+        The numbers of samples stay on the host.
+        """
+        return self._with({name: move(self.rows(column)) for name, column in self.columns()})
 
     def _with(self, values: dict[str, Any]) -> Self:
         return replace(self, **values)
@@ -350,8 +353,7 @@ def join(parts: Sequence[S]) -> S:
     starts = accumulate((len(part.prompts) for part in parts[:-1]), initial=0)
     numbered = [replace(part, groups=part.groups + start) for part, start in zip(parts, starts, strict=True)]
     values = {field.name: [getattr(part, field.name) for part in numbered] for field in fields(parts[0])}
-    joined = {name: _joined(of_parts) for name, of_parts in values.items()}
-    return replace(parts[0], **joined | {"row_places": None})
+    return replace(parts[0], **{name: _joined(of_parts) for name, of_parts in values.items()})
 
 
 def _joined(values: Sequence[Any]) -> Any:
@@ -376,6 +378,6 @@ def longest(num_tokens: Tensor) -> int:
     return int(num_tokens.max()) if len(num_tokens) else 0
 
 
-def _row_places(num_tokens: Tensor) -> Tensor:
+def row_places(num_tokens: Tensor) -> Tensor:
     """Return the place of each token in rows of `T` places, `[N]` int64."""
     return counted_from(torch.arange(len(num_tokens)) * longest(num_tokens), num_tokens)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import Rollouts
+from megarl.batch import Rollouts, row_places
 from megarl.distributed.exchange import host_group, wait_for_all
 from megarl.learner.parallel import Mesh
 from megarl.learner.schedule import MicroBatch
@@ -26,7 +26,7 @@ def add_outputs(
 
     Args:
         micro_batches: of this rank.
-        outputs: [K, n] float32 of each of them; only the last pipeline stage has any.
+        outputs: [K, b, T] float32 of each of them; only the last pipeline stage has any.
         batch: the global batch.
         mesh: this rank's place.
         num_outputs: K.
@@ -39,7 +39,10 @@ def add_outputs(
     found = torch.zeros(num_outputs, len(batch.mask), device=device)
     if mesh.reports_its_samples:
         for micro_batch, numbers in zip(micro_batches, outputs, strict=True):
-            found.index_copy_(1, to_device(batch.token_places(micro_batch.row.samples), device), numbers)
+            samples = micro_batch.row.samples
+            places = to_device(row_places(batch.num_tokens[samples]), device)
+            tokens = numbers.flatten(1).index_select(1, places)
+            found.index_copy_(1, to_device(batch.token_places(samples), device), tokens)
     dist.all_reduce(found)  # exactly one rank contributes each number
     return list(found.cpu())
 

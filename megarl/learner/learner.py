@@ -186,7 +186,7 @@ class Learner:
         return explain_not_finite(self.modules, bad, num_terms=len(terms), loss=gradient.loss, grad_norm=gradient.norm)
 
     def _on_device(self, samples: Rollouts) -> Rollouts:
-        return samples.laid_out().columns_moved(partial(to_device, device=self.device))
+        return samples.laid_out(partial(to_device, device=self.device))
 
     def _outputs_of_first(
         self, term: LossTerm, micro_batches: Sequence[MicroBatch], losses: Sequence[MicroLoss]

@@ -57,7 +57,7 @@ class OutputHead:
         with_entropy: bool,
         temperature: float | None = None,
     ) -> Tensor:
-        """Return [K, n] outputs for the n response tokens of a micro-batch, equal on the ranks that share it.
+        """Return [K, b, T] outputs of a micro-batch, equal on the ranks that share it.
 
         Args:
             hidden: [1, N, hidden_size] final hidden states.

@@ -40,12 +40,13 @@ class Packed:
     sequences: Bounds  # of the sequences in the whole row
     predictors: Tensor  # [R] int64, the places among the N that predict a response token
     targets: Tensor  # [R] int64, the response tokens, in the order of `predictors`
-    scatter_index: Tensor  # [R] int64, the places of these tokens among the n of all responses
-    num_tokens: int  # n
+    scatter_index: Tensor  # [R] int64, the places of these tokens in a flat [b, T]
+    shape: tuple[int, int]  # b, T
 
     def unpack(self, per_token: Tensor) -> Tensor:
-        """Return [n] from [R] numbers of the response tokens, zero elsewhere; keeps the gradient."""
-        return torch.zeros(self.num_tokens, device=per_token.device).index_copy(0, self.scatter_index, per_token)
+        """Return [b, T] from [R] numbers of the response tokens, zero elsewhere; keeps the gradient."""
+        zeros = torch.zeros(self.shape[0] * self.shape[1], device=per_token.device)
+        return zeros.index_copy(0, self.scatter_index, per_token).view(self.shape)
 
 
 def pack_samples(
@@ -87,6 +88,7 @@ def pack_samples(
     local = torch.full_like(whole, -1).index_copy(0, places, torch.arange(len(places)))[predictors]
     mine = local >= 0
     mask = mask.masked_scatter(mask, mine)
+    rows = batch.rows(mask)
     return Packed(
         samples=index,
         tokens=to_device(whole[places][None], device),
@@ -95,8 +97,8 @@ def pack_samples(
         sequences=_bounds(lengths, cp_size, device),
         predictors=to_device(local[mine], device),
         targets=to_device(batch.responses[mask].to(torch.int64), device),
-        scatter_index=to_device(mask.nonzero()[:, 0], device),
-        num_tokens=len(mask),
+        scatter_index=to_device(rows.flatten().nonzero()[:, 0], device),
+        shape=(rows.shape[0], rows.shape[1]),
     )
 
 

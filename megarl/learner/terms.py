@@ -40,7 +40,7 @@ class MicroLoss:
     samples: Tensor  # [b] int64, rows of the term's batch
     loss: Tensor  # scalar, without its graph
     metrics: dict[str, Tensor]
-    outputs: Tensor  # [K, n], without their graph
+    outputs: Tensor  # [K, b, T], without their graph
 
 
 def loss_head(terms: Sequence[LossTerm], outputs: OutputHead, *, with_entropy: bool) -> Head:

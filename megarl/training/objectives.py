@@ -3,8 +3,9 @@
 Invariant: the loss and every metric are a micro-batch's *contribution* to those of the global mini-batch, already
 divided by its `Totals`. The learner only adds contributions up, over micro-batches and ranks.
 
-An objective takes the model's outputs on a micro-batch, the micro-batch (its tensors on the outputs' device) and the
-totals of the mini-batch. The loss carries the gradient, the metrics do not.
+An objective takes the model's outputs on a micro-batch, the micro-batch (its columns on the outputs' device) and the
+totals of the mini-batch. Outputs and columns are `[n]`, or rows `[b, T]` as the learner gives them. The loss carries
+the gradient, the metrics do not.
 """
 
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class ActorObjective:
 
 
 def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> Tensor:
-    """Return the `[n]` divergence from the reference of type `kl_loss_type`, zero outside the mask."""
+    """Return each token's divergence from the reference of type `kl_loss_type`, zero outside the mask."""
     match section.kl_loss_type:
         case "full" | "full_forward" | "full_js":
             assert outputs.kl is not None, "outputs that were not taken against the reference"
@@ -132,7 +133,7 @@ class CriticObjective:
     horizon: int  # as in `ActorObjective`
 
     def __call__(self, values: Tensor, micro: Experience, totals: Totals) -> Contribution:
-        """Return loss and metrics of the critic's `values` `[n]` on `micro`."""
+        """Return loss and metrics of the critic's `values` on `micro`."""
         tensors = map(micro.rows, (values, micro.values, micro.returns, micro.mask))
         vf = value_clip(*tensors, clip_range=self.section.cliprange_value)
         vf_loss = _mean(vf.sums, micro, totals, mode=self.section.loss_agg_mode, horizon=self.horizon)
@@ -161,9 +162,9 @@ class PreferenceObjective:
     centering: float
 
     def __call__(self, values: Tensor, micro: Preferences, totals: Totals) -> Contribution:
-        """Return loss and metrics of the scores `values` `[n]` of the pairs in `micro`; a sequence has one token."""
+        """Return loss and metrics of the scores `values` of the pairs in `micro`; a sequence has one token."""
         (chosen, rejected), num_pairs = values.view(-1, 2).unbind(-1), totals.num_sequences / 2
-        loss = bradley_terry(chosen, rejected, micro.margins[::2]).sum() / num_pairs
+        loss = bradley_terry(chosen, rejected, micro.margins.flatten()[::2]).sum() / num_pairs
         margins = (chosen - rejected).detach()
         metrics = {
             "reward_model/loss": loss,

@@ -6,18 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.batch import Rollouts
 from megarl.learner.packed import Packed, pack_samples, places_of
 from tests.support.records import answer, prompts
 
 CPU = torch.device("cpu")
 # Prompts 100 101 and 200 201 202; responses 10 11 | 20 | 30 31 32 | 40 41, two to each prompt.
 BATCH = answer(prompts([2, 3]), [2, 1, 3, 2])
-
-
-def rows(packed: Packed, numbers: torch.Tensor, batch: Rollouts = BATCH) -> torch.Tensor:
-    """Return numbers of the response tokens of a micro-batch of `batch`, a row for each sample."""
-    return batch.select(packed.samples).rows(packed.unpack(numbers))
 
 
 def bounds(packed: Packed) -> list[int]:
@@ -41,7 +35,7 @@ def test_sequences_are_concatenated_without_their_last_tokens() -> None:
 def test_numbers_of_tokens_come_back_to_their_samples() -> None:
     packed = pack_samples(BATCH, [2, 0], num_parts=1, device=CPU)
     numbers = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], requires_grad=True)
-    table = rows(packed, numbers)
+    table = packed.unpack(numbers)
     assert table.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 0.0]]
     table[1].sum().backward()
     assert numbers.grad is not None
@@ -53,7 +47,7 @@ def test_tokens_of_environment_are_read_and_not_predicted() -> None:
     assert packed.tokens.tolist() == [[200, 201, 202, 30, 31, 100, 101, 10]]
     assert packed.predictors.tolist() == [2, 4, 6, 7]
     assert packed.targets.tolist() == [30, 32, 10, 11]
-    assert packed.unpack(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [1.0, 0.0, 2.0, 3.0, 4.0]
+    assert packed.unpack(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [[1.0, 0.0, 2.0], [3.0, 4.0, 0.0]]
 
 
 def test_a_sequence_that_nothing_reads_pads_a_row() -> None:
@@ -72,7 +66,7 @@ def test_a_rank_without_samples_still_has_a_row() -> None:
     assert packed.tokens.tolist() == [[0, 0]]
     assert bounds(packed) == [0, 2]
     assert packed.predictors.numel() == packed.targets.numel() == 0
-    assert packed.unpack(torch.empty(0)).shape == (0,)
+    assert packed.unpack(torch.empty(0)).shape == (0, 0)
 
 
 def test_a_sequence_is_dealt_out_from_both_ends() -> None:
@@ -98,7 +92,7 @@ def test_context_parallel_ranks_complete_tables_together() -> None:
     assert {part.tokens.shape[1] for part in parts} == {8}
     responses = sum(part.unpack(part.targets.float()) for part in parts)
     assert torch.is_tensor(responses)
-    assert responses.tolist() == [40.0, 41.0, 10.0, 11.0, 30.0, 31.0, 32.0]
+    assert responses.tolist() == [[40.0, 41.0, 0.0], [10.0, 11.0, 0.0], [30.0, 31.0, 32.0]]
 
 
 @given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4), cp_size=st.integers(1, 4))
@@ -121,7 +115,7 @@ def test_a_sample_without_a_response_has_no_predictors() -> None:
     assert packed.tokens.tolist() == [[100, 100, 101]]
     assert packed.predictors.tolist() == [2]
     assert packed.targets.tolist() == [20]
-    assert rows(packed, torch.tensor([5.0]), batch).tolist() == [[0.0], [5.0]]
+    assert packed.unpack(torch.tensor([5.0])).tolist() == [[0.0], [5.0]]
 
 
 def test_single_token_prompts_still_make_row() -> None:

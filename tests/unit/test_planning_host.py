@@ -74,9 +74,9 @@ def test_responses_that_continue_are_records_too() -> None:
 
 def test_every_field_of_tokens_is_counted() -> None:
     per_sample = {"groups", "num_tokens", "truncated", "scores", "accuracies", "num_turns"}
-    with_another_tokenizer, in_micro_batches = {"places"}, {"row_places"}
+    with_another_tokenizer = {"places"}
     tensors = {field.name for field in fields(Experience) if "Tensor" in str(field.type)}
-    assert tensors - per_sample - with_another_tokenizer - in_micro_batches == {*TOKEN_FIELDS, *EPISODE_FIELDS}
+    assert tensors - per_sample - with_another_tokenizer == {*TOKEN_FIELDS, *EPISODE_FIELDS}
 
 
 def test_environment_adds_record_field_and_worker_processes() -> None:
