@@ -18,7 +18,7 @@ from megarl.learner.parallel import build_mesh
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
-from megarl.weight_sync.selfcheck import ask, fixed_prompts, probability_differences
+from megarl.weight_sync.selfcheck import ask, fixed_prompts, log_probs_of_all, probability_differences
 
 MAX_MODEL_LEN = 160  # tokens of the fixed prompts and their responses
 
@@ -88,7 +88,7 @@ class TrainerAndEngine:
 
     def difference(self, answers: Rollouts) -> float:
         """Return the mean difference between the probabilities of the responses' tokens in engine and trainer."""
-        says = self.learner.infer(answers, Budget(max_tokens=4096, max_sequences=None)).log_probs
+        says = log_probs_of_all(self.learner, answers, Budget(max_tokens=4096, max_sequences=None))
         return float(probability_differences(answers, says, num_replicas=self.engine.num_replicas)[0].max())
 
 

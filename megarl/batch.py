@@ -180,15 +180,11 @@ class Rollouts(Prompts):
 
         A column of rows stays as it is.
         """
-        if column.ndim == 2:
-            return column
-        places = row_places(self.num_tokens)
-        shape = (len(self), longest(self.num_tokens))
-        return column.new_zeros(shape[0] * shape[1]).index_copy(0, places, column).view(shape)
+        return column if column.ndim == 2 else in_rows(column, self.num_tokens)
 
     def flat(self, rows: Tensor) -> Tensor:
         """Return the column `[N]` that is laid out in `rows` `[B, T]`."""
-        return rows.flatten()[row_places(self.num_tokens)]
+        return flat(rows, self.num_tokens)
 
     def sums(self, column: Tensor) -> Tensor:
         """Return the sum of a column over each sample, `[B]` float64. It depends on no other sample."""
@@ -371,6 +367,18 @@ def counted_from(starts: Tensor, counts: Tensor) -> Tensor:
     """Return `starts[i], starts[i] + 1, ...`, `counts[i]` numbers for each `i`, end to end: int64."""
     ends = counts.cumsum(0)
     return torch.arange(int(counts.sum())) + (starts - ends + counts).repeat_interleave(counts)
+
+
+def in_rows(column: Tensor, num_tokens: Tensor) -> Tensor:
+    """Lay a column `[N]` out as `[B, T]`, with zeros behind each sample's `num_tokens`. Keeps the gradient."""
+    shape = (len(num_tokens), longest(num_tokens))
+    places = row_places(num_tokens)
+    return column.new_zeros(shape[0] * shape[1]).index_copy(0, places, column).view(shape)
+
+
+def flat(rows: Tensor, num_tokens: Tensor) -> Tensor:
+    """Return the column `[N]` that is laid out in `rows` `[B, T]`, of samples of so many tokens."""
+    return rows.flatten()[row_places(num_tokens)]
 
 
 def longest(num_tokens: Tensor) -> int:

@@ -177,7 +177,7 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     return _on_every_token((scores - group.mean(scores)) * len(scores) / max(num_telling, 1), mask)
 
 
-def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+def opo(scores: Tensor, groups: Tensor, mask: Tensor, *, lengths: Tensor | None = None) -> Tensor:
     """Subtract the optimal baseline of the group (Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline").
 
     `A_i = s_i - (sum of l_j * s_j) / (sum of l_j)` over the samples `j` of its group and their lengths `l_j`, on every
@@ -186,13 +186,14 @@ def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     Args:
         scores: `[B]`.
         groups: `[B]` int64.
-        mask: `[B, T]` bool; its rows give the lengths.
+        mask: `[B, T]` bool.
+        lengths: `[B]`; None: the rows of the mask give them.
 
     Returns:
         Advantages `[B, T]`.
     """
     group = _Groups(groups)
-    lengths = mask.sum(-1).double()
+    lengths = (mask.sum(-1) if lengths is None else lengths).double()
     baselines = group.sum(lengths * scores.double()) / group.sum(lengths).clamp(min=1.0)
     return _on_every_token(scores.double() - baselines, mask)
 

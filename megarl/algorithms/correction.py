@@ -56,16 +56,9 @@ def accepted(weights: Tensor, mask: Tensor, *, lower: float, upper: float) -> Te
 
 
 def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the sums that `mismatch_means` needs: 0-dim float64 tensors that add up over any split of the samples.
-
-    A sample without a token counts nowhere.
-    """
-    samples = mask.any(-1)
-    log_probs = log_probs[samples]
-    rollout_log_probs = rollout_log_probs[samples]
-    mask = mask[samples]
+    """Return the sums that `mismatch_means` needs, of each sample: `[B]` float64 tensors, zero without a token."""
     log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
-    lengths = mask.sum(-1)
+    lengths = mask.sum(-1).clamp(min=1)
     training = -masked(log_probs, mask).double().sum(-1) / lengths
     rollout = -masked(rollout_log_probs, mask).double().sum(-1) / lengths
     of_tokens = {
@@ -83,26 +76,27 @@ def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) ->
         "ppl_ratio": (training - rollout).exp(),
         "chi2_seq": bounded_exp(log_ratio.sum(-1)) ** 2,
     }
+    has_tokens = mask.any(-1).double()
     return (
-        {"num_tokens": mask.sum().double(), "num_sequences": torch.tensor(len(mask), dtype=torch.float64)}
-        | {name: masked(x, mask).sum() for name, x in of_tokens.items()}
-        | {name: x.sum() for name, x in of_sequences.items()}
+        {"num_tokens": mask.sum(-1).double(), "num_sequences": has_tokens}
+        | {name: masked(x, mask).sum(-1) for name, x in of_tokens.items()}
+        | {name: x * has_tokens for name, x in of_sequences.items()}
     )
 
 
 def mismatch_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far trainer and engine are apart, as users know it, from the sums over all samples.
+    """How far trainer and engine are apart, as users know it, from the sums of each of all samples.
 
     Means over tokens, with `d = log_probs - rollout_log_probs`: `kl` of `-d` and `k3_kl` of `exp(d) - d - 1` estimate
     `KL(engine || trainer)`; `chi2_token` of `exp(2 d)`, less 1, its chi-square divergence. Means over sequences: the
     perplexities `training_ppl` and `rollout_ppl` of each sequence under either, their logarithms and differences, and
     `chi2_seq` of `exp(2 sum of d)`, less 1.
     """
-    tokens = sums["num_tokens"].clamp(min=1.0)
-    sequences = sums["num_sequences"].clamp(min=1.0)
+    tokens = sums["num_tokens"].sum().clamp(min=1.0)
+    sequences = sums["num_sequences"].sum().clamp(min=1.0)
     means = {
-        name: float(total / (tokens if name in ("kl", "k3_kl", "chi2_token") else sequences))
-        for name, total in sums.items()
+        name: float(of_samples.sum() / (tokens if name in ("kl", "k3_kl", "chi2_token") else sequences))
+        for name, of_samples in sums.items()
         if name not in ("num_tokens", "num_sequences")
     }
     less_one = {name: means[name] - 1.0 for name in ("chi2_token", "chi2_seq")}

@@ -25,6 +25,7 @@ from megarl.models.source import Source
 from megarl.platform.errors import UserError
 from megarl.tracking.config import TrainerSection
 from megarl.training.custom import CustomLoss
+from megarl.training.minibatches import MiniBatches
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
 from megarl.training.ptx import Supervision
 from megarl.training.roles import FrozenPolicies, Model, Updates
@@ -106,7 +107,7 @@ def make_actor(
             _updates(config, "actor", actor, objective),
             prepare=partial(mark, section=actor),
             against=_against(reference, config.kl_of_loss, actor.kl_loss_js_beta),
-            extra_terms=supervision.terms if supervision else None,
+            supervision=supervision,
         ),
     )
 
@@ -210,10 +211,12 @@ def _updates(config: Config, name: str, section: ActorSection | CriticSection, o
         objective=objective,
         budget=make_budget(config, section.ppo_micro_batch_size),
         skips=Skips(name, config.trainer),
-        num_prompts=section.ppo_mini_batch_size,
-        num_epochs=section.ppo_epochs,
-        shuffle=config.actor_rollout_ref.actor.shuffle,
-        seed=config.data.seed,
+        minibatches=MiniBatches(
+            num_prompts=section.ppo_mini_batch_size,
+            num_epochs=section.ppo_epochs,
+            shuffle=config.actor_rollout_ref.actor.shuffle,
+            seed=config.data.seed,
+        ),
     )
 
 

@@ -7,7 +7,6 @@ judges.
 
 from bisect import bisect_right
 from dataclasses import replace
-from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -15,7 +14,6 @@ import torch
 from megarl.batch import Rollouts
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed.exchange import in_shares
 from megarl.platform.errors import UserError
 
 R = TypeVar("R", bound=Rollouts)
@@ -34,7 +32,7 @@ class Translation:
         self._last: Rollouts | None = None
 
     def __call__(self, batch: R) -> R:
-        """Return the batch with the reader's `sequences` and `places`. Collective; ranks share the work.
+        """Return the batch with the reader's `sequences` and `places`.
 
         Raises:
             UserError: the reader's chat template refuses a prompt, or the prompt has no text; names the data row.
@@ -44,7 +42,7 @@ class Translation:
         return replace(batch, sequences=self._last.sequences, places=self._last.places)
 
     def _translated(self, batch: R) -> R:
-        read = [*chain.from_iterable(in_shares(len(batch), lambda share: [self._read(batch, row) for row in share]))]
+        read = [self._read(batch, row) for row in range(len(batch))]
         places = torch.tensor([place for _, of_row in read for place in of_row], dtype=torch.int64)
         return replace(batch, sequences=[sequence for sequence, _ in read], places=places)
 

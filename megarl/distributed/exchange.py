@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megarl.distributed.gloo import share_device
@@ -42,10 +43,17 @@ def host_group() -> Any:
 
 def wait_for_all() -> None:
     """Return when every rank has called this. `seconds_waited` counts the time."""
+    largest(0)
+
+
+def largest(here: int) -> int:
+    """Return the largest of the numbers of all ranks, on each. `seconds_waited` counts the time."""
     global _waited
     start = time.perf_counter()
-    dist.barrier(group=host_group())
+    found = torch.tensor(here)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=host_group())
     _waited += time.perf_counter() - start
+    return int(found)
 
 
 def seconds_waited() -> float:
@@ -81,6 +89,13 @@ def together(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None
         if isinstance(result, _Failure):
             raise failure or result.error
     return results
+
+
+def on_each_rank(compute: Callable[[], T]) -> T:
+    """Call `compute` on every rank, and return this rank's own result. Raises as `together` does."""
+    mine = list[T]()
+    together(lambda: mine.append(compute()))
+    return mine[0]
 
 
 def on_first_rank(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:

@@ -1,4 +1,4 @@
-"""Division of a global batch into the micro-batches of this rank, within a budget."""
+"""Division of a global batch into shares of the data-parallel ranks, and of a share into micro-batches."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.batch import Rollouts
+from megarl.distributed.exchange import largest
+from megarl.distributed.sharded import Shares
 from megarl.learner.packed import Packed, pack_samples
 from megarl.learner.packing import pack, partition
 from megarl.learner.parallel import Mesh
@@ -30,7 +33,7 @@ class Budget:
 class Batching:
     """Division of global batches over data-parallel ranks and micro-batches, for one model.
 
-    With `balance`, ranks get nearly equal numbers of tokens; without, nearly equal numbers of samples.
+    With `balance`, shares have nearly equal numbers of tokens; without, nearly equal numbers of samples.
     """
 
     def __init__(self, mesh: Mesh, config: Any, device: torch.device, *, balance: bool) -> None:
@@ -39,32 +42,46 @@ class Batching:
         self._balance = balance
         self._num_parts = mesh.tp_size if config.sequence_parallel else 1
 
-    def divide(self, batch: Rollouts, budget: Budget) -> list[list[int]]:
-        """Return the samples of each micro-batch of this rank, the longest first.
+    @property
+    def shares(self) -> Shares:
+        """The shares of a batch, and which of them this rank has."""
+        mesh = self._mesh
+        return Shares(number=mesh.dp_size, here=mesh.dp_rank, reports=mesh.reports_its_samples)
+
+    def owners(self, lengths: Tensor, groups: Tensor) -> Tensor:
+        """Return the share of each sample, `[B]` int64. The samples of a group stay together.
+
+        Args:
+            lengths: `[B]` int64, tokens of each sample.
+            groups: `[B]` int64.
+        """
+        costs = lengths.tolist() if self._balance else [1] * len(lengths)
+        owners = torch.empty_like(lengths)
+        for share, samples in enumerate(partition(costs, groups.tolist(), self._mesh.dp_size)):
+            owners[samples] = share
+        return owners
+
+    def divide(self, share: Rollouts, budget: Budget) -> list[list[int]]:
+        """Return the samples of each micro-batch of this rank's share, the longest first. Collective.
 
         Every data-parallel rank has the same number of micro-batches, because expert parallelism may span these ranks.
         """
-        mesh = self._mesh
-        lengths = batch.lengths().tolist()
+        lengths = share.lengths().tolist()
         size = budget.num_together
         units = [range(first, min(first + size, len(lengths))) for first in range(0, len(lengths), size)]
         tokens = [sum(lengths[sample] for sample in unit) for unit in units]
-        costs = tokens if self._balance else [1] * len(units)
-        groups = [int(batch.groups[unit[0]]) for unit in units]
-        shares = partition(costs, groups, mesh.dp_size)
         most_units = budget.max_sequences and max(1, budget.max_sequences // size)
-        packed = partial(pack, max_tokens=budget.row_length(mesh), max_sequences=most_units)
-        most = max(len(packed([tokens[unit] for unit in share])) for share in shares)
-        mine = shares[mesh.dp_rank]
-        bins = packed([tokens[unit] for unit in mine], num_bins=num_micro_batches(most, mesh))
-        by_length = [sorted(places, key=lambda place: -tokens[mine[place]]) for places in bins]
-        return [[sample for place in places for sample in units[mine[place]]] for places in by_length]
+        packed = partial(pack, tokens, max_tokens=budget.row_length(self._mesh), max_sequences=most_units)
+        most = largest(len(packed()))
+        bins = packed(num_bins=num_micro_batches(most, self._mesh))
+        by_length = [sorted(places, key=lambda place: -tokens[place]) for places in bins]
+        return [[sample for place in places for sample in units[place]] for places in by_length]
 
-    def pack(self, batch: Rollouts, micro_batches: Iterable[Sequence[int]]) -> list[Packed]:
+    def pack(self, share: Rollouts, micro_batches: Iterable[Sequence[int]]) -> list[Packed]:
         """Lay each micro-batch out as the row of tokens that the model's layers take."""
         packed = partial(
             pack_samples,
-            batch,
+            share,
             device=self._device,
             num_parts=self._num_parts,
             cp_rank=self._mesh.cp_rank,

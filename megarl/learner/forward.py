@@ -1,4 +1,4 @@
-"""Forward passes of a batch: its micro-batches on this rank, and the outputs of all micro-batches on all ranks.
+"""Forward passes of a batch: its micro-batches on this rank, and the outputs on this rank's share.
 
 `against` computes an exact divergence from other policies with the same vocabulary and mesh. The other policies run
 first, on the same micro-batches and ranks; their hidden states wait in host memory until the policy needs them. These
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import Divergence
-from megarl.batch import Rollouts
+from megarl.batch import Rollouts, row_places
+from megarl.distributed.sharded import Sharded
 from megarl.learner.batching import Batching, Budget
-from megarl.learner.contributions import add_outputs
 from megarl.learner.offload import Offload
 from megarl.learner.outputs import LogitFactors, OutputHead
 from megarl.learner.parallel import Mesh
@@ -54,14 +54,14 @@ class ForwardPass:
 
     def infer(
         self,
-        batch: Rollouts,
+        batch: Sharded[Rollouts],
         budget: Budget,
         against: ReferenceDivergence | None,
         *,
         with_entropy: bool,
         temperature: float | None,
     ) -> Any:
-        """Return the outputs of a batch, as `Learner.infer` does."""
+        """Return the outputs on this rank's share of a batch, as `Learner.infer` does."""
 
         def head(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
             return self._head.token_outputs(
@@ -74,33 +74,35 @@ class ForwardPass:
 
         micro_batches = self.divide(batch, budget, against)
         outputs = self._run(micro_batches, head, budget)
-        return self.gather_outputs(
-            batch, micro_batches, outputs, with_entropy=with_entropy, with_kl=against is not None
+        return self.join_outputs(
+            batch.share, micro_batches, outputs, with_entropy=with_entropy, with_kl=against is not None
         )
 
-    def divide(self, batch: Rollouts, budget: Budget, against: ReferenceDivergence | None) -> list[MicroBatch]:
+    def divide(self, batch: Sharded[Rollouts], budget: Budget, against: ReferenceDivergence | None) -> list[MicroBatch]:
         """Return this rank's micro-batches, each with the logit factors of its other policy, if any."""
         micro_batches = list[MicroBatch]()
+        share = batch.share
         everything = torch.arange(len(batch))
-        for other, share in against.policies.shares(batch) if against else [(None, everything)]:
-            divided = self._batching.divide(batch.select(share), budget)
-            samples = [share[micro].tolist() for micro in divided]
+        for other, of_other in against.policies.shares(batch.index) if against else [(None, everything)]:
+            local = batch.local(of_other)
+            divided = self._batching.divide(share.select(local), budget)
+            samples = [local[micro].tolist() for micro in divided]
             factors = [None] * len(samples)
             if against and other:
-                factors = other.logit_factors(batch, samples, budget, against.divergence)
-            rows = self._batching.pack(batch, samples)
+                factors = other.logit_factors(share, samples, budget, against.divergence)
+            rows = self._batching.pack(share, samples)
             micro_batches += [MicroBatch(row=row, other=of_row) for row, of_row in zip(rows, factors, strict=True)]
         return micro_batches
 
     def logit_factors(
-        self, batch: Rollouts, samples: list[list[int]], budget: Budget, divergence: Divergence
+        self, share: Rollouts, samples: list[list[int]], budget: Budget, divergence: Divergence
     ) -> list[Any]:
         """Return this policy's `LogitFactors` on each micro-batch; None before the last pipeline stage."""
 
         def head(hidden: Tensor, micro_batch: MicroBatch) -> LogitFactors:
             return self._head.logit_factors(hidden, packed=micro_batch.row, divergence=divergence)
 
-        micro_batches = [MicroBatch(row=row) for row in self._batching.pack(batch, samples)]
+        micro_batches = [MicroBatch(row=row) for row in self._batching.pack(share, samples)]
         return self._run(micro_batches, head, budget) or [None] * len(micro_batches)
 
     def _run(self, micro_batches: Sequence[MicroBatch], head: Head, budget: Budget) -> list[Any]:
@@ -110,16 +112,23 @@ class ForwardPass:
         with torch.no_grad(), self._offload.parameters():
             return run_schedule(self._models, micro_batches, head, budget.row_length(self._mesh), forward_only=True)
 
-    def gather_outputs(
+    def join_outputs(
         self,
-        batch: Rollouts,
+        share: Rollouts,
         micro_batches: Sequence[MicroBatch],
         outputs: Sequence[Tensor],
         *,
         with_entropy: bool,
         with_kl: bool,
     ) -> Any:
-        """Bring the outputs of all micro-batches of `batch` to all ranks, as `Learner.infer` returns them."""
+        """Return the outputs of all micro-batches of a share in its order, as `Learner.infer` returns them."""
         num_outputs = self._head.num_outputs(with_entropy=with_entropy, with_kl=with_kl)
-        whole = add_outputs(micro_batches, outputs, batch, self._mesh, num_outputs=num_outputs, device=self._device)
-        return self._head.as_outputs(whole, with_entropy=with_entropy)
+        joined = torch.zeros(num_outputs, len(share.mask))
+        if outputs:  # only the last pipeline stage has any
+            rows = torch.cat([numbers.flatten(1) for numbers in outputs], dim=1).cpu()  # the host waits once
+            parts = rows.split([numbers[0].numel() for numbers in outputs], dim=1)
+            for micro_batch, part in zip(micro_batches, parts, strict=True):
+                samples = micro_batch.row.samples
+                places = row_places(share.num_tokens[samples])
+                joined[:, share.token_places(samples)] = part[:, places]
+        return self._head.as_outputs(list(joined), with_entropy=with_entropy)

@@ -1,22 +1,24 @@
 """One Megatron model and, if it learns, its optimizer: `infer`, `forward_backward` and `optim_step`.
 
-Invariant: every rank calls with the same batch and receives the same result. The learner itself spreads the samples
-over data-parallel ranks and micro-batches. No split changes a result: objectives return contributions to the global
-batch, and the learner only adds them.
+Invariant: every rank calls with the same samples, of which it has its share. The learner divides the share into
+micro-batches. No split changes a result: objectives return contributions to the global batch, and the learner only adds
+them.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megarl.batch import Rollouts
+from megarl.distributed.exchange import largest
+from megarl.distributed.sharded import Sharded, shard
 from megarl.learner.batching import Batching, Budget
-from megarl.learner.contributions import add_metrics, largest
+from megarl.learner.contributions import add_metrics
 from megarl.learner.experts import share_batch_size
 from megarl.learner.finite import Buffers, GradientStatus, NotFinite, explain_not_finite
 from megarl.learner.forward import ForwardPass, ReferenceDivergence
@@ -33,6 +35,7 @@ from megarl.models.architecture import Architecture
 from megarl.platform.device import to_device
 from megarl.reshard.layout import Layout
 
+R = TypeVar("R", bound=Rollouts)
 LOSS = "*"  # the key of the loss among the metrics of a step; no metric has this name
 
 
@@ -75,8 +78,8 @@ class Learner:
         self.architecture = architecture
         self.device = device
         self._head = OutputHead(self.modules[-1], architecture, mesh, temperature=temperature)
-        batching = Batching(mesh, self.modules[0].config, device, balance=balance)
-        self.forward = ForwardPass(models, self._head, batching, offload=offload, mesh=mesh, device=device)
+        self.batching = Batching(mesh, self.modules[0].config, device, balance=balance)
+        self.forward = ForwardPass(models, self._head, self.batching, offload=offload, mesh=mesh, device=device)
 
     @property
     def is_policy(self) -> bool:
@@ -98,22 +101,30 @@ class Learner:
         with self.offload.parameters():
             yield weights(self.modules)
 
+    def spread(self, record: R, *, num_together: int = 1) -> Sharded[R]:
+        """Keep this rank's share of a record that every rank has. `num_together` neighbours stay together."""
+        units = torch.arange(len(record)) // num_together
+        return shard(record, self.batching.owners(record.lengths(), units), self.batching.shares)
+
     def infer(
         self,
-        batch: Rollouts,
+        batch: Sharded[Rollouts],
         budget: Budget,
         *,
         against: ReferenceDivergence | None = None,
         with_entropy: bool = False,
         temperature: float | None = None,
     ) -> Any:
-        """Compute log-probabilities, or values, of every response token; `temperature` replaces its own.
+        """Compute log-probabilities, or values, of every response token of this rank's share.
+
+        `temperature` replaces that of the learner.
 
         Returns:
             For a policy, `PolicyOutputs` of [N] float32, with entropies if asked for, and with the exact divergence
             if there is one.
             For a value model, [N] float32 values; the value at a token is that of the state before the token. All
-            are zero outside `batch.mask`, on the host, and equal on all ranks.
+            are zero outside the mask, on the host, and equal on the ranks of the last pipeline stage that have the same
+            share. Ranks of other stages get zeros.
         """
         return self.forward.infer(batch, budget, against, with_entropy=with_entropy, temperature=temperature)
 
@@ -136,11 +147,11 @@ class Learner:
         Args:
             terms: the terms of the loss of one mini-batch; the batch of the first has a response token.
             budget: the size of a micro-batch.
-            with_outputs: gather what `infer` returns, with entropies, for the batch of the first term.
+            with_outputs: keep what `infer` returns, with entropies, for the batch of the first term.
         """
         assert self.optimizer is not None, "this model does not learn"
         micro_batches = [
-            replace(micro_batch, term=number, samples=self._on_device(term.batch.select(micro_batch.row.samples)))
+            replace(micro_batch, term=number, samples=self._on_device(term.batch.share.select(micro_batch.row.samples)))
             for number, term in enumerate(terms)
             for micro_batch in self.forward.divide(term.batch, budget, term.against)
         ]
@@ -149,7 +160,7 @@ class Learner:
             model.train()
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        share_batch_size(self.modules, sum(int((term.batch.lengths() - 1).sum()) for term in terms))
+        share_batch_size(self.modules, sum(int((term.batch.index.lengths - 1).sum()) for term in terms))
         buffers = Buffers(self.modules)
         losses: list[MicroLoss] = run_schedule(
             self.models,
@@ -165,7 +176,7 @@ class Learner:
         with megatron_platform():
             norm = self.optimizer.grad_norm()
         return ReducedGradient(
-            status=GradientStatus(largest(GradientStatus.of(loss, norm), self.device)),
+            status=GradientStatus(largest(GradientStatus.of(loss, norm))),
             loss=loss,
             norm=norm,
             metrics=metrics,
@@ -182,7 +193,11 @@ class Learner:
 
     def explain_not_finite(self, gradient: ReducedGradient, terms: Sequence[LossTerm]) -> NotFinite:
         """Explain on all ranks why the gradient of `terms` is not finite. Collective."""
-        bad = [(micro.term, micro.samples.tolist()) for micro in gradient.losses if not bool(micro.loss.isfinite())]
+        bad = [
+            (micro.term, terms[micro.term].batch.mine[micro.samples].tolist())
+            for micro in gradient.losses
+            if not bool(micro.loss.isfinite())
+        ]
         return explain_not_finite(self.modules, bad, num_terms=len(terms), loss=gradient.loss, grad_norm=gradient.norm)
 
     def _on_device(self, samples: Rollouts) -> Rollouts:
@@ -191,9 +206,9 @@ class Learner:
     def _outputs_of_first(
         self, term: LossTerm, micro_batches: Sequence[MicroBatch], losses: Sequence[MicroLoss]
     ) -> Any:
-        """Return the outputs for the batch of the first term, which the loss has received, on all ranks."""
-        return self.forward.gather_outputs(
-            term.batch,
+        """Return the outputs on this rank's share of the first term, which the loss has received."""
+        return self.forward.join_outputs(
+            term.batch.share,
             [micro_batch for micro_batch in micro_batches if micro_batch.term == 0],
             [micro.outputs for micro in losses if micro.term == 0],
             with_entropy=True,

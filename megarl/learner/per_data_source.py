@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Rollouts
+from megarl.distributed.sharded import Index
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -26,7 +27,7 @@ class PerDataSource(Generic[T]):
         named = {source: function(reader) for source, reader in self.named.items()}
         return PerDataSource(named=named, other=function(self.other))
 
-    def shares(self, batch: Rollouts) -> list[tuple[T, Tensor]]:
+    def shares(self, batch: Rollouts | Index) -> list[tuple[T, Tensor]]:
         """Return the readers that have samples in `batch`, and the samples of each (int64 `[b]`, ascending)."""
         readers = [self.other, *self.named.values()]
         number = dict(zip(self.named, count(1), strict=False))

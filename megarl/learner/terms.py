@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megarl.algorithms.losses import Totals
 from megarl.batch import Rollouts
+from megarl.distributed.sharded import Sharded
 from megarl.learner.forward import ReferenceDivergence
 from megarl.learner.outputs import OutputHead
 from megarl.learner.schedule import Head, MicroBatch
@@ -21,7 +22,7 @@ Objective = Callable[[Any, Any, Totals], tuple[Tensor, dict[str, Tensor]]]
 class LossTerm:
     """One term of the loss of an optimizer step: samples, and an objective on them."""
 
-    batch: Rollouts
+    batch: Sharded[Rollouts]
     objective: Objective
     against: ReferenceDivergence | None = None  # the exact divergence that the objective receives
     temperature: float | None = None  # of the probabilities that the objective receives; None: the learner's
@@ -37,7 +38,7 @@ class MicroLoss:
     """The loss of one micro-batch in an update."""
 
     term: int  # the number of the loss term
-    samples: Tensor  # [b] int64, rows of the term's batch
+    samples: Tensor  # [b] int64, places in the share of the term's batch
     loss: Tensor  # scalar, without its graph
     metrics: dict[str, Tensor]
     outputs: Tensor  # [K, b, T], without their graph
@@ -51,7 +52,7 @@ def loss_head(terms: Sequence[LossTerm], outputs: OutputHead, *, with_entropy: b
         outputs: computes what the objectives receive.
         with_entropy: compute entropies for the first term even if its objective needs none.
     """
-    totals = [Totals.of(term.batch.num_learnt()) for term in terms]
+    totals = [Totals.of(term.batch.index.num_learnt) for term in terms]
     entropies = [term.needs_entropy or (with_entropy and number == 0) for number, term in enumerate(terms)]
 
     def head(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, MicroLoss]:

@@ -16,15 +16,16 @@ from megarl.planning.states import copied_bytes
 from megarl.planning.workload import Workload
 from megarl.rewards.config import isolation_of
 
-TOKEN_FIELDS: Mapping[str, int] = MappingProxyType(
-    {
-        **{"responses": 4, "mask": 1, "rollout_log_probs": 4, "old_log_probs": 4, "ref_log_probs": 4, "values": 4},
-        **{"advantages": 4, "returns": 4, "weights": 4, "weight_versions": 4},
-    }
+COLLECTED_FIELDS: Mapping[str, int] = MappingProxyType(
+    {"responses": 4, "mask": 1, "rollout_log_probs": 4, "weight_versions": 4}
 )
-"""Bytes of one response token in each `[N]` field of `megarl.batch.Experience`; every rank has all of them."""
+"""Bytes of one response token in each column of `megarl.batch.Scored`; every rank has all of them."""
 EPISODE_FIELDS: Mapping[str, int] = MappingProxyType({"turn_rewards": 4})
-"""The same for the fields that only episodes have."""
+"""The same for the columns that only episodes have."""
+LEARNING_FIELDS: Mapping[str, int] = MappingProxyType(
+    {**{"old_log_probs": 4, "ref_log_probs": 4, "values": 4}, **{"advantages": 4, "returns": 4, "weights": 4}}
+)
+"""The same for the columns that `megarl.batch.Experience` adds. A rank has all columns of its share once more."""
 PROMPT_TOKEN_BYTES = 8 + 32
 """Bytes of a token of a prompt: a Python integer in a list."""
 IN_FLIGHT_TOKEN_BYTES = 4 + 4 + 4
@@ -58,21 +59,24 @@ def host_memory(workload: Workload, memory: RankMemory) -> HostMemory:
         if model.section.optimizer_offload and model.updates:
             parts[f"{model.name} optimizer"] = num_ranks * states.optimizer
     parts["copies for a save"] = _save_bytes(workload, memory, num_ranks=num_ranks)
-    parts["records"] = num_ranks * record_bytes(workload.config)
+    parts["records"] = num_ranks * record_bytes(workload.config, num_shares=workload.grid.dp)
     return HostMemory(
         parts={name: num_bytes for name, num_bytes in parts.items() if num_bytes}, rewards=reward_bytes(workload.config)
     )
 
 
-def record_bytes(config: Config) -> int:
+def record_bytes(config: Config, *, num_shares: int) -> int:
     """Return the bytes of the records of a step on one rank, with the longest prompts and responses.
 
-    All samples are counted, and those that continue in the next step.
+    All samples are counted, and those that continue in the next step. `num_shares` data-parallel ranks share what
+    models compute of the samples.
     """
     rollout = config.actor_rollout_ref.rollout
     num_prompts = config.data.train_batch_size
-    token_bytes = sum(TOKEN_FIELDS.values()) + (sum(EPISODE_FIELDS.values()) if config.environment.name else 0)
-    responses = num_prompts * token_bytes + config.num_in_flight * IN_FLIGHT_TOKEN_BYTES
+    collected = sum(COLLECTED_FIELDS.values()) + (sum(EPISODE_FIELDS.values()) if config.environment.name else 0)
+    learning = collected + sum(LEARNING_FIELDS.values())
+    responses = num_prompts * collected + num_prompts * learning // num_shares
+    responses += config.num_in_flight * IN_FLIGHT_TOKEN_BYTES
     prompts = (num_prompts + config.num_in_flight) * PROMPT_TOKEN_BYTES
     return responses * rollout.n * rollout.response_length + prompts * rollout.prompt_length
 

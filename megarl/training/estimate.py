@@ -1,6 +1,7 @@
 """Turns scored rollouts into experience: token rewards, advantages, returns, and their metrics.
 
-Invariant: records are replicated, so every rank estimates from the full batch, and moments need no communication.
+Invariant: numbers of a token are computed on the ranks that have its sample. Numbers of a group, and moments, come from
+numbers of all samples, which every rank has, so no result depends on how the samples are spread.
 """
 
 import torch
@@ -12,15 +13,17 @@ from megarl.algorithms.config import AlgorithmSection, OverlongBufferSection, Ro
 from megarl.algorithms.correction import accepted, mismatch_means, mismatch_sums, ratios, truncated_weights
 from megarl.algorithms.invariance import estimates_of
 from megarl.algorithms.kl import kl_penalty
-from megarl.algorithms.masked import masked, masked_mean, masked_moments
+from megarl.algorithms.masked import masked
 from megarl.algorithms.shaping import overlong_penalty
-from megarl.batch import Experience, Rollouts, Scored
+from megarl.batch import Experience, Scored, flat, in_rows
+from megarl.distributed.sharded import Sharded
 from megarl.training.custom import CustomEstimator
 from megarl.training.interfaces import Metrics
+from megarl.training.statistics import extent, mean, moments, spread, token_spread
 
 
 def estimate(
-    scored: Scored,
+    samples: Sharded[Scored],
     old_log_probs: Tensor | None,
     ref_log_probs: Tensor | None,
     values: Tensor | None,
@@ -30,52 +33,57 @@ def estimate(
     kl_coef: float | None,
     exact_kl: Tensor | None = None,
     custom: CustomEstimator | None = None,
-) -> tuple[Experience, Metrics]:
-    """Compute advantages and returns of a full batch, with metrics.
+) -> tuple[Sharded[Experience], Metrics]:
+    """Compute advantages and returns of a full batch, with metrics. Collective.
 
     Args:
-        scored: `B` samples of `N` tokens.
-        old_log_probs: `[N]` float32 of the actor that sampled; None: not known yet, so that neither a KL in the
+        samples: `B` samples, of which this rank has `n` tokens.
+        old_log_probs: `[n]` float32 of the actor that sampled; None: not known yet, so that neither a KL in the
             reward nor a correction can be computed.
-        ref_log_probs: `[N]` of the reference; None if no KL is estimated from them.
-        values: `[N]` of the critic; None without one. GAE needs it.
+        ref_log_probs: `[n]` of the reference; None if no KL is estimated from them.
+        values: `[n]` of the critic; None without one. GAE needs it.
         baselines: `[B]` rewards of the greedy responses; None if none were drawn. ReMax needs them.
         algorithm: the estimator and its parameters.
         kl_coef: weight of the KL penalty in the reward; None keeps the KL out of the reward.
-        exact_kl: `[N]` of the actor from the reference; the exact kinds of `kl_penalty` need it.
+        exact_kl: `[n]` of the actor from the reference; the exact kinds of `kl_penalty` need it.
         custom: the user's estimator; `adv_estimator=custom` needs it.
     """
-    mask = scored.mask
+    share = samples.share
+    mask = share.mask
     kl = torch.zeros(mask.shape)
     if kl_coef is not None:
         kl = _divergence(old_log_probs, ref_log_probs, exact_kl, mask, algorithm)
-    if scored.turn_rewards is None:
-        scores = response_rewards(scored, algorithm.overlong_buffer)
-        rewards = scored.flat(token_rewards(scores, scored.rows(kl), scored.rows(mask), kl_coef=kl_coef or 0.0))
+    if share.turn_rewards is None:
+        scores = response_rewards(share, algorithm.overlong_buffer)
+        rewards = share.flat(token_rewards(scores, share.rows(kl), share.rows(mask), kl_coef=kl_coef or 0.0))
     else:
-        rewards = masked(scored.turn_rewards - (kl_coef or 0.0) * kl, mask)
-    advantages, returns = _advantages(scored, rewards, values, baselines, algorithm, custom)
-    weights, weight_metrics = _correction(scored, old_log_probs, algorithm.rollout_correction)
-    experience = scored.extend(
-        Experience,
-        old_log_probs=old_log_probs,
-        ref_log_probs=ref_log_probs,
-        values=torch.zeros_like(advantages) if values is None else values,
-        advantages=advantages,
-        weights=weights,
-        returns=returns,
+        rewards = masked(share.turn_rewards - (kl_coef or 0.0) * kl, mask)
+    # The KL of a sample is the mean of its tokens, so that long responses do not weigh more in the KL controller.
+    of_samples = (share.scores, share.sums(rewards), share.sums(kl) / share.num_learnt().clamp(min=1))
+    given, totals, kls = samples.gather(torch.stack([x.double() for x in of_samples], dim=-1)).unbind(-1)
+    advantages, returns = _advantages(samples, rewards, totals, values, baselines, algorithm, custom)
+    weights, weight_metrics = _correction(samples, old_log_probs, algorithm.rollout_correction)
+    experience = samples.with_share(
+        share.extend(
+            Experience,
+            old_log_probs=old_log_probs,
+            ref_log_probs=ref_log_probs,
+            values=torch.zeros_like(advantages) if values is None else values,
+            advantages=advantages,
+            weights=weights,
+            returns=returns,
+        )
     )
-    metrics = _reward_metrics(scored, rewards, advantages) | _length_metrics(experience) | weight_metrics
+    metrics = spread("critic/score", given) | spread("critic/rewards", totals)
+    metrics |= token_spread("critic/advantages", samples, advantages) | _length_metrics(samples) | weight_metrics
     if baselines is not None:
-        metrics |= _spread("critic/baselines", baselines)
+        metrics |= spread("critic/baselines", baselines)
     if values is not None:
         metrics |= _critic_metrics(experience)
     if kl_coef is not None:
-        # The mean over samples of their mean per token: the input of the KL controller.
-        mean_kl = (scored.sums(kl) / scored.num_learnt().clamp(min=1)).mean()
-        metrics |= {"actor/reward_kl_penalty": float(mean_kl), "actor/reward_kl_penalty_coeff": kl_coef}
+        metrics |= {"actor/reward_kl_penalty": float(kls.mean()), "actor/reward_kl_penalty_coeff": kl_coef}
     if algorithm.mask_truncated_completions:
-        experience = experience.without_responses(scored.truncated)
+        experience = experience.without_responses(samples.index.truncated)
     return experience, metrics
 
 
@@ -86,7 +94,7 @@ def _divergence(
     mask: Tensor,
     algorithm: AlgorithmSection,
 ) -> Tensor:
-    """Return the `[N]` divergence of the sampling actor from the reference, zero outside the mask."""
+    """Return the `[n]` divergence of the sampling actor from the reference, zero outside the mask."""
     match algorithm.kl_penalty:
         case "full" | "full_forward" | "full_js":
             assert exact_kl is not None, "log-probabilities that were not taken against the reference"
@@ -110,110 +118,127 @@ def response_rewards(scored: Scored, section: OverlongBufferSection) -> Tensor:
 
 
 def _advantages(
-    scored: Scored,
+    samples: Sharded[Scored],
     rewards: Tensor,
+    totals: Tensor,
     values: Tensor | None,
     baselines: Tensor | None,
     algorithm: AlgorithmSection,
     custom: CustomEstimator | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the `[N]` advantages of the configured estimator, and returns, which are zero without a critic."""
-    given = {
-        "token_rewards": scored.rows(rewards),
-        "scores": scored.sums(rewards).to(torch.float32),
-        "groups": scored.groups,
-        "mask": scored.rows(scored.mask),
-    }
-    given |= {} if values is None else {"values": scored.rows(values)}
-    given |= {} if baselines is None else {"baselines": baselines}
+    """Return the `[n]` advantages of the configured estimator, and returns, which are zero without a critic.
+
+    `rewards` are `[n]` of this rank's tokens, and `totals` `[B]` of all samples.
+    """
     if custom:
-        advantages, *more = map(scored.flat, custom(given))
+        advantages, *more = _custom_advantages(samples, rewards, totals, values, baselines, custom)
+        return advantages, more[0] if more else torch.zeros_like(rewards)
+    share = samples.share
+    index = samples.index
+    function = getattr(estimators, algorithm.adv_estimator)
+    keys = {key: getattr(algorithm, key) for key in algorithm.estimator.reads}
+    if algorithm.estimator.compares:
+        numbers = {"scores": totals.to(torch.float32), "groups": index.groups, "lengths": index.num_learnt}
+        (of_samples,) = estimates_of(function, numbers | {"mask": torch.ones(len(index), 1, dtype=torch.bool)}, keys)
+        of_tokens = of_samples[samples.mine, 0].repeat_interleave(share.num_tokens)
+        found = [masked(of_tokens, share.mask)]
     else:
-        keys = {key: getattr(algorithm, key) for key in algorithm.estimator.reads}
-        found = estimates_of(getattr(estimators, algorithm.adv_estimator), given, keys)
-        advantages, *more = map(scored.flat, found)
-        if algorithm.estimator.whitens:
-            advantages = _whitened(advantages, scored.mask)
+        rows = {"token_rewards": share.rows(rewards), "mask": share.rows(share.mask)}
+        rows |= {} if values is None else {"values": share.rows(values)}
+        rows |= {} if baselines is None else {"baselines": baselines[samples.mine]}
+        found = list(map(share.flat, estimates_of(function, rows, keys)))
+    advantages, *more = found
+    if algorithm.estimator.whitens:
+        center, var = moments(samples, advantages)
+        advantages = whiten(advantages, share.mask, mean=center, var=var)
     return advantages, more[0] if more else torch.zeros_like(rewards)
 
 
-def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:
-    mean, var = masked_moments(advantages, mask)
-    return whiten(advantages, mask, mean=mean, var=var)
+def _custom_advantages(
+    samples: Sharded[Scored],
+    rewards: Tensor,
+    totals: Tensor,
+    values: Tensor | None,
+    baselines: Tensor | None,
+    custom: CustomEstimator,
+) -> list[Tensor]:
+    """Return what the user's estimator makes of the complete batch, which every rank therefore holds for a moment."""
+    index = samples.index
+
+    def rows(column: Tensor) -> Tensor:
+        return in_rows(samples.gather_tokens(column).to(column.dtype), index.num_tokens)
+
+    tensors = {"token_rewards": rows(rewards), "scores": totals.to(torch.float32), "groups": index.groups}
+    tensors |= {"mask": rows(samples.share.mask)}
+    tensors |= {} if values is None else {"values": rows(values)}
+    tensors |= {} if baselines is None else {"baselines": baselines}
+    return [samples.share_of(flat(found, index.num_tokens)) for found in custom(tensors)]
 
 
 def _correction(
-    scored: Scored, old_log_probs: Tensor | None, section: RolloutCorrectionSection
+    samples: Sharded[Scored], old_log_probs: Tensor | None, section: RolloutCorrectionSection
 ) -> tuple[Tensor, Metrics]:
-    """Return `[N]` factors of the advantages that correct for the engine's probabilities, with metrics."""
+    """Return `[n]` factors of the advantages that correct for the engine's probabilities, with metrics."""
+    share = samples.share
     metrics = Metrics()
     if not (section.rollout_is or section.rollout_rs):
-        return scored.mask.to(torch.float32), metrics
-    assert old_log_probs is not None and scored.rollout_log_probs is not None, "a correction without log-probabilities"
-    old_log_probs, rollout_log_probs, mask = map(scored.rows, (old_log_probs, scored.rollout_log_probs, scored.mask))
+        return share.mask.to(torch.float32), metrics
+    assert old_log_probs is not None and share.rollout_log_probs is not None, "a correction without log-probabilities"
+    old_log_probs, rollout_log_probs, mask = map(share.rows, (old_log_probs, share.rollout_log_probs, share.mask))
     weights = mask.to(torch.float32)
     if section.rollout_is:
         ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_is)
         weights = truncated_weights(ratio, mask, threshold=section.rollout_is_threshold)
         truncated = (ratio > section.rollout_is_threshold).to(torch.float32)
-        metrics["rollout_corr/rollout_is_mean"] = float(masked_mean(weights, mask))
-        metrics["rollout_corr/rollout_is_ratio_fraction_high"] = float(masked_mean(truncated, mask))
+        metrics["rollout_corr/rollout_is_mean"] = mean(samples, share.flat(weights))
+        metrics["rollout_corr/rollout_is_ratio_fraction_high"] = mean(samples, share.flat(truncated))
     if section.rollout_rs:
         upper = section.rollout_rs_threshold or section.rollout_is_threshold
         lower = section.rollout_rs_threshold_lower
         ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_rs)
         kept = accepted(ratio, mask, lower=1.0 / upper if lower is None else lower, upper=upper)
         weights = masked(weights, kept)
-        metrics["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - float(masked_mean(kept.to(torch.float32), mask))
-    return scored.flat(weights), metrics
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - mean(samples, share.flat(kept))
+    return share.flat(weights), metrics
 
 
-def mismatch_metrics(scored: Rollouts, old_log_probs: Tensor) -> Metrics:
+def mismatch_metrics(samples: Sharded[Scored], old_log_probs: Tensor) -> Metrics:
     """Measure how far trainer and engine differ in the probabilities of the sampled tokens, if both are known.
 
-    `old_log_probs` are `[N]` of the trainer. A mean difference under 0.005 is usual in bfloat16; in float32 the two
+    `old_log_probs` are `[n]` of the trainer. A mean difference under 0.005 is usual in bfloat16; in float32 the two
     should agree to many digits. The measures under `rollout_corr` are explained in `mismatch_means`.
     """
-    if scored.rollout_log_probs is None:
+    share = samples.share
+    if share.rollout_log_probs is None:
         return {}
-    mask = scored.mask
-    difference = (old_log_probs.exp() - scored.rollout_log_probs.exp()).abs()
-    mean, var = masked_moments(difference, mask)
+    difference = (old_log_probs.exp() - share.rollout_log_probs.exp()).abs()
+    middle, largest, _ = extent(samples, difference)
+    _, var = moments(samples, difference)
+    sums = mismatch_sums(*map(share.rows, (old_log_probs, share.rollout_log_probs, share.mask)))
+    of_samples = samples.gather(torch.stack([*sums.values()], dim=-1)).unbind(-1)
     return {
-        "training/rollout_probs_diff_max": float(difference[mask].max()),
-        "training/rollout_probs_diff_mean": float(mean),
+        "training/rollout_probs_diff_max": largest,
+        "training/rollout_probs_diff_mean": middle,
         "training/rollout_probs_diff_std": float(var.sqrt()),
-    } | mismatch_means(mismatch_sums(*map(scored.rows, (old_log_probs, scored.rollout_log_probs, mask))))
+    } | mismatch_means(dict(zip(sums, of_samples, strict=True)))
 
 
-def _spread(name: str, x: Tensor) -> Metrics:
-    x = x.double()  # the sum of finite scores may be too large for float32
-    return {f"{name}/mean": float(x.mean()), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}
-
-
-def _reward_metrics(scored: Scored, rewards: Tensor, advantages: Tensor) -> Metrics:
+def _critic_metrics(experience: Sharded[Experience]) -> Metrics:
+    share = experience.share
+    _, var_of_error = moments(experience, share.returns - share.values)
+    _, var_of_returns = moments(experience, share.returns)
     return (
-        _spread("critic/score", scored.scores)
-        | _spread("critic/rewards", scored.sums(rewards))
-        | _spread("critic/advantages", advantages[scored.mask])
-    )
-
-
-def _critic_metrics(experience: Experience) -> Metrics:
-    mask = experience.mask
-    _, var_of_error = masked_moments(experience.returns - experience.values, mask)
-    _, var_of_returns = masked_moments(experience.returns, mask)
-    return (
-        _spread("critic/returns", experience.returns[mask])
-        | _spread("critic/values", experience.values[mask])
+        token_spread("critic/returns", experience, share.returns)
+        | token_spread("critic/values", experience, share.values)
         | {"critic/vf_explained_var": float(1.0 - var_of_error / (var_of_returns + 1e-5))}
     )
 
 
-def _length_metrics(experience: Experience) -> Metrics:
-    prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in experience.prompts])
+def _length_metrics(samples: Sharded[Scored]) -> Metrics:
+    index = samples.index
+    prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in index.prompts])
     return (
-        _spread("response_length", experience.num_learnt())
-        | _spread("prompt_length", prompt_lengths)
-        | {"response_length/clip_ratio": float(experience.truncated.float().mean())}
+        spread("response_length", index.num_learnt)
+        | spread("prompt_length", prompt_lengths)
+        | {"response_length/clip_ratio": float(index.truncated.float().mean())}
     )

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from megarl.algorithms.correction import token_mismatch
 from megarl.batch import Rollouts
+from megarl.distributed.selection import kth_largest
+from megarl.distributed.sharded import Index, Sharded
 from megarl.platform.errors import UserError
 from megarl.rollout.limits import Limits
 
@@ -67,41 +69,46 @@ class Gate:
         stop = self.limits.mismatch_stop
         return min(stop, max(self.limits.mismatch_growth * median(healthy), LEAST * stop)) if healthy else stop
 
-    def check(self, rollouts: Rollouts, log_probs: Tensor, healthy: Sequence[float], *, step: int) -> GateResult:
-        """Check the samples that were drawn after `step` finished steps.
+    def check(
+        self, samples: Sharded[Rollouts], log_probs: Tensor, healthy: Sequence[float], *, step: int
+    ) -> GateResult:
+        """Check the samples that were drawn after `step` finished steps. Collective.
 
         Args:
-            rollouts: `B` samples, with the engine's log-probabilities. Tokens of older weights are not compared.
-            log_probs: `[N]` float32 of the trainer; numbers that are not finite are not compared.
+            samples: `B` samples, with the engine's log-probabilities. Tokens of older weights are not compared.
+            log_probs: `[n]` float32 of the trainer; numbers that are not finite are not compared.
             healthy: mismatches of the run's first steps.
             step: names the step in messages.
 
         Raises:
-            MismatchError: on all ranks alike, because records are replicated. Nothing may learn from the samples. It is
-                raised too if the current weights drew tokens and none of them can be compared.
+            MismatchError: on all ranks alike. Nothing may learn from the samples. It is raised too if the current
+                weights drew tokens and none of them can be compared.
         """
-        assert rollouts.rollout_log_probs is not None, "samples without the engine's log-probabilities"
+        share = samples.share
+        assert share.rollout_log_probs is not None, "samples without the engine's log-probabilities"
         limit = self.limit(healthy)
-        sampled = _drawn_after(rollouts, step)
-        mismatch, comparable = token_mismatch(log_probs, rollouts.rollout_log_probs, sampled)
-        if not comparable.any():
-            _report_blindness(rollouts, log_probs, sampled, step=step)
-        kept = _means(rollouts.rows(mismatch), rollouts.rows(comparable)) <= FAR_OUT * limit
+        sampled = _drawn_after(share, step)
+        mismatch, comparable = token_mismatch(log_probs, share.rollout_log_probs, sampled)
+        of_samples = (_means(share.rows(mismatch), share.rows(comparable)), share.sums(comparable))
+        means, num_comparable = samples.gather(torch.stack(of_samples, dim=-1)).unbind(-1)
+        if not num_comparable.any():
+            _report_blindness(samples, log_probs, sampled, step=step)
+        kept = means <= FAR_OUT * limit
         left_out = 1.0 - float(kept.double().mean())
-        learnt = comparable & kept.repeat_interleave(rollouts.num_tokens)
-        level = _mean(mismatch, learnt)
+        level = _mean(samples, mismatch, comparable, kept)
         if left_out > self.limits.mismatch_share or level > limit or not kept.any():
-            raise MismatchError(_failure(rollouts, _mean(mismatch, comparable), kept, limit, step=step))
+            everything = _mean(samples, mismatch, comparable, torch.ones_like(kept))
+            raise MismatchError(_failure(samples.index, everything, kept, limit, step=step))
         if left_out and dist.get_rank() == 0:
             logger.warning(
                 "nothing learns from %d samples of step %d: engine and trainer disagree about their probabilities: %s",
                 int((~kept).sum()),
                 step + 1,
-                _rows(rollouts, ~kept),
+                _rows(samples.index, ~kept),
             )
         return GateResult(
             rows=kept.nonzero()[:, 0],
-            healthy=(*healthy, level)[:WINDOW] if learnt.any() else tuple(healthy),
+            healthy=(*healthy, level)[:WINDOW] if num_comparable[kept].any() else tuple(healthy),
             metrics={
                 "training/rollout_mismatch": level,
                 "training/rollout_mismatch_limit": limit,
@@ -137,14 +144,14 @@ def _drawn_after(rollouts: Rollouts, step: int) -> Tensor:
     return rollouts.mask if versions is None else rollouts.mask & (versions == step)
 
 
-def _report_blindness(rollouts: Rollouts, log_probs: Tensor, sampled: Tensor, *, step: int) -> None:
+def _report_blindness(samples: Sharded[Rollouts], log_probs: Tensor, sampled: Tensor, *, step: int) -> None:
     """Raise MismatchError if none of the `sampled` tokens is finite on both sides; warn if there are no such tokens."""
-    assert rollouts.rollout_log_probs is not None
-    num_tokens = int(sampled.sum())
+    share = samples.share
+    assert share.rollout_log_probs is not None
+    columns = [sampled, *(~numbers.isfinite() & sampled for numbers in (share.rollout_log_probs, log_probs))]
+    counts = samples.gather(torch.stack([share.sums(column) for column in columns], dim=-1)).sum(0)
+    num_tokens, num_engine, num_trainer = map(int, counts)
     if num_tokens:
-        num_engine, num_trainer = (
-            int((~numbers.isfinite() & sampled).sum()) for numbers in (rollouts.rollout_log_probs, log_probs)
-        )
         raise MismatchError(
             f"no token of step {step + 1} can be compared between engine and trainer: of {num_tokens} tokens "
             f"{num_engine} have no finite log-probability of the engine and {num_trainer} none of the trainer. Nothing "
@@ -155,7 +162,7 @@ def _report_blindness(rollouts: Rollouts, log_probs: Tensor, sampled: Tensor, *,
         logger.warning(
             "no token of step %d is compared between engine and trainer: %s",
             step + 1,
-            "older weights drew all of them" if rollouts.mask.any() else "no response has a token",
+            "older weights drew all of them" if samples.index.num_learnt.any() else "no response has a token",
         )
 
 
@@ -168,15 +175,24 @@ def _means(mismatch: Tensor, comparable: Tensor) -> Tensor:
     return (mismatch.sum(-1) - largest.sum(-1)).clamp(min=0.0) / (counts - free).clamp(min=1)
 
 
-def _mean(mismatch: Tensor, comparable: Tensor) -> float:
-    """Return the same mean over all comparable tokens together."""
-    values = mismatch[comparable].view(1, -1)
-    return float(_means(values, torch.ones_like(values, dtype=torch.bool)))
+def _mean(samples: Sharded[Rollouts], mismatch: Tensor, comparable: Tensor, kept: Tensor) -> float:
+    """Return the same mean over all comparable tokens of the kept samples (bool `[B]`) together. Collective."""
+    share = samples.share
+    tokens = comparable & kept[samples.mine].repeat_interleave(share.num_tokens)
+    count = int(samples.gather(share.sums(tokens)).sum())
+    free = min(max(count // 100, FREE_TOKENS), count)
+    if free == count:
+        return 0.0
+    border = kth_largest(mismatch[tokens], free, counts=samples.shares.reports)
+    below = tokens & (mismatch < border)
+    of_samples = samples.gather(torch.stack([share.sums(mismatch * below), share.sums(below)], dim=-1))
+    total, num_below = of_samples.sum(0).tolist()
+    return (total + border * (count - free - num_below)) / (count - free)
 
 
-def _failure(rollouts: Rollouts, level: float, kept: Tensor, limit: float, *, step: int) -> str:
+def _failure(index: Index, level: float, kept: Tensor, limit: float, *, step: int) -> str:
     far_out = f"{int((~kept).sum())} of {len(kept)} samples are far out"
-    named = "" if kept.all() else f" ({_rows(rollouts, ~kept)})"
+    named = "" if kept.all() else f" ({_rows(index, ~kept)})"
     return (
         f"the engine did not draw the samples of step {step + 1} from the trainer's probabilities: their mismatch "
         f"is {level:.3g}, the limit {limit:.3g}, and {far_out}{named}. Nothing has learnt from them. Look at what may "
@@ -187,6 +203,8 @@ def _failure(rollouts: Rollouts, level: float, kept: Tensor, limit: float, *, st
     )
 
 
-def _rows(rollouts: Rollouts, samples: Tensor) -> str:
-    rows = list(dict.fromkeys(rollouts.prompt_of(sample).index for sample in samples.nonzero()[:, 0].tolist()))
+def _rows(index: Index | Rollouts, samples: Tensor) -> str:
+    """Name the rows of the data of the given samples, bool `[B]`."""
+    asked = index.groups[samples.nonzero()[:, 0]].tolist()
+    rows = list(dict.fromkeys(index.prompts[place].index for place in asked))
     return f"rows {', '.join(map(str, rows[:MOST_NAMED]))}{' ...' if len(rows) > MOST_NAMED else ''} of the data"

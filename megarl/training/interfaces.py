@@ -10,6 +10,7 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Group, Prompts, Rollouts, Scored
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
+from megarl.distributed.sharded import Sharded
 from megarl.tracking.timers import Timers
 
 Metrics = dict[str, float]
@@ -83,8 +84,8 @@ class Scorer(Protocol):
 class Reference(Protocol):
     """A policy that never learns."""
 
-    def infer(self, batch: Rollouts) -> PolicyOutputs:
-        """Return the log-probabilities of the response tokens."""
+    def infer(self, batch: Sharded[Rollouts]) -> PolicyOutputs:
+        """Return the log-probabilities of the response tokens of this rank's share."""
 
 
 class Gradient(Protocol):
@@ -104,10 +105,13 @@ G = TypeVar("G", bound=Gradient)
 class Policy(Reference, Protocol[G]):
     """The actor. Its outputs have entropies."""
 
-    def forward_backward(self, experience: Experience, *, step: int) -> G:
+    def spread(self, record: Scored, *, step: int) -> Sharded[Scored]:
+        """Keep this rank's share of the samples of a step, which every rank has."""
+
+    def forward_backward(self, experience: Sharded[Experience], *, step: int) -> G:
         """Compute the gradient of a step that has one mini-batch, and the outputs on it."""
 
-    def update(self, experience: Experience, *, step: int, gradient: G | None = None) -> Metrics:
+    def update(self, experience: Sharded[Experience], *, step: int, gradient: G | None = None) -> Metrics:
         """Learn from the experience of one step. Return metrics.
 
         `gradient` is that of the experience, if `forward_backward` has computed it.
@@ -117,10 +121,10 @@ class Policy(Reference, Protocol[G]):
 class Critic(Protocol):
     """A model of the return."""
 
-    def infer(self, batch: Rollouts) -> Tensor:
-        """Return the values of the states before each response token, `[N]` float32."""
+    def infer(self, batch: Sharded[Rollouts]) -> Tensor:
+        """Return the values of the states before each response token of this rank's share, `[n]` float32."""
 
-    def update(self, experience: Experience, *, step: int) -> Metrics:
+    def update(self, experience: Sharded[Experience], *, step: int) -> Metrics:
         """Learn from the experience of one step. Return metrics."""
 
 

@@ -17,15 +17,17 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Group, Scored
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
+from megarl.distributed.sharded import Sharded
 from megarl.samples.in_flight import IN_FLIGHT_FILE, to_bytes
 from megarl.tracking.names import STEP_SECONDS, validation_of
 from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
-from megarl.training.collect import Collected, SampleSource
+from megarl.training.collect import SampleSource
 from megarl.training.custom import CustomEstimator
 from megarl.training.estimate import estimate, mismatch_metrics
 from megarl.training.gate import Gate, require_version
 from megarl.training.interfaces import Checkpoints, Critic, Metrics, Policy, Reference
+from megarl.training.statistics import mean
 from megarl.training.steps import Schedule, run_steps
 from megarl.training.validation import Validation
 from megarl.training.work import Work
@@ -83,7 +85,7 @@ class CheckedSamples:
     """The samples of a step that agree with the engine's probabilities, and the actor's outputs on them."""
 
     rows: Tensor  # [K] int64: the places of the kept samples among all
-    kept: Collected
+    kept: Sharded[Scored]
     outputs: PolicyOutputs  # on the kept samples
     mismatches: tuple[float, ...]  # for the next step's gate
     metrics: Metrics
@@ -93,8 +95,8 @@ class CheckedSamples:
 class RefAndValues:
     """The outputs on the samples of a step from the models that are not the actor."""
 
-    ref_log_probs: Tensor | None  # [N] float32; None: there is no reference
-    values: Tensor | None  # [N] float32; None: there is no critic
+    ref_log_probs: Tensor | None  # [n] float32; None: there is no reference
+    values: Tensor | None  # [n] float32; None: there is no critic
 
     def select(self, tokens: Tensor) -> "RefAndValues":
         """Return the outputs on the given tokens (int64 indices)."""
@@ -110,7 +112,7 @@ class RefAndValues:
 class StepBatch:
     """The experience that a step learns from."""
 
-    experience: Experience
+    experience: Sharded[Experience]
     kl: KL  # for the next step
     metrics: Metrics
 
@@ -167,28 +169,31 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
     the advantages are computed first. If samples are then refused, the update begins again without them.
     """
     collected = job.samples.collect(progress.position, timers, step=step, in_flight=progress.in_flight)
-    samples = collected.scored_only()
-    require_version(samples.scored, step=step, max_staleness=job.max_staleness)
+    with_score = collected.scored_only()
+    require_version(with_score.scored, step=step, max_staleness=job.max_staleness)
+    samples = job.actor.spread(with_score.scored, step=step)
+    baselines = with_score.baselines
     learns = step >= job.critic_warmup
     gradient = None
     metrics = Metrics()
     if learns and job.fused_old_log_probs:
-        others = infer_frozen(job, samples.scored, timers)
-        batch = compute_advantages(job, samples, None, others, progress.kl, timers)
+        others = infer_frozen(job, samples, timers)
+        batch = compute_advantages(job, samples, baselines, None, others, progress.kl, timers)
         with timers("update_actor"):
             gradient = job.actor.forward_backward(batch.experience, step=step)
         checked = check_against_engine(job, samples, gradient.outputs, progress.mismatches, step=step)
-        if len(checked.rows) < len(samples.scored):
+        if len(checked.rows) < len(samples):
             gradient.discard()
             gradient = None
-            others = others.select(samples.scored.token_places(checked.rows))
+            others = others.select(samples.token_places(checked.rows))
     else:
         with timers("old_log_prob"):
-            outputs = job.actor.infer(samples.scored)
+            outputs = job.actor.infer(samples)
         checked = check_against_engine(job, samples, outputs, progress.mismatches, step=step)
-        others = infer_frozen(job, checked.kept.scored, timers)
+        others = infer_frozen(job, checked.kept, timers)
     if gradient is None:
-        batch = compute_advantages(job, checked.kept, checked.outputs, others, progress.kl, timers)
+        baselines = None if baselines is None else baselines[checked.rows]
+        batch = compute_advantages(job, checked.kept, baselines, checked.outputs, others, progress.kl, timers)
     if learns:
         with timers("update_actor"):
             metrics |= job.actor.update(batch.experience, step=step, gradient=gradient)
@@ -197,7 +202,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
             metrics |= job.critic.update(batch.experience, step=step)
 
     assert checked.outputs.entropy is not None, "an actor without entropies"
-    metrics["actor/entropy"] = float(checked.outputs.entropy[checked.kept.scored.mask].mean())
+    metrics["actor/entropy"] = mean(checked.kept, checked.outputs.entropy)
     metrics["perf/total_num_tokens"] = float(collected.scored.lengths().sum())
     metrics |= job.work.metrics(collected.scored, timers.seconds())
     metrics["reward/masked_rate"] = 1.0 - float(collected.scored.has_score().double().mean())
@@ -212,46 +217,52 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
 
 
 def check_against_engine(
-    job: Job, samples: Collected, outputs: PolicyOutputs, mismatches: tuple[float, ...], *, step: int
+    job: Job, samples: Sharded[Scored], outputs: PolicyOutputs, mismatches: tuple[float, ...], *, step: int
 ) -> CheckedSamples:
     """Compare the actor's outputs on the samples with the engine's probabilities. Raises what `Gate.check` does."""
-    scored, rows = samples.scored, torch.arange(len(samples.scored))
-    metrics = mismatch_metrics(scored, outputs.log_probs)
-    if job.gate and scored.rollout_log_probs is not None:
-        passed = job.gate.check(scored, outputs.log_probs, mismatches, step=step)
+    rows = torch.arange(len(samples))
+    metrics = mismatch_metrics(samples, outputs.log_probs)
+    if job.gate and samples.share.rollout_log_probs is not None:
+        passed = job.gate.check(samples, outputs.log_probs, mismatches, step=step)
         rows = passed.rows
-        outputs = outputs.select(scored.token_places(rows))
+        outputs = outputs.select(samples.token_places(rows))
         samples = samples.select(rows)
         metrics = metrics | passed.metrics
         mismatches = passed.healthy
     return CheckedSamples(rows=rows, kept=samples, outputs=outputs, mismatches=mismatches, metrics=metrics)
 
 
-def infer_frozen(job: Job, scored: Scored, timers: Timers) -> RefAndValues:
+def infer_frozen(job: Job, samples: Sharded[Scored], timers: Timers) -> RefAndValues:
     """Run the samples through the reference and the critic, if the job has them."""
     with timers("ref"):
-        ref_log_probs = job.reference.infer(scored).log_probs if job.reference else None
+        ref_log_probs = job.reference.infer(samples).log_probs if job.reference else None
     with timers("values"):
-        values = job.critic.infer(scored) if job.critic else None
+        values = job.critic.infer(samples) if job.critic else None
     return RefAndValues(ref_log_probs=ref_log_probs, values=values)
 
 
 def compute_advantages(
-    job: Job, samples: Collected, old: PolicyOutputs | None, others: RefAndValues, kl: KL, timers: Timers
+    job: Job,
+    samples: Sharded[Scored],
+    baselines: Tensor | None,
+    old: PolicyOutputs | None,
+    others: RefAndValues,
+    kl: KL,
+    timers: Timers,
 ) -> StepBatch:
     """Estimate the advantages of the samples. `old` are the actor's outputs on them; None: the update computes them."""
     with timers("adv"):
         experience, metrics = estimate(
-            samples.scored,
+            samples,
             old_log_probs=old.log_probs if old else None,
             ref_log_probs=others.ref_log_probs,
             values=others.values,
-            baselines=samples.baselines,
+            baselines=baselines,
             algorithm=job.algorithm,
             kl_coef=kl.coef if job.algorithm.use_kl_in_reward else None,
             exact_kl=old.kl if old else None,
             custom=job.custom_estimator,
         )
         if "actor/reward_kl_penalty" in metrics:
-            kl = kl.update(metrics["actor/reward_kl_penalty"], num_steps=len(samples.scored))
+            kl = kl.update(metrics["actor/reward_kl_penalty"], num_steps=len(samples))
     return StepBatch(experience=experience, kl=kl, metrics=metrics)

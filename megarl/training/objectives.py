@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megarl.algorithms import losses
@@ -34,6 +35,7 @@ from megarl.algorithms.masked import masked
 from megarl.batch import Experience, Marked, Preferences, Rollouts
 from megarl.config.custom_functions import LOSS_ARGUMENTS
 from megarl.config.policy import ActorSection, CriticSection
+from megarl.distributed.sharded import Sharded
 from megarl.training.custom import CustomLoss
 
 Contribution = tuple[Tensor, dict[str, Tensor]]
@@ -108,21 +110,27 @@ def policy_loss(
     return result
 
 
-def mark(minibatch: Experience, section: ActorSection) -> Experience:
-    """Mark the tokens that the loss treats differently. Return the mini-batch itself if the loss treats all alike."""
+def mark(minibatch: Sharded[Experience], section: ActorSection) -> Sharded[Experience]:
+    """Mark the tokens that the loss treats differently. Return the mini-batch itself if the loss treats all alike.
+
+    Collective: the choice is of all tokens of the mini-batch, so every rank gets two numbers of each of them.
+    """
     settings = section.policy_loss
-    mask = minibatch.mask
     if not LOSSES[settings.loss_mode].chooses:
         return minibatch
-    assert minibatch.old_log_probs is not None, "covariances without the old log-probabilities"
-    covariances = token_covariances(minibatch.old_log_probs, minibatch.advantages, mask)
+    share = minibatch.share
+    assert share.old_log_probs is not None, "covariances without the old log-probabilities"
+    columns = (share.old_log_probs, share.advantages, share.mask)
+    old_log_probs, advantages, mask = map(minibatch.gather_tokens, columns)
+    mask = mask.to(torch.bool)
+    covariances = token_covariances(old_log_probs, advantages, mask)
     if settings.loss_mode == "clip_cov":
         marked = clip_cov_tokens(
             covariances, mask, ratio=settings.clip_cov_ratio, lower=settings.clip_cov_lb, upper=settings.clip_cov_ub
         )
     else:
         marked = kl_cov_tokens(covariances, mask, ratio=settings.kl_cov_ratio)
-    return minibatch.extend(Marked, marked=marked)
+    return minibatch.with_share(share.extend(Marked, marked=minibatch.share_of(marked)))
 
 
 @dataclass(frozen=True)

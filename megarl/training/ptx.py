@@ -12,6 +12,7 @@ from megarl.config.root import Config
 from megarl.data.config import SFTDataSection
 from megarl.data.pairs import PairStream
 from megarl.data.tokenizer import Tokenizer
+from megarl.learner.learner import Learner
 from megarl.learner.terms import LossTerm, Objective
 from megarl.platform.errors import UserError
 from megarl.training.objectives import PTXObjective
@@ -54,10 +55,11 @@ class Supervision:
         num_minibatches = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
         return cls(pairs=pairs, objective=PTXObjective(actor.ptx_coef), num_minibatches=num_minibatches)
 
-    def terms(self, step: int) -> Iterator[LossTerm]:
-        """Yield the extra loss term of each mini-batch of a step, without end.
+    def terms(self, learner: Learner, step: int) -> Iterator[LossTerm]:
+        """Yield the extra loss term of each mini-batch of a step of the learner, without end.
 
         The temperature is 1: the term uses the language model's own probabilities, not the sampler's.
         """
         for number in count(step * self.num_minibatches):
-            yield LossTerm(batch=self.pairs.take(number), objective=self.objective, temperature=1.0)
+            pairs = learner.spread(self.pairs.take(number))
+            yield LossTerm(batch=pairs, objective=self.objective, temperature=1.0)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from megarl.batch import Prompt, Rollouts, Scored
@@ -58,7 +59,9 @@ class RewardModel:
         longest = max(map(len, sequences)) + 1  # scoring_batch adds a token
         # The budget was checked for the policy's vocabulary. A sequence may be longer in this vocabulary.
         max_tokens = max(self._budget.max_tokens, -(-longest // self._learner.mesh.cp_size))
-        scores: Tensor = self._learner.infer(scoring_batch(sequences), replace(self._budget, max_tokens=max_tokens))
+        batch = self._learner.spread(scoring_batch(sequences))
+        found = self._learner.infer(batch, replace(self._budget, max_tokens=max_tokens))
+        scores = batch.gather(found).to(torch.float32)  # a sequence has one token
         if not scores.isfinite().all():
             sample = scores.isfinite().tolist().index(False)
             raise FloatingPointError(f"the reward model gives sample {sample} the score {float(scores[sample])}")

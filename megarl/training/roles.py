@@ -1,8 +1,9 @@
 """The loop's nouns, built from learners and engines: `Model` for actor, reference and critic, and the sampler."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Generic, TypeVar
 
 import torch
@@ -12,6 +13,8 @@ from megarl.algorithms.kl import Divergence
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Generation, Group, Prompt, Prompts, Rollouts
 from megarl.data.translation import Translation
+from megarl.distributed.exchange import on_each_rank
+from megarl.distributed.sharded import Sharded, shard
 from megarl.environments.episodes import Environments
 from megarl.learner.batching import Budget
 from megarl.learner.forward import ReferenceDivergence
@@ -26,7 +29,8 @@ from megarl.rollout.session import SamplingSession
 from megarl.samples.step_cache import StepCache
 from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Metrics
-from megarl.training.minibatches import minibatches
+from megarl.training.minibatches import MiniBatches
+from megarl.training.ptx import Supervision
 from megarl.training.skips import Skips
 from megarl.training.updates import update
 from megarl.weight_sync.transfer import Sync
@@ -41,13 +45,10 @@ class Updates:
 
     objective: Objective
     budget: Budget
-    num_prompts: int  # per mini-batch
-    num_epochs: int
-    shuffle: bool
-    seed: int
-    prepare: Callable[[Experience], Experience] | None = None  # applied to each mini-batch before it is divided
+    minibatches: MiniBatches
+    prepare: Callable[[Sharded[Experience]], Sharded[Experience]] | None = None  # applied to each mini-batch
     against: ReferenceDivergence | None = None  # the exact divergence that the objective uses
-    extra_terms: Callable[[int], Iterable[LossTerm]] | None = None  # of the loss of each mini-batch of a step
+    supervision: Supervision | None = None  # a further term of the loss of each mini-batch
     skips: Skips | None = None  # handles mini-batches with a loss or gradient that is not finite; None: nothing does
 
 
@@ -84,19 +85,33 @@ class Model(Generic[Outputs]):
         self._against = against
         self._with_entropy = with_entropy
 
-    def infer(self, batch: Rollouts) -> Outputs:
-        """Return the model's outputs for the response tokens, `[N]` float32."""
+    def spread(self, record: R, *, step: int) -> Sharded[R]:
+        """Keep this rank's share of the samples of a step, which every rank has.
+
+        The samples of each mini-batch of the first epoch are spread evenly.
+        """
+        updates = self._updates_of_role()
+        lengths = record.lengths()
+        owners = torch.zeros_like(record.groups)
+        num_minibatches = -(-len(record.prompts) // updates.minibatches.num_prompts)
+        of_step = updates.minibatches.samples(record.groups, len(record.prompts), step=step)
+        for samples in islice(of_step, num_minibatches):
+            owners[samples] = self.learner.batching.owners(lengths[samples], record.groups[samples])
+        return shard(record, owners, self.learner.batching.shares)
+
+    def infer(self, batch: Sharded[Rollouts]) -> Outputs:
+        """Return the model's outputs for the response tokens of this rank's share, `[N]` float32."""
         batch, budget = self._as_read(batch, self._budget)
         outputs: Outputs = self.learner.infer(batch, budget, against=self._against, with_entropy=self._with_entropy)
         return outputs
 
-    def forward_backward(self, experience: Experience, *, step: int) -> ReducedGradient:
+    def forward_backward(self, experience: Sharded[Experience], *, step: int) -> ReducedGradient:
         """Compute the gradient of a step, counted from 0, that has one mini-batch, and the model's outputs on it."""
         experience, budget = self._as_read(experience, self._updates_of_role().budget)
         (terms,) = self._minibatches(experience, step)
         return self.learner.forward_backward(terms, budget, with_outputs=True)
 
-    def update(self, experience: Experience, *, step: int, gradient: ReducedGradient | None = None) -> Metrics:
+    def update(self, experience: Sharded[Experience], *, step: int, gradient: ReducedGradient | None = None) -> Metrics:
         """Learn from the experience of a step, counted from 0. The learner's own metrics get the prefix `NAME/`.
 
         `gradient` is that of the step's one mini-batch, if `forward_backward` has computed it.
@@ -120,29 +135,27 @@ class Model(Generic[Outputs]):
         assert self._updates is not None, f"the {self.name} does not learn"
         return self._updates
 
-    def _minibatches(self, experience: Experience, step: int) -> Iterator[Sequence[LossTerm]]:
+    def _minibatches(self, experience: Sharded[Experience], step: int) -> Iterator[Sequence[LossTerm]]:
         """Yield the terms of the loss of each mini-batch of a step."""
         updates = self._updates_of_role()
-        batches: Iterator[Experience] = minibatches(
-            experience,
-            num_prompts=updates.num_prompts,
-            num_epochs=updates.num_epochs,
-            shuffle=updates.shuffle,
-            seed=updates.seed + step,
-        )
-        extra_terms = iter(updates.extra_terms(step)) if updates.extra_terms else None
-        for batch in batches:
+        extra_terms = updates.supervision.terms(self.learner, step) if updates.supervision else None
+        index = experience.index
+        for samples in updates.minibatches.samples(index.groups, len(index.prompts), step=step):
+            batch = experience.select(samples)
             whole = updates.prepare(batch) if updates.prepare else batch
             term = LossTerm(batch=whole, objective=updates.objective, against=updates.against)
             yield [term, next(extra_terms)] if extra_terms else [term]
 
-    def _as_read(self, batch: R, budget: Budget) -> tuple[R, Budget]:
+    def _as_read(self, batch: Sharded[R], budget: Budget) -> tuple[Sharded[R], Budget]:
         """Re-encode the batch in the model's own tokens. The budget grows if a sequence becomes longer than it."""
-        if self.translate is None:
+        translate = self.translate
+        if translate is None:
             return batch, budget
-        batch = self.translate(batch)
-        longest = -(-int(batch.lengths().max()) // self.learner.mesh.cp_size)
-        return batch, replace(budget, max_tokens=max(budget.max_tokens, longest))
+        share = on_each_rank(lambda: translate(batch.share))
+        lengths = batch.gather(share.lengths()).to(torch.int64)
+        longest = -(-int(lengths.max()) // self.learner.mesh.cp_size)
+        index = replace(batch.index, lengths=lengths)
+        return replace(batch, share=share, index=index), replace(budget, max_tokens=max(budget.max_tokens, longest))
 
 
 class FrozenPolicies:
@@ -151,9 +164,9 @@ class FrozenPolicies:
     def __init__(self, models: PerDataSource[Model[PolicyOutputs]]) -> None:
         self.models = models
 
-    def infer(self, batch: Rollouts) -> PolicyOutputs:
-        """Return the log-probabilities of the response tokens, `[N]` float32."""
-        shares = self.models.shares(batch)
+    def infer(self, batch: Sharded[Rollouts]) -> PolicyOutputs:
+        """Return the log-probabilities of the response tokens of this rank's share, `[N]` float32."""
+        shares = self.models.shares(batch.index)
         read = [model.infer(batch.select(samples)).log_probs for model, samples in shares]
         order = torch.cat([batch.token_places(samples) for _, samples in shares]).argsort()
         return PolicyOutputs(log_probs=torch.cat(read)[order])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megarl.batch import Rollouts
 from megarl.checkpoint.find import last_intact_during_run
 from megarl.learner.finite import NotFinite
 from megarl.learner.terms import LossTerm
@@ -54,6 +55,7 @@ class Skips:
             self._in_a_row = 0
             return
         self._in_a_row += 1
+        batches = [term.batch.whole() for term in terms]
         record = self._directory / f"step_{step}_{self._model}_{minibatch}.json"
         if dist.get_rank() == 0:
             logger.warning(
@@ -61,12 +63,12 @@ class Skips:
                 "trainer.max_skipped_updates=%d): see %s",
                 *(step, self._model, minibatch, why.describe(), self._in_a_row, self._most_in_a_row, record),
             )
-            self._keep(record, step, minibatch, terms, why)
+            self._keep(record, step, minibatch, batches, why)
         if self._in_a_row > self._most_in_a_row:
             raise UserError(self._too_many(record, why))
 
-    def _keep(self, record: Path, step: int, minibatch: int, terms: Sequence[LossTerm], why: NotFinite) -> None:
-        """Write a mini-batch to files. A disk error only warns."""
+    def _keep(self, record: Path, step: int, minibatch: int, batches: Sequence[Rollouts], why: NotFinite) -> None:
+        """Write the records of a mini-batch to files. A disk error only warns."""
         facts = {
             "model": self._model,
             "step": step,
@@ -78,9 +80,9 @@ class Skips:
         }
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            for number, term in enumerate(terms):
+            for number, batch in enumerate(batches):
                 name = record.stem + (f"_{number}" if number else "")
-                write_record(record.with_name(f"{name}.parquet"), term.batch)
+                write_record(record.with_name(f"{name}.parquet"), batch)
             write_whole(record, json.dumps(facts, indent=1).encode())
             self._forget_oldest()
         except OSError as error:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
+
 from megarl.platform import progress
 from megarl.algorithms.losses import Totals
 from megarl.batch import Rollouts
@@ -62,7 +64,8 @@ def train(
 
     def step(number: int, timers: Timers) -> Metrics:
         with timers("step"):
-            term = LossTerm(batch=task.batches.take(number), objective=task.objective)
+            batch = learner.spread(task.batches.take(number), num_together=task.budget.num_together)
+            term = LossTerm(batch=batch, objective=task.objective)
             return update(learner, [[term]], task.budget, skips=skips, step=number)
 
     validate = task.validate
@@ -88,8 +91,9 @@ def mean_loss(learner: Learner, *, pairs: PairStream, budget: Budget) -> Metrics
     num_tokens = 0
     for batch in pairs.batches():
         watchdog.note(phase="validation")
-        total -= float(learner.infer(batch, budget).log_probs.sum())
-        num_tokens += int(batch.mask.sum())
+        spread = learner.spread(batch)
+        total -= float(spread.gather(spread.share.sums(learner.infer(spread, budget).log_probs)).sum())
+        num_tokens += len(batch.mask)
     return {"val/loss": total / num_tokens}
 
 
@@ -102,6 +106,8 @@ def preference_metrics(
     totals = Totals(num_tokens=num_sequences, num_sequences=num_sequences)
     for batch in pairs.batches():
         watchdog.note(phase="validation")
-        _, metrics = objective(learner.infer(batch, budget), batch, totals)
+        spread = learner.spread(batch, num_together=budget.num_together)
+        scores = spread.gather(learner.infer(spread, budget)).to(torch.float32)  # a sequence has one token
+        _, metrics = objective(scores, batch, totals)
         sums = {name: sums.get(name, 0.0) + float(value) for name, value in metrics.items()}
     return {name.replace("reward_model/", "val/"): value for name, value in sums.items()}

@@ -65,7 +65,7 @@ def update(
     tally = Tally()
     with learner.learning():
         for number, terms in enumerate(minibatches):
-            if not terms[0].batch.mask.any():
+            if not terms[0].batch.index.num_learnt.any():
                 tally.empty += 1
                 continue
             if gradient is None:

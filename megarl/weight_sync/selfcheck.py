@@ -128,7 +128,7 @@ class SelfCheck:
             UserError: on all ranks alike, if the mean is above `logprob_stop`, or if the trainer has changed since
                 the check before and a replica has not.
         """
-        log_probs = self._actor.infer(responses, self._budget, temperature=1.0).log_probs
+        log_probs = log_probs_of_all(self._actor, responses, self._budget, temperature=1.0)
         assert responses.rollout_log_probs is not None, "`ask` requests them"
         seen = CheckResult(_by_sample(responses, responses.rollout_log_probs), _by_sample(responses, log_probs))
         means, largest = probability_differences(responses, log_probs, num_replicas=self._engine.num_replicas)
@@ -163,6 +163,15 @@ class SelfCheck:
             "model.override_config; `megarl verify MODEL_DIR` with the same keys compares both with "
             "transformers, and reports whether the weights arrive"
         )
+
+
+def log_probs_of_all(
+    actor: Learner, responses: Rollouts, budget: Budget, *, temperature: float | None = None
+) -> torch.Tensor:
+    """Return the actor's log-probabilities of all tokens of a small record on every rank, `[N]`. Collective."""
+    batch = actor.spread(responses)
+    found = actor.infer(batch, budget, temperature=temperature).log_probs
+    return batch.gather_tokens(found).to(torch.float32)
 
 
 def probability_differences(

@@ -37,7 +37,14 @@ from megarl.rollout.start import start_engine
 from megarl.weight_sync.memory import MemoryMeter
 from megarl.weight_sync.plan import actor_placement, plan_sync, sampler_placement
 from megarl.weight_sync.random_weights import write_random_weights
-from megarl.weight_sync.selfcheck import NUM_PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS, ask, fixed_prompts
+from megarl.weight_sync.selfcheck import (
+    NUM_PROMPTS,
+    PROMPT_TOKENS,
+    RESPONSE_TOKENS,
+    ask,
+    fixed_prompts,
+    log_probs_of_all,
+)
 from megarl.weight_sync.transfer import send_weights
 
 CHUNK = 1 << 22  # elements changed at once
@@ -193,7 +200,8 @@ class VerifySetup:
         """Compare the probabilities of the responses, pair by pair. Only rank 0 runs `transformers`."""
         budget = Budget(max_tokens=len(responses) * self.engine.max_model_len, max_sequences=None)
         assert responses.rollout_log_probs is not None, "`ask` requests them"
-        log_probs = {"trainer": self.learner.infer(responses, budget).log_probs, "engine": responses.rollout_log_probs}
+        trainer = log_probs_of_all(self.learner, responses, budget)
+        log_probs = {"trainer": trainer, "engine": responses.rollout_log_probs}
         if self.launch.rank == 0:
             log_probs["transformers"] = transformers_log_probs(exported, responses, dtype=self.dtype)
         return {

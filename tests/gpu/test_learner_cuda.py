@@ -11,7 +11,7 @@ from megarl.algorithms.kl import Divergence
 from megarl.config.policy import ActorSection
 from megarl.training.objectives import ActorObjective
 from tests.support.heads import assert_not_rounded, in_bfloat16
-from tests.support.learners import learn_twice, make_test_learner, sizes, update
+from tests.support.learners import learn_twice, make_test_learner, outputs_of_all, sizes, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.tiny import VARIANTS, write_checkpoint
@@ -45,7 +45,7 @@ def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.T
     other = make_test_learner(reference, split, optim=None, mesh=learner.mesh)
     against = ReferenceDivergence(policies=PerDataSource(other=other.forward), divergence=Divergence())
     budget = Budget(max_tokens=24, max_sequences=None)
-    kl = learner.infer(experience(), budget, against=against).kl
+    kl = outputs_of_all(learner, experience(), budget, against=against).kl
     metrics: dict[str, Any] = update(learner, [experience()], ACTOR, budget, against=against)
     homes = {parameter.device.type for parameter in other.modules[0].parameters()}
     assert homes == {"cpu" if param_offload else "cuda"}
@@ -72,7 +72,8 @@ def read(source: Path) -> torch.Tensor:
 
     torch.backends.cuda.matmul.allow_tf32 = False
     learner = make_test_learner(source, {}, optim=None)
-    log_probs: torch.Tensor = learner.infer(experience(), Budget(max_tokens=100, max_sequences=None)).log_probs
+    budget = Budget(max_tokens=100, max_sequences=None)
+    log_probs: torch.Tensor = outputs_of_all(learner, experience(), budget).log_probs
     return log_probs
 
 

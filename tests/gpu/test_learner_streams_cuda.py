@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.learners import ACTOR, make_test_learner, update
+from tests.support.learners import ACTOR, make_test_learner, outputs_of_all, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.tiny import write_checkpoint
@@ -25,7 +25,7 @@ def learn(source: Path, section: dict[str, Any]) -> tuple[list[dict[str, float]]
     learner, batch = make_test_learner(source, section), experience()
     budget = Budget(max_tokens=24, max_sequences=None)
     metrics = [update(learner, [batch, batch], ACTOR, budget) for _ in range(3)]
-    return metrics, learner.infer(batch, budget).log_probs
+    return metrics, outputs_of_all(learner, batch, budget).log_probs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -60,7 +60,7 @@ def waits(source: Path, max_tokens: int) -> Counter[str]:
 
     def work() -> None:
         update(learner, [batch], ACTOR, budget)
-        learner.infer(batch, budget)
+        outputs_of_all(learner, batch, budget)
 
     work()  # kernels are compiled and groups connected
     with warnings.catch_warnings(record=True) as caught:

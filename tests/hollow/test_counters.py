@@ -21,7 +21,7 @@ def asked(source: Path, max_tokens: int) -> tuple[int, Counter[str]]:
 
     learner, batch = make_test_learner(source, {"dtype": "bfloat16"}), experience()
     budget = Budget(max_tokens=max_tokens, max_sequences=None)
-    num_micro_batches = len(learner.forward.divide(batch, budget, None))
+    num_micro_batches = len(learner.forward.divide(learner.spread(batch), budget, None))
     for _ in range(2):  # memory is cached, and groups are connected
         update(learner, [batch], ACTOR, budget)
     with counted() as found:

@@ -47,7 +47,7 @@ def learn(source: Path, section: dict[str, Any]) -> list[dict[str, float]]:
 
     learner, batch, budget = make_test_learner(source, section), experience(), Budget(max_tokens=24, max_sequences=None)
     metrics = [update(learner, [batch, batch], ACTOR, budget) for _ in range(2)]
-    learner.infer(batch, budget)
+    learner.infer(learner.spread(batch), budget)
     return metrics
 
 

@@ -33,7 +33,7 @@ def learn(source: Path, dtype: str, deterministic: bool) -> tuple[set[str], str 
     decide_determinism(deterministic)
     learner = make_test_learner(source, {"dtype": dtype})
     budget = Budget(max_tokens=64, max_sequences=None)
-    learner.infer(experience(), budget)
+    learner.infer(learner.spread(experience()), budget)
     update(learner, [experience()], ACTOR, budget)
     modules = {type(part).__name__ for module in learner.modules for part in module.modules()}
     from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention

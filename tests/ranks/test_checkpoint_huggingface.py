@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from megarl.checkpoint.find import find_checkpoint
 from megarl.distributed.launch import Launch
 from tests.support.engines import PROMPTS, load_as_published, log_probs, tear_down_vllm
-from tests.support.learners import ACTOR, CRITIC, make_test_learner, sizes, update
+from tests.support.learners import ACTOR, CRITIC, make_test_learner, outputs_of_all, sizes, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.sentencepieces import train_sentencepiece
@@ -54,7 +54,7 @@ def save(model: Path, run_dir: Path) -> tuple[Any, Any]:
         is_async=True,
     )
     learn()
-    said = actor.infer(batch, budget).log_probs, critic.infer(batch, budget)
+    said = outputs_of_all(actor, batch, budget).log_probs, outputs_of_all(critic, batch, budget)
     checkpoints.save(State(step=1))
     learn()
     checkpoints.close()

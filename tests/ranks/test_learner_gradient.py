@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.batch import Experience
 from megarl.config.policy import ActorSection
 from megarl.training.objectives import ActorObjective
-from tests.support.learners import TOLERANCE, make_test_learner, update
+from tests.support.learners import TOLERANCE, gathered, make_test_learner, outputs_of_all, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 
@@ -42,7 +42,7 @@ def learned_in_one_pass(checkpoint: Path, split: dict[str, Any]) -> dict[str, An
 
     def learner_and_gradient() -> tuple[Any, Any]:
         learner = make_test_learner(checkpoint, split)
-        term = LossTerm(batch=in_one_pass, objective=OBJECTIVE)
+        term = LossTerm(batch=learner.spread(in_one_pass), objective=OBJECTIVE)
         return learner, learner.forward_backward([term], budget, with_outputs=True)
 
     def result(learner: Any, start: Experience | None, **options: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -50,7 +50,7 @@ def learned_in_one_pass(checkpoint: Path, split: dict[str, Any]) -> dict[str, An
         with learner.weights() as weights:
             return metrics, {name: tensor.clone() for name, tensor in weights.items()}
 
-    told = make_test_learner(checkpoint, split).infer(batch, budget, with_entropy=True)
+    told = outputs_of_all(make_test_learner(checkpoint, split), batch, budget, with_entropy=True)
     known = replace(batch, old_log_probs=told.log_probs)
     found = {
         "untouched": result(make_test_learner(checkpoint, split), None),
@@ -63,7 +63,7 @@ def learned_in_one_pass(checkpoint: Path, split: dict[str, Any]) -> dict[str, An
         learner, refused = learner_and_gradient()
         refused.discard()
         found[name] = result(learner, start)
-    return found | {"told": told, "seen": gradient.outputs}
+    return found | {"told": told, "seen": gathered(learner.spread(in_one_pass), gradient.outputs)}
 
 
 def chunks_with_entropy(checkpoint: Path) -> dict[str, set[bool]]:
@@ -74,10 +74,11 @@ def chunks_with_entropy(checkpoint: Path) -> dict[str, set[bool]]:
     from megarl.training.objectives import PTXObjective, SFTObjective
 
     learner, batch, budget = make_test_learner(checkpoint, {}), experience(), Budget(max_tokens=24, max_sequences=None)
-    plain, extra = (LossTerm(batch=batch, objective=objective) for objective in (PLAIN, PTXObjective(0.5)))
+    spread = learner.spread(batch)
+    plain, extra = (LossTerm(batch=spread, objective=objective) for objective in (PLAIN, PTXObjective(0.5)))
     passes: dict[str, Callable[[], Any]] = {
-        "infer": lambda: learner.infer(batch, budget),
-        "infer, asked": lambda: learner.infer(batch, budget, with_entropy=True),
+        "infer": lambda: learner.infer(spread, budget),
+        "infer, asked": lambda: learner.infer(spread, budget, with_entropy=True),
         "update": lambda: update(learner, [batch], PLAIN, budget),
         "update, bonus": lambda: update(learner, [batch], OBJECTIVE, budget),
         "update, bonus and pairs": lambda: update(learner, [batch], OBJECTIVE, budget, extra_terms=[extra]),

@@ -19,7 +19,8 @@ from megarl.algorithms.config import LOSSES, LossAggregation, PolicyLossSection
 from megarl.batch import Experience
 from megarl.config.policy import ActorSection
 from megarl.models.architecture import hf_shapes, read_architecture
-from megarl.training.objectives import ActorObjective, mark
+from megarl.training.objectives import ActorObjective
+from tests.support.estimates import mark_alone
 from tests.support.layouts import slices
 from tests.support.learners import TEMPERATURE, make_test_learner, update
 from tests.support.ranks import RankPool
@@ -71,7 +72,7 @@ def batches(actor: ActorSection) -> list[Experience]:
     batch = experience()
     batch = replace(batch, weights=torch.linspace(0.5, 2.0, len(batch.mask)))
     batch = batch.without_responses(torch.arange(len(batch)) % 5 == 1)
-    return [mark(batch.select(samples), actor) for samples in torch.arange(len(batch)).split(4)]
+    return [mark_alone(batch.select(samples), actor) for samples in torch.arange(len(batch)).split(4)]
 
 
 def updated(checkpoint: Path, split: dict[str, Any], balance: bool, max_tokens: int) -> dict[str, Any]:

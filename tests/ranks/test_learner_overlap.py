@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.learners import ACTOR, learn_twice, make_test_learner, update
+from tests.support.learners import ACTOR, learn_twice, make_test_learner, outputs_of_all, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.stand_ins import late_collectives, overlap
@@ -54,15 +54,16 @@ def live(checkpoint: Path, split: dict[str, Any], max_tokens: int, mode: Mode) -
     some, broken = batch.select(torch.arange(6)), replace(batch, advantages=batch.advantages * torch.nan)
     with overlapping(mode):
         learner = make_test_learner(checkpoint, split)
-        seen: list[Any] = [learner.infer(batch, budget).log_probs]
+        seen: list[Any] = [outputs_of_all(learner, batch, budget).log_probs]
         for minibatches in ([batch], [some, batch, some], [batch, broken], [broken], [batch]):
             seen.append(update(learner, minibatches, ACTOR, budget))
             with learner.weights() as weights:
                 seen.append({name: tensor.clone() for name, tensor in weights.items()})
-            seen.append(learner.infer(batch, budget).log_probs)
-        learner.forward_backward([LossTerm(batch=batch, objective=ACTOR)], budget, with_outputs=True).discard()
+            seen.append(outputs_of_all(learner, batch, budget).log_probs)
+        term = LossTerm(batch=learner.spread(batch), objective=ACTOR)
+        learner.forward_backward([term], budget, with_outputs=True).discard()
         seen.append(update(learner, [some], ACTOR, budget))
-        seen.append(learner.infer(some, budget).log_probs)
+        seen.append(outputs_of_all(learner, some, budget).log_probs)
     return seen, sum(len(model.bucket_groups) for model in learner.models)
 
 

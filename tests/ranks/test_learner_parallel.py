@@ -83,7 +83,7 @@ def num_messages(checkpoint: Path, split: dict[str, Any]) -> list[float]:
     from megarl.learner.batching import Budget
 
     learner, batch, budget = make_test_learner(checkpoint, split), experience(), Budget(max_tokens=24, max_sequences=2)
-    num_micro_batches = len(learner.forward.divide(batch, budget, None))
+    num_micro_batches = len(learner.forward.divide(learner.spread(batch), budget, None))
     send, messages, counts = dist.ProcessGroup.send, list[Any](), list[float]()
 
     def counted(group: Any, tensors: Any, *args: Any) -> Any:
@@ -91,7 +91,8 @@ def num_messages(checkpoint: Path, split: dict[str, Any]) -> list[float]:
         return send(group, tensors, *args)
 
     with patch.object(dist.ProcessGroup, "send", counted):
-        for run in (lambda: learner.infer(batch, budget), lambda: update(learner, [batch], ACTOR, budget)):
+        spread = learner.spread(batch)
+        for run in (lambda: learner.infer(spread, budget), lambda: update(learner, [batch], ACTOR, budget)):
             messages.clear()
             run()
             counts.append(len(messages) / num_micro_batches)

@@ -11,7 +11,7 @@ from megarl.algorithms.losses import Totals
 from megarl.batch import Preferences
 from megarl.data.conversations import scoring_batch
 from megarl.training.objectives import PreferenceObjective
-from tests.support.learners import make_test_learner, sizes, update
+from tests.support.learners import make_test_learner, outputs_of_all, sizes, update
 from tests.support.ranks import RankPool
 from tests.support.tiny import write_classifier
 
@@ -39,7 +39,7 @@ def megatron_outputs(checkpoint: Path, tp: int, pp: int, max_tokens: int) -> tup
     learner = make_test_learner(checkpoint, sizes(tp, pp), role="value")
     budget = Budget(max_tokens=max_tokens, max_sequences=None, num_together=2)
     metrics = update(learner, [preferences()], OBJECTIVE, budget)
-    return metrics, learner.infer(preferences(), budget)
+    return metrics, outputs_of_all(learner, preferences(), budget)
 
 
 def reference_metrics(checkpoint: Path) -> dict[str, float]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megarl.algorithms.losses import Totals
 from megarl.batch import Prompts, Rollouts
 from megarl.training.objectives import PTXObjective
-from tests.support.learners import ACTOR, TEMPERATURE, make_test_learner, update
+from tests.support.learners import ACTOR, TEMPERATURE, make_test_learner, outputs_of_all, update
 from tests.support.ranks import RankPool
 from tests.support.records import answer, experience, prompts
 from tests.support.references import gradient_norm, outputs_of
@@ -47,9 +47,9 @@ def mixed_update(checkpoint: Path, split: dict[str, Any], max_tokens: int) -> tu
 
     learner = make_test_learner(checkpoint, split, temperature=TEMPERATURE)
     budget = Budget(max_tokens=max_tokens, max_sequences=None)
-    extra = LossTerm(batch=pairs(), objective=PTX, temperature=1.0)
+    extra = LossTerm(batch=learner.spread(pairs()), objective=PTX, temperature=1.0)
     metrics = update(learner, [experience()], ACTOR, budget, extra_terms=[extra])
-    return metrics, learner.infer(experience(), budget).log_probs
+    return metrics, outputs_of_all(learner, experience(), budget).log_probs
 
 
 def expected_metrics(checkpoint: Path) -> dict[str, float]:
@@ -90,8 +90,9 @@ def router_norms(checkpoint: Path, split: dict[str, Any]) -> tuple[float, float]
     start, end = (batch.select(samples) for samples in torch.arange(len(batch)).split([5, 3]))
     section = split | {"override_transformer_config": {"moe_z_loss_coeff": 0.05}}
     whole = update(make_test_learner(checkpoint, section), [batch], silence, budget)
-    extra = [LossTerm(batch=end, objective=silence)]
-    parts = update(make_test_learner(checkpoint, section), [start], silence, budget, extra_terms=extra)
+    learner = make_test_learner(checkpoint, section)
+    extra = [LossTerm(batch=learner.spread(end), objective=silence)]
+    parts = update(learner, [start], silence, budget, extra_terms=extra)
     return whole["grad_norm"], parts["grad_norm"]
 
 

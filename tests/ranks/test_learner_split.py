@@ -13,7 +13,6 @@ import torch
 
 from megarl.batch import Experience
 from megarl.data.conversations import scoring_batch
-from megarl.training.minibatches import minibatches
 from tests.support.learners import (
     ACTOR,
     CRITIC,
@@ -21,11 +20,12 @@ from tests.support.learners import (
     TOLERANCE,
     learner_outputs,
     make_test_learner,
+    outputs_of_all,
     sizes,
     update,
 )
 from tests.support.ranks import RankPool
-from tests.support.records import experience
+from tests.support.records import experience, in_parts
 from tests.support.references import reference_outputs
 
 CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen2", "qwen3-tied")}
@@ -63,7 +63,7 @@ def micro_batches_counted(checkpoint: Path, split: dict[str, Any]) -> tuple[int,
     from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, split, temperature=TEMPERATURE)
-    cut = minibatches(experience(), num_prompts=2, num_epochs=1, shuffle=False, seed=0)
+    cut = in_parts(experience(), num_prompts=2)
     with progress.within("update_actor"):
         update(learner, cut, ACTOR, Budget(max_tokens=40, max_sequences=1))
         phase = progress.now()
@@ -87,10 +87,10 @@ def updates_without_failed(checkpoint: Path, split: dict[str, Any], failed: list
     batch, budget = experience(), Budget(max_tokens=40, max_sequences=None)
     failures = ["timeout" if sample in failed else None for sample in range(len(batch))]
     judged = replace(batch, failures=failures).select(torch.tensor([f is None for f in failures]).nonzero()[:, 0])
-    assert learner.infer(judged, budget).log_probs.shape == judged.mask.shape
-    cut = minibatches(judged, num_prompts=1, num_epochs=1, shuffle=False, seed=0)
+    assert outputs_of_all(learner, judged, budget).log_probs.shape == judged.mask.shape
+    cut = in_parts(judged, num_prompts=1)
     metrics = update(learner, cut, ACTOR, budget)
-    return metrics, learner.infer(batch, budget).log_probs
+    return metrics, outputs_of_all(learner, batch, budget).log_probs
 
 
 def updates_never_drawn(checkpoint: Path, samples: list[list[int]]) -> tuple[dict[str, float], Any]:
@@ -100,7 +100,7 @@ def updates_never_drawn(checkpoint: Path, samples: list[list[int]]) -> tuple[dic
     learner = make_test_learner(checkpoint, {}, temperature=TEMPERATURE)
     batch, budget = experience(), Budget(max_tokens=1000, max_sequences=None)
     metrics = update(learner, [batch.select(torch.tensor(of)) for of in samples], ACTOR, budget)
-    return metrics, learner.infer(batch, budget).log_probs
+    return metrics, outputs_of_all(learner, batch, budget).log_probs
 
 
 def test_samples_whose_reward_failed_show_in_no_split(pool: RankPool, checkpoints: dict[str, Path]) -> None:
@@ -149,8 +149,9 @@ def read_values(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
     assert batch.sequences and batch.places is not None
     samples = torch.arange(len(batch)).repeat_interleave(batch.num_tokens)
     read = zip(samples.tolist(), batch.places.tolist(), strict=True)
-    alone = learner.infer(scoring_batch([batch.sequences[sample][: place + 1] for sample, place in read]), budget)
-    values = learner.infer(batch, budget)
+    states = scoring_batch([batch.sequences[sample][: place + 1] for sample, place in read])
+    alone = outputs_of_all(learner, states, budget)
+    values = outputs_of_all(learner, batch, budget)
     return {"values": values, "alone": alone, "metrics": update(learner, [batch], CRITIC, budget)}
 
 

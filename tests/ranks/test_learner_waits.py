@@ -4,6 +4,7 @@ A host that waits between two micro-batches leaves the device idle until the nex
 """
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from tests.support.waits import DEVICE, on_device
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {"llama": ("llama", {}), "qwen2": ("qwen2", {})}
 OF_THE_CPU = "softmax.py"  # CUDA has kernels for a row of logits
-INFER = {"contributions.py:add_outputs cpu": 1}
+INFER = {"forward.py:join_outputs cpu": 1}
 UPDATE = {
     "contributions.py:add_metrics tolist": 1,
     "clip_grads.py:get_grad_norm_fp32 aten::_local_scalar_dense": 1,
-    "contributions.py:largest aten::_local_scalar_dense": 1,
 }
 
 
@@ -55,11 +55,13 @@ def waits_of(source: Path, role: str, max_tokens: int) -> tuple[int, list[Counte
     batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
     with on_device() as waits:
         learner = make_test_learner(source, {}, role=role)
-        num = len(learner.forward.divide(batch, budget, None))
+        num = len(learner.forward.divide(learner.spread(batch), budget, None))
         objective, found = ACTOR if role == "policy" else CRITIC, []
-        for work in (learner.infer, *[lambda *args: update(learner, [args[0]], objective, args[1])] * 2):
+        infer = partial(learner.infer, learner.spread(batch), budget)
+        learn = partial(update, learner, [batch], objective, budget)
+        for work in (infer, learn, learn):
             waits.found.clear()
-            work(batch, budget)
+            work()
             found.append(Counter({place: n for place, n in waits.found.items() if not place.startswith(OF_THE_CPU)}))
     return num, found
 

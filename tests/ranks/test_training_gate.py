@@ -121,11 +121,13 @@ class World:
     def updates(self, budget: Any, num_prompts: int) -> Any:
         """Return real updates of `num_prompts` prompts each."""
         from megarl.config.policy import ActorSection
+        from megarl.training.minibatches import MiniBatches
         from megarl.training.objectives import ActorObjective
         from megarl.training.roles import Updates
 
         objective = ActorObjective(ActorSection(), horizon=24)
-        return Updates(objective=objective, budget=budget, num_prompts=num_prompts, num_epochs=1, shuffle=False, seed=1)
+        cut = MiniBatches(num_prompts=num_prompts, num_epochs=1, shuffle=False, seed=1)
+        return Updates(objective=objective, budget=budget, minibatches=cut)
 
     def step(self, progress: Any, step: int, *, in_one_pass: bool, **sampler: Any) -> tuple[dict[str, float], Any]:
         """Take the loop's own step with a sampler of these settings. In one pass, the actor takes only one update."""

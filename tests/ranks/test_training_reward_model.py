@@ -18,7 +18,7 @@ from megarl.distributed.launch import Launch
 from megarl.learner.config import MegatronSection
 from megarl.models.config import ModelSection, RewardCheckpointSection
 from tests.support.disks import Disk, small_disk
-from tests.support.learners import make_test_learner, sizes
+from tests.support.learners import make_test_learner, outputs_of_all, sizes
 from tests.support.ranks import RankPool, fresh_mesh
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.tiny import write_checkpoint, write_classifier
@@ -47,7 +47,9 @@ def scores(checkpoint: Path, split: dict[str, Any], max_sequences: int | None) -
     from megarl.learner.batching import Budget
 
     budget = Budget(max_tokens=64, max_sequences=max_sequences)
-    return make_test_learner(checkpoint, split, role="value", optim=None).infer(scoring_batch(sequences()), budget)
+    learner = make_test_learner(checkpoint, split, role="value", optim=None)
+    scored: Tensor = outputs_of_all(learner, scoring_batch(sequences()), budget)
+    return scored
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3_moe"])

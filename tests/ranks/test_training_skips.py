@@ -21,7 +21,7 @@ from megarl.learner.config import OptimSection
 from megarl.tracking.jsonl import read_jsonl
 from tests.support.learners import ACTOR, make_test_learner, update
 from tests.support.ranks import RankPool
-from tests.support.records import experience
+from tests.support.records import alone, experience
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.supervised import train
 
@@ -220,7 +220,7 @@ def many(run_dir: Path) -> None:
 
     trainer = TrainerSection(default_local_dir=str(run_dir), max_skipped_updates=MOST_KEPT + 1)
     skips = Skips("critic", trainer)
-    term = LossTerm(batch=experience(), objective=ACTOR)
+    term = LossTerm(batch=alone(experience()), objective=ACTOR)
     why = NotFinite(loss=float("inf"), grad_norm=1.0, rows=((), ()), parameters={})
     for number in range(MOST_KEPT + 1):
         skips.note(why, [term, term], step=3, minibatch=number)
@@ -262,7 +262,7 @@ def last_words(run_dirs: list[Path]) -> str:
     skips = Skips("actor", TrainerSection(default_local_dir=str(mine), max_skipped_updates=0))
     why = NotFinite(loss=float("inf"), grad_norm=1.0, rows=((),), parameters={})
     with pytest.raises(ValueError, match="max_skipped_updates") as caught:
-        skips.note(why, [LossTerm(batch=experience(), objective=ACTOR)], step=5, minibatch=0)
+        skips.note(why, [LossTerm(batch=alone(experience()), objective=ACTOR)], step=5, minibatch=0)
     return str(caught.value)
 
 

@@ -18,7 +18,7 @@ from megarl.batch import Group, Prompts, Rollouts
 from megarl.reshard.layout import Layout
 from tests.support.engines import PROMPTS, start, tear_down, tensors_of, write_two_checkpoints
 from tests.support.layouts import slices
-from tests.support.learners import make_test_learner, update
+from tests.support.learners import make_test_learner, outputs_of_all, update
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -103,9 +103,9 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
                 assert torch.equal(greedy.responses, sampler.validate(asked, step=step).responses)
         assert bool(metrics) == (step < 2), "checked are the first weights and the first that differ"
         assert rollouts.weight_versions is not None and (rollouts.weight_versions == step).all()
-        before = learner.infer(rollouts, budget)
+        before = outputs_of_all(learner, rollouts, budget)
         update(learner, [rollouts], SFTObjective(), budget)
-        after = learner.infer(rollouts, budget)
+        after = outputs_of_all(learner, rollouts, budget)
         rounds.append(Round(rollouts, before.log_probs, after.log_probs))
     waves = [sum(transfer.num_bytes for transfer in wave.receives) for wave in plan.waves]
     missing = missing_bytes(sources[rank], destinations[rank], hf_shapes(learner.architecture))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from megarl.algorithms.kl import Divergence
+from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Rollouts
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.learner.config import MegatronSection, OptimSection
@@ -59,6 +61,22 @@ def make_test_learner(
     )
 
 
+def outputs_of_all(learner: Any, batch: Rollouts, budget: Any, **options: Any) -> Any:
+    """Return a model's outputs on a batch that every rank has, on every rank. `options` are those of `infer`."""
+    spread = learner.spread(batch)
+    return gathered(spread, learner.infer(spread, budget, **options))
+
+
+def gathered(batch: Any, outputs: Any) -> Any:
+    """Return a model's outputs on each share of a batch as those on the whole batch, on every rank."""
+    if isinstance(outputs, torch.Tensor):
+        return batch.gather_tokens(outputs).float()
+    columns = {each.name: getattr(outputs, each.name) for each in fields(outputs)}
+    return PolicyOutputs(
+        **{name: column if column is None else batch.gather_tokens(column).float() for name, column in columns.items()}
+    )
+
+
 def update(
     learner: Any,
     minibatches: Iterable[Rollouts],
@@ -73,9 +91,10 @@ def update(
     from megarl.learner.terms import LossTerm
     from megarl.training import updates
 
-    extra = [] if extra_terms is None else [[term] for term in extra_terms]
+    extra = [[term] for term in extra_terms or ()]
+    together = budget.num_together
     steps = [
-        [LossTerm(batch=batch, objective=objective, against=against), *more]
+        [LossTerm(batch=learner.spread(batch, num_together=together), objective=objective, against=against), *more]
         for batch, more in zip_longest(minibatches, extra, fillvalue=())
     ]
     return updates.update(learner, steps, budget, **options)
@@ -118,10 +137,10 @@ def learner_outputs(
         with torch.no_grad():
             head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
     batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
-    before = learner.infer(batch, budget, against=other, with_entropy=True)
+    before = outputs_of_all(learner, batch, budget, against=other, with_entropy=True)
     objective = objective or (ACTOR if role == "policy" else CRITIC)
     metrics = update(learner, [batch], objective, budget, against=other)
-    after = learner.infer(batch, budget, against=other, with_entropy=True)
+    after = outputs_of_all(learner, batch, budget, against=other, with_entropy=True)
     return {"before": before, "metrics": metrics, "after": after}
 
 
@@ -154,5 +173,5 @@ def learn_twice(
     if writing:
         writing.write()
         writing.finish()
-    outputs = learner.infer(batch, budget)
+    outputs = outputs_of_all(learner, batch, budget)
     return metrics, outputs if role == "value" else outputs.log_probs

@@ -13,10 +13,11 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Group, Prompts, Rollouts, Scored
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
+from megarl.distributed.sharded import Sharded
 from megarl.tracking.protocol import NullTracker
 from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Session
-from tests.support.records import answer, prompts
+from tests.support.records import alone, answer, prompts
 
 LENGTHS = [3, 1, 2, 2]  # of the responses, two to each of two prompts
 
@@ -97,10 +98,10 @@ class Learner:
     def __init__(self, diary: Diary, name: str, says: float) -> None:
         self.diary, self.name, self.says = diary, name, says
 
-    def update(self, experience: Experience, *, step: int, gradient: Any = None) -> dict[str, float]:
+    def update(self, experience: Sharded[Experience], *, step: int, gradient: Any = None) -> dict[str, float]:
         assert gradient is None or gradient.experience is experience
         self.diary.calls.append(f"{self.name}.update {step}")
-        self.diary.learned.append(experience)
+        self.diary.learned.append(experience.share)
         return {f"{self.name}/lr": 0.5}
 
     def outputs(self, batch: Rollouts) -> PolicyOutputs | Tensor:
@@ -113,7 +114,7 @@ class Gradient:
     """The gradient of a policy on an experience."""
 
     diary: Diary
-    experience: Experience
+    experience: Sharded[Experience]
     outputs: PolicyOutputs
 
     def discard(self) -> None:
@@ -123,13 +124,16 @@ class Gradient:
 class Policy(Learner):
     exact_kl: float | None = None
 
-    def forward_backward(self, experience: Experience, *, step: int) -> Gradient:
-        self.diary.calls.append(f"{self.name}.forward_backward {step}")
-        return Gradient(self.diary, experience, self.outputs(experience))
+    def spread(self, record: Scored, *, step: int) -> Sharded[Scored]:
+        return alone(record)
 
-    def infer(self, batch: Rollouts) -> PolicyOutputs:
+    def forward_backward(self, experience: Sharded[Experience], *, step: int) -> Gradient:
+        self.diary.calls.append(f"{self.name}.forward_backward {step}")
+        return Gradient(self.diary, experience, self.outputs(experience.share))
+
+    def infer(self, batch: Sharded[Rollouts]) -> PolicyOutputs:
         self.diary.calls.append(f"{self.name}.infer")
-        return self.outputs(batch)
+        return self.outputs(batch.share)
 
     def outputs(self, batch: Rollouts) -> PolicyOutputs:
         kl = None if self.exact_kl is None else self.exact_kl * batch.mask
@@ -143,9 +147,9 @@ class Measured(Policy):
 
 
 class Critic(Learner):
-    def infer(self, batch: Rollouts) -> Tensor:
+    def infer(self, batch: Sharded[Rollouts]) -> Tensor:
         self.diary.calls.append(f"{self.name}.infer")
-        return self.says * batch.mask
+        return self.says * batch.share.mask
 
 
 class Records(NullTracker):

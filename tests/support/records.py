@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from megarl.batch import PER_TOKEN, Experience, Prompt, Prompts, Rollouts
+from megarl.distributed.sharded import Sharded, Shares, shard
+from megarl.training.minibatches import MiniBatches
 
 R = TypeVar("R", bound=Rollouts)
 
@@ -104,3 +106,14 @@ def experience() -> Experience:
         weights=mask.to(torch.float32),
         returns=noise(),
     )
+
+
+def alone(record: R) -> Sharded[R]:
+    """Return the samples of a record as if this rank had all of them."""
+    return shard(record, torch.zeros(len(record), dtype=torch.int64), Shares())
+
+
+def in_parts(record: R, *, num_prompts: int) -> list[R]:
+    """Return mini-batches of so many prompts, in their order."""
+    cut = MiniBatches(num_prompts=num_prompts, num_epochs=1, shuffle=False, seed=0)
+    return [record.select(samples) for samples in cut.samples(record.groups, len(record.prompts), step=0)]

@@ -7,7 +7,7 @@ import pytest
 from megarl.algorithms import advantages, losses
 from megarl.algorithms.config import ESTIMATORS, LOSSES
 
-GIVEN = {"token_rewards", "scores", "groups", "mask", "values", "baselines"}
+GIVEN = {"lengths", "token_rewards", "scores", "groups", "mask", "values", "baselines"}
 NEEDED = {"critic": {"values"}, "compares": {"groups"}, "greedy": {"baselines"}}
 
 

@@ -20,8 +20,8 @@ from megarl.config.report import unwritten_keys
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
 from megarl.config.schema import Schema
 from megarl.config.unread import holds, in_words, reasons, unread_keys
-from megarl.training.estimate import estimate
-from megarl.training.objectives import ActorObjective, mark
+from megarl.training.objectives import ActorObjective
+from tests.support.estimates import estimate_alone, mark_alone
 
 MINIMAL = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic"]
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
@@ -274,7 +274,7 @@ def numbers(config: Config) -> Iterator[Any]:
     )
     algorithm = replace(config.algorithm, overlong_buffer=replace(config.algorithm.overlong_buffer, max_resp_len=6))
     penalised = config.kl_of_reward is not None
-    experience, metrics = estimate(
+    experience, metrics = estimate_alone(
         scored,
         old,
         ref,
@@ -286,7 +286,7 @@ def numbers(config: Config) -> Iterator[Any]:
     yield metrics, experience.advantages.tolist(), experience.returns.tolist()
     actor = config.actor_rollout_ref.actor
     outputs = PolicyOutputs(log_probs=old + torch.randn(total), entropy=torch.rand(total))
-    marked: Experience = mark(experience, actor)
+    marked: Experience = mark_alone(experience, actor)
     totals = Totals(num_tokens=total, num_sequences=size)
     loss, parts = ActorObjective(actor, horizon=length)(outputs, marked, totals)
     yield loss.item(), {name: value.item() for name, value in parts.items()}

@@ -50,7 +50,7 @@ def recorded() -> set[str]:
     of_validation = statistics([torch.ones(2)], [["a", "b"]], num=2)
     return (
         set(keys())
-        | {f"{name}/{end}" for name in calls("_spread") for end in ("mean", "max", "min")}
+        | {f"{name}/{end}" for name in (*calls("spread"), *calls("token_spread")) for end in ("mean", "max", "min")}
         | {f"timing_s/{phase}" for phase in calls("timers")}
         | mismatch_means(sums).keys()
         | {f"val/countdown/{name}" for name in of_validation}

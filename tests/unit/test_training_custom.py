@@ -17,8 +17,8 @@ from megarl.config.load import load_config
 from megarl.config.policy import ActorSection
 from megarl.config.report import custom_code
 from megarl.training.custom import load_estimator, load_loss
-from megarl.training.estimate import estimate
 from megarl.training.objectives import ActorObjective
+from tests.support.estimates import estimate_alone
 from tests.support.programs import ROOT
 from tests.support.records import experience
 
@@ -61,7 +61,9 @@ def test_documented_example_implements_its_stated_algorithm(example: Path) -> No
     scored = Scored(**{field.name: getattr(learned, field.name) for field in fields(Scored)})
     section = AlgorithmSection(adv_estimator="custom")
     section = replace(section, custom_estimator=replace(section.custom_estimator, path=str(example), needs=["groups"]))
-    estimated, _ = estimate(scored, None, None, None, algorithm=section, kl_coef=None, custom=load_estimator(section))
+    estimated, _ = estimate_alone(
+        scored, None, None, None, algorithm=section, kl_coef=None, custom=load_estimator(section)
+    )
     expected = grpo(scored.scores, scored.groups, scored.rows(scored.mask), norm_adv_by_std_in_grpo=False)
     torch.testing.assert_close(estimated.advantages, scored.flat(expected))
     assert not estimated.returns.any()

@@ -15,8 +15,8 @@ from megarl.batch import Experience, Generation, Prompts, Scored, StopReason, Tu
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.learner.packed import pack_samples
 from megarl.rollout.responses import as_rollouts
-from megarl.training.estimate import estimate
-from megarl.training.objectives import ActorObjective, CriticObjective, mark
+from megarl.training.objectives import ActorObjective, CriticObjective
+from tests.support.estimates import estimate_alone, mark_alone
 from tests.support.records import prompts
 
 ASKED = prompts([2, 3])
@@ -69,7 +69,7 @@ def lesson(record: Scored, estimator: str, *, elsewhere: float) -> Experience:
     """Estimate from random numbers of the policy's tokens; `elsewhere` is on all others."""
     make = partial(noise, record.mask, elsewhere=elsewhere)
     algorithm = AlgorithmSection(adv_estimator=estimator, gamma=0.9, lam=0.8)
-    return estimate(record, make(1), make(2), make(3), algorithm=algorithm, kl_coef=0.1)[0]
+    return estimate_alone(record, make(1), make(2), make(3), algorithm=algorithm, kl_coef=0.1)[0]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -106,7 +106,7 @@ def test_observations_do_not_change_loss_or_gradient(
             section = ActorSection(loss_agg_mode=mode, use_kl_loss=True, entropy_coeff=0.1)
             section = replace(section, policy_loss=replace(section.policy_loss, loss_mode=name))
             policy = PolicyOutputs(log_probs=x, entropy=2.0 * x)
-            loss, metrics = ActorObjective(section, horizon=30)(policy, mark(micro, section), totals)
+            loss, metrics = ActorObjective(section, horizon=30)(policy, mark_alone(micro, section), totals)
         (gradient,) = torch.autograd.grad(loss, x)
         results.append((loss, metrics, gradient))
     (loss, metrics, gradient), (loss_of_twin, metrics_of_twin, gradient_of_twin) = results
@@ -123,7 +123,7 @@ def test_gae_reaches_across_turns_to_their_rewards() -> None:
     assert record.turn_rewards is not None
     assert record.rows(record.turn_rewards)[0].tolist() == [0.0, 1.0, 0.0, 0.0, 2.0]
     values = torch.zeros(record.mask.shape)
-    taught, _ = estimate(record, None, None, values, algorithm=AlgorithmSection(), kl_coef=None)
+    taught, _ = estimate_alone(record, None, None, values, algorithm=AlgorithmSection(), kl_coef=None)
     assert taught.rows(taught.returns)[0].tolist() == [3.0, 3.0, 0.0, 0.0, 2.0]
 
 

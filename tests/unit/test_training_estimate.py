@@ -10,8 +10,9 @@ from megarl.algorithms.config import AlgorithmSection, OverlongBufferSection, Ro
 from megarl.algorithms.correction import mismatch_means, mismatch_sums
 from megarl.algorithms.losses import Totals
 from megarl.batch import Prompt, Scored
-from megarl.training.estimate import estimate, mismatch_metrics
-from tests.support.records import answer, prompts
+from megarl.training.estimate import mismatch_metrics
+from tests.support.estimates import estimate_alone
+from tests.support.records import alone, answer, prompts
 
 MASK = torch.tensor([[True, True, True], [True, False, False], [True, True, False], [True, True, False]])
 LENGTHS = MASK.sum(-1)
@@ -40,7 +41,7 @@ def scored() -> Scored:
 
 
 def test_ppo_estimates_from_rewards_less_the_divergence() -> None:
-    experience, metrics = estimate(scored(), OLD, REF, VALUES, algorithm=AlgorithmSection(), kl_coef=0.1)
+    experience, metrics = estimate_alone(scored(), OLD, REF, VALUES, algorithm=AlgorithmSection(), kl_coef=0.1)
     # kl: row 0 has 1.5 on token 1, row 1 has -1 on token 0; gamma = lam = 1: returns are rewards to go
     expected = torch.tensor([[0.85, 0.85, 1.0], [0.1, 0.0, 0.0], [0.5, 0.5, 0.0], [-0.5, -0.5, 0.0]])[MASK]
     torch.testing.assert_close(experience.returns, expected)
@@ -81,7 +82,7 @@ def test_ppo_estimates_from_rewards_less_the_divergence() -> None:
 
 def test_grpo_needs_neither_critic_nor_reference() -> None:
     algorithm = AlgorithmSection(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
-    experience, metrics = estimate(scored(), OLD, None, None, algorithm=algorithm, kl_coef=None)
+    experience, metrics = estimate_alone(scored(), OLD, None, None, algorithm=algorithm, kl_coef=None)
     assert experience.advantages.tolist() == [*[0.5] * 3, -0.5, *[0.5] * 2, *[-0.5] * 2]
     assert experience.ref_log_probs is None
     assert not experience.values.any()
@@ -91,7 +92,7 @@ def test_grpo_needs_neither_critic_nor_reference() -> None:
 
 def test_grpo_subtracts_kl_from_reward_if_enabled() -> None:
     algorithm = AlgorithmSection(adv_estimator="grpo")
-    experience, _ = estimate(scored(), OLD, REF, None, algorithm=algorithm, kl_coef=0.1)
+    experience, _ = estimate_alone(scored(), OLD, REF, None, algorithm=algorithm, kl_coef=0.1)
     rewards = torch.tensor([1.0 - 0.15, 0.1, 0.5, -0.5])
     expected = grpo(rewards, torch.tensor([0, 0, 1, 1]), MASK, norm_adv_by_std_in_grpo=True)
     torch.testing.assert_close(experience.advantages, expected[MASK])
@@ -102,7 +103,7 @@ def test_mismatch_compares_probabilities_of_real_tokens() -> None:
     engine = torch.log(torch.tensor([0.4, 0.2, 0.1]))
     mask = torch.tensor([True, True, False])  # the last token is one of an environment
     drawn = replace(answer(prompts([1]), [3]), mask=mask, rollout_log_probs=engine)
-    metrics = mismatch_metrics(drawn, trainer)
+    metrics = mismatch_metrics(alone(drawn), trainer)
     assert metrics == pytest.approx(
         {
             "training/rollout_probs_diff_max": 0.1,
@@ -113,12 +114,12 @@ def test_mismatch_compares_probabilities_of_real_tokens() -> None:
         rel=1e-5,
     )
     assert metrics["rollout_corr/chi2_token"] == pytest.approx((1.25**2 - 1.0) / 2)
-    assert mismatch_metrics(replace(drawn, rollout_log_probs=None), trainer) == {}
+    assert mismatch_metrics(alone(replace(drawn, rollout_log_probs=None)), trainer) == {}
 
 
 def test_remax_subtracts_greedy_reward_from_each_sample() -> None:
     algorithm, baselines = AlgorithmSection(adv_estimator="remax"), torch.tensor([0.25, 0.25, 0.5, 0.5])
-    experience, metrics = estimate(scored(), OLD, REF, None, baselines, algorithm=algorithm, kl_coef=0.1)
+    experience, metrics = estimate_alone(scored(), OLD, REF, None, baselines, algorithm=algorithm, kl_coef=0.1)
     # the divergence of row 0 is 1.5 on token 1, that of row 1 is -1 on token 0
     expected = torch.tensor([[0.75 - 0.15, 0.75 - 0.15, 0.75], [-0.25 + 0.1] * 3, [0.0] * 3, [-1.0] * 3])[MASK]
     torch.testing.assert_close(experience.advantages, expected)
@@ -127,7 +128,7 @@ def test_remax_subtracts_greedy_reward_from_each_sample() -> None:
 
 
 def advantages_of(**keys: Any) -> torch.Tensor:
-    experience, _ = estimate(scored(), OLD, REF, None, algorithm=AlgorithmSection(**keys), kl_coef=None)
+    experience, _ = estimate_alone(scored(), OLD, REF, None, algorithm=AlgorithmSection(**keys), kl_coef=None)
     return experience.advantages
 
 
@@ -162,7 +163,7 @@ def test_estimators_that_standardise_over_the_batch(estimator: str, raw: list[li
 def test_overlong_penalty_lowers_reward_but_not_score() -> None:
     buffer = OverlongBufferSection(enable=True, len=2, penalty_factor=0.5, max_resp_len=3)
     algorithm = AlgorithmSection(adv_estimator="rloo", overlong_buffer=buffer)
-    experience, metrics = estimate(scored(), OLD, None, None, algorithm=algorithm, kl_coef=None)
+    experience, metrics = estimate_alone(scored(), OLD, None, None, algorithm=algorithm, kl_coef=None)
     # 1 - 0.5 against 0; 0.25 and 0.25 less
     assert experience.advantages.tolist() == [*[0.5] * 3, -0.5, *[1.0] * 2, *[-1.0] * 2]
     assert (metrics["critic/score/max"], metrics["critic/rewards/max"]) == (1.0, 0.5)
@@ -170,7 +171,7 @@ def test_overlong_penalty_lowers_reward_but_not_score() -> None:
 
 def test_truncated_responses_count_in_group_but_are_masked() -> None:
     algorithm = AlgorithmSection(adv_estimator="rloo", mask_truncated_completions=True)
-    experience, metrics = estimate(scored(), OLD, REF, None, algorithm=algorithm, kl_coef=None)
+    experience, metrics = estimate_alone(scored(), OLD, REF, None, algorithm=algorithm, kl_coef=None)
     assert experience.num_tokens.tolist() == [0, 1, 2, 2]
     assert experience.mask.tolist() == [True] * 5
     assert experience.advantages.tolist() == [-1.0, *[1.0] * 2, *[-1.0] * 2]
@@ -221,7 +222,7 @@ def test_what_the_engine_saw_differently_is_corrected(
     rollout_log_probs[3] += math.log(2.0) - 1e-6
     sampled = replace(scored(), rollout_log_probs=rollout_log_probs)
     algorithm = AlgorithmSection(adv_estimator="rloo", rollout_correction=RolloutCorrectionSection(**keys))
-    experience, found = estimate(sampled, OLD, None, None, algorithm=algorithm, kl_coef=None)
+    experience, found = estimate_alone(sampled, OLD, None, None, algorithm=algorithm, kl_coef=None)
     plain = advantages_of(adv_estimator="rloo")
     torch.testing.assert_close(experience.advantages, plain)
     torch.testing.assert_close(experience.weights, torch.tensor(factors)[MASK])
@@ -237,11 +238,11 @@ def test_an_exact_divergence_is_taken_as_it_is() -> None:
     responses, log_probs, values = (scored().rows(column).flatten() for column in (scored().responses, OLD, VALUES))
     sampled = replace(scored(), num_tokens=torch.full((4,), 3), mask=mask, responses=responses, rollout_log_probs=None)
     algorithm = AlgorithmSection(kl_penalty="full", gamma=0.5)
-    experience, metrics = estimate(
+    experience, metrics = estimate_alone(
         sampled, log_probs, None, values, algorithm=algorithm, kl_coef=0.1, exact_kl=exact.flatten()
     )
     assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.2 + 0.4 + 0.25 + 0.0) / 4)
     assert experience.returns[2].item() == pytest.approx(1.0 - 0.03)  # Monte Carlo: lam = 1
     assert experience.returns[0].item() == pytest.approx(-0.01 + 0.5 * (-0.02 + 0.5 * 0.97))
-    out_of_it, _ = estimate(scored(), OLD, REF, VALUES, algorithm=algorithm, kl_coef=None)
+    out_of_it, _ = estimate_alone(scored(), OLD, REF, VALUES, algorithm=algorithm, kl_coef=None)
     assert out_of_it.returns[2].item() == 1.0

@@ -23,9 +23,9 @@ from megarl.batch import Experience, Rollouts, Scored
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.data.order import Position
 from megarl.training.collect import Collected
-from megarl.training.estimate import estimate
-from megarl.training.minibatches import minibatches
-from megarl.training.objectives import ActorObjective, CriticObjective, mark
+from megarl.training.minibatches import MiniBatches
+from megarl.training.objectives import ActorObjective, CriticObjective
+from tests.support.estimates import estimate_alone, mark_alone
 from tests.support.records import answer, prompts
 
 NUM_PROMPTS, PER_PROMPT, NUM_TOKENS = 3, 3, 4
@@ -89,7 +89,7 @@ def learn(
     Token `i` of `scored` is token `tokens[i]` of `says`. Gradients are those of all tokens.
     """
     found: list[Any] = []
-    experience, metrics = estimate(
+    experience, metrics = estimate_alone(
         replace(scored, responses=tokens),
         says["old"][tokens],
         says["ref"][tokens],
@@ -99,14 +99,16 @@ def learn(
         kl_coef=0.1,
     )
     found.append(metrics)
-    for batch in minibatches(experience, num_prompts=2, num_epochs=1, shuffle=True, seed=3):
+    cut = MiniBatches(num_prompts=2, num_epochs=1, shuffle=True, seed=3)
+    for samples in cut.samples(experience.groups, len(experience.prompts), step=0):
+        batch = experience.select(samples)
         if not batch.mask.any():
             continue
         leaves = {name: says[name].clone().requires_grad_() for name in ("log_probs", "entropy", "kl", "new_values")}
         of = {name: leaf[batch.responses] for name, leaf in leaves.items()}
         totals = Totals.of(batch.num_learnt())
         outputs = PolicyOutputs(log_probs=of["log_probs"], entropy=of["entropy"], kl=of["kl"])
-        marked: Experience = mark(batch, actor)
+        marked: Experience = mark_alone(batch, actor)
         loss, of_actor = ActorObjective(actor, horizon=NUM_TOKENS)(outputs, marked, totals)
         critic = CriticObjective(CriticSection(loss_agg_mode=actor.loss_agg_mode), horizon=NUM_TOKENS)
         value_loss, of_critic = critic(of["new_values"], batch, totals)

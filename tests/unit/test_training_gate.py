@@ -18,7 +18,7 @@ from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
 from megarl.training.gate import FREE_TOKENS, LEAST, WINDOW, Gate, GateResult, MismatchError, require_version
 from tests.support.ranks import world_of_one
-from tests.support.records import answer, prompts
+from tests.support.records import alone, answer, prompts
 
 BFLOAT16, FLOAT32 = Limits.of(SyncSection(), "bfloat16", "float32"), Limits.of(SyncSection(), "float32", "float32")
 HEALTHY = {"bfloat16": (0.032, BFLOAT16), "float32": (2e-6, FLOAT32)}  # the usual d, root mean square
@@ -40,7 +40,7 @@ def noise(rollouts: Rollouts, scale: float, *, seed: int = 0) -> Tensor:
 def check(
     rollouts: Rollouts, log_probs: Tensor, limits: Limits = BFLOAT16, *, healthy: tuple[float, ...]
 ) -> GateResult:
-    return Gate(limits=limits).check(rollouts, log_probs, healthy, step=STEP)
+    return Gate(limits=limits).check(alone(rollouts), log_probs, healthy, step=STEP)
 
 
 def test_token_mismatch_is_half_squared_difference_and_bounded() -> None:

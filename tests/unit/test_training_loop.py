@@ -18,6 +18,7 @@ from megarl.batch import Experience, Prompts, Rollouts
 from megarl.checkpoint.state import Best
 from megarl.data.order import Position
 from megarl.distributed import signals
+from megarl.distributed.sharded import Sharded
 from megarl.learner.per_data_source import PerDataSource
 from megarl.models.architecture import read_architecture
 from megarl.rollout.limits import Limits
@@ -96,8 +97,8 @@ def test_failed_reward_sample_reaches_no_model_or_metric() -> None:
     met: list[list[float]] = []
 
     class Meets(Policy):
-        def update(self, experience: Experience, *, step: int, gradient: Any = None) -> dict[str, float]:
-            met.append(experience.scores.tolist())
+        def update(self, experience: Sharded[Experience], *, step: int, gradient: Any = None) -> dict[str, float]:
+            met.append(experience.share.scores.tolist())
             return super().update(experience, step=step, gradient=gradient)
 
     diary = Diary()
@@ -198,7 +199,7 @@ def test_kl_coefficient_adapts_to_kl_in_every_step() -> None:
 class SpoiltOnce(Policy):
     """Its log-probabilities of one sample are not finite in the second step."""
 
-    def infer(self, batch: Rollouts) -> PolicyOutputs:
+    def infer(self, batch: Sharded[Rollouts]) -> PolicyOutputs:
         outputs = super().infer(batch)
         if self.diary.calls.count("actor.infer") == 2:
             outputs.log_probs[: LENGTHS[0]] = math.nan
@@ -225,10 +226,10 @@ class Drifting(Policy):
         super().__init__(diary, "actor", says=-1.0)
         self.drifted = drifted
 
-    def infer(self, batch: Rollouts) -> PolicyOutputs:
+    def infer(self, batch: Sharded[Rollouts]) -> PolicyOutputs:
         outputs = super().infer(batch)
         if self.diary.calls.count("actor.infer") > 1:
-            drift(outputs, batch, self.drifted)
+            drift(outputs, batch.share, self.drifted)
         return outputs
 
 
@@ -357,7 +358,7 @@ def test_exact_kl_needs_no_reference_log_probs() -> None:
 class Interrupted(Policy):
     """Its process receives a signal to end while it learns."""
 
-    def update(self, experience: Experience, *, step: int, gradient: Any = None) -> dict[str, float]:
+    def update(self, experience: Sharded[Experience], *, step: int, gradient: Any = None) -> dict[str, float]:
         os.kill(os.getpid(), signal.SIGUSR1)
         return super().update(experience, step=step, gradient=gradient)
 

@@ -1,17 +1,23 @@
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.batch import Rollouts
-from megarl.training.minibatches import minibatches
+from megarl.training.minibatches import MiniBatches
 from tests.support.records import answer, prompts
 
 
 def samples(batches: Iterator[Rollouts]) -> list[list[int]]:
     """The samples of each mini-batch, by the only token of their responses."""
     return [(batch.responses // 10 - 1).tolist() for batch in batches]
+
+
+def minibatches(record: Rollouts, **settings: Any) -> Iterator[Rollouts]:
+    cut = MiniBatches(**settings).samples(record.groups, len(record.prompts), step=0)
+    return (record.select(chosen) for chosen in cut)
 
 
 def batch(num_prompts: int, n: int) -> Rollouts:

@@ -15,8 +15,8 @@ from megarl.algorithms.config import LOSSES, AlgorithmSection, PolicyLossSection
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Marked, Prompt, Scored
 from megarl.config.policy import ActorSection, CriticSection
-from megarl.training.estimate import estimate
-from megarl.training.objectives import ActorObjective, CriticObjective, PTXObjective, SFTObjective, mark
+from megarl.training.objectives import ActorObjective, CriticObjective, PTXObjective, SFTObjective
+from tests.support.estimates import estimate_alone, mark_alone
 
 NUM_SAMPLES, NUM_TOKENS = 6, 5
 PRESENT = torch.arange(NUM_TOKENS) < torch.tensor([5, 1, 3, 4, 2, 5])[:, None]
@@ -91,7 +91,7 @@ def actor_section(loss_mode: str, mode: str) -> ActorSection:
 
 def prepared(name: str, mode: str, whole: Experience) -> Experience:
     """The mini-batch as its objective wants it, before it is divided."""
-    return whole if name in ("critic", "sft", "ptx") else mark(whole, actor_section(name, mode))
+    return whole if name in ("critic", "sft", "ptx") else mark_alone(whole, actor_section(name, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -114,7 +114,7 @@ def test_tokens_of_older_weights_show_in_no_split(mode: str, holes: list[int], o
     stale = replace(stale, rollout_log_probs=(whole.old_log_probs + drift[PRESENT]) * whole.mask)
     correction = RolloutCorrectionSection(rollout_is="token")
     algorithm = AlgorithmSection(adv_estimator="rloo", rollout_correction=correction)
-    corrected, _ = estimate(stale, whole.old_log_probs, None, None, algorithm=algorithm, kl_coef=None)
+    corrected, _ = estimate_alone(stale, whole.old_log_probs, None, None, algorithm=algorithm, kl_coef=None)
     assert (corrected.weights[whole.mask] != 1.0).any()
     check_split("vanilla", mode, replace(whole, weights=corrected.weights), owners)
 
@@ -220,7 +220,7 @@ def test_each_loss_follows_its_own_name_and_keys(loss_mode: str, loss: float, cl
     section = ActorSection(entropy_coeff=0.0, policy_loss=settings)
     policy = PolicyOutputs(log_probs=zeros + math.log(1.25), entropy=zeros)
     objective = ActorObjective(section, horizon=NUM_TOKENS)
-    found, metrics = objective(policy, mark(micro, section), Totals.of(micro.num_learnt()))
+    found, metrics = objective(policy, mark_alone(micro, section), Totals.of(micro.num_learnt()))
     assert found.item() == pytest.approx(loss, rel=1e-5)
     assert metrics["actor/pg_clipfrac"].item() == pytest.approx(clip_fraction)
 
@@ -230,7 +230,7 @@ def test_correction_weights_do_not_change_selected_loss_tokens(loss_mode: str) -
     section, whole = actor_section(loss_mode, "token-mean"), experience()
     chosen = []
     for scale in (1.0, torch.rand(whole.mask.shape), 0.0):
-        marked = mark(replace(whole, weights=scale * whole.mask), section)
+        marked = mark_alone(replace(whole, weights=scale * whole.mask), section)
         assert isinstance(marked, Marked)
         chosen.append(marked.marked)
     assert chosen[0].any()

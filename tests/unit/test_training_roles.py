@@ -13,14 +13,16 @@ from megarl.algorithms.config import PolicyLossSection
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Marked, Prompts, Rollouts, Scored
 from megarl.config.policy import ActorSection
+from megarl.distributed.sharded import Sharded
 from megarl.learner.batching import Budget
 from megarl.learner.finite import GradientStatus
 from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import LossTerm
+from megarl.training.minibatches import MiniBatches
 from megarl.training.objectives import PTXObjective, mark
 from megarl.training.ptx import Supervision
 from megarl.training.roles import FrozenPolicies, Model, Updates
-from tests.support.records import answer, prompts
+from tests.support.records import alone, answer, prompts
 
 BUDGET = Budget(max_tokens=64, max_sequences=None)
 
@@ -39,6 +41,9 @@ class Learner:
         self.optimizer = Optimizer()
         self.minibatches: list[Any] = []
         self.extra_terms: list[LossTerm] = []
+
+    def spread(self, pairs: Any) -> Any:
+        return pairs
 
     def learning(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -77,19 +82,16 @@ def test_every_mini_batch_is_prepared_whole() -> None:
     updates = Updates(
         objective=None,
         budget=BUDGET,
-        num_prompts=1,
-        num_epochs=2,
-        shuffle=True,
-        seed=0,
+        minibatches=MiniBatches(num_prompts=1, num_epochs=2, shuffle=True, seed=0),
         prepare=partial(mark, section=section),
     )
     actor = Model(name="actor", learner=learner, budget=BUDGET, updates=updates)  # type: ignore[arg-type, var-annotated]
-    metrics = actor.update(experience(), step=0)
+    metrics = actor.update(alone(experience()), step=0)
     assert {"actor/lr": 0.5, "actor/pg_loss": 1.0, "actor/grad_norm": 2.0}.items() <= metrics.items()
     assert len(learner.minibatches) == 4
     for minibatch in learner.minibatches:
-        assert isinstance(minibatch, Marked)
-        assert minibatch.marked.tolist() == [False, False, False, True]
+        assert isinstance(minibatch.share, Marked)
+        assert minibatch.share.marked.tolist() == [False, False, False, True]
 
 
 class Pairs:
@@ -105,15 +107,12 @@ def test_supervised_pairs_follow_step_and_mini_batch_number() -> None:
     updates = Updates(
         objective=None,
         budget=BUDGET,
-        num_prompts=1,
-        num_epochs=2,
-        shuffle=True,
-        seed=0,
-        extra_terms=Supervision(pairs=Pairs(), objective=objective, num_minibatches=4).terms,  # type: ignore[arg-type]
+        minibatches=MiniBatches(num_prompts=1, num_epochs=2, shuffle=True, seed=0),
+        supervision=Supervision(pairs=Pairs(), objective=objective, num_minibatches=4),  # type: ignore[arg-type]
     )
     actor = Model(name="actor", learner=learner, budget=BUDGET, updates=updates)  # type: ignore[arg-type, var-annotated]
     for step in (3, 0):
-        actor.update(experience(), step=step)
+        actor.update(alone(experience()), step=step)
     numbers: list[Any] = [term.batch for term in learner.extra_terms]
     assert numbers == [12, 13, 14, 15, 0, 1, 2, 3]
     assert {(term.objective, term.temperature, term.against) for term in learner.extra_terms} == {
@@ -127,9 +126,9 @@ class Reader:
     def __init__(self, factor: float) -> None:
         self.factor, self.num_read = factor, 0
 
-    def infer(self, batch: Rollouts) -> PolicyOutputs:
+    def infer(self, batch: Sharded[Rollouts]) -> PolicyOutputs:
         self.num_read += len(batch)
-        found = self.factor * batch.responses.float()
+        found = self.factor * batch.share.responses.float()
         return PolicyOutputs(log_probs=found)
 
 
@@ -142,7 +141,7 @@ def test_each_reference_reads_samples_of_its_data_source() -> None:
     batch = answer(asked, [2, 3, 1, 2, 3, 3])
     math, unused, others = Reader(2.0), Reader(5.0), Reader(3.0)
     reference = FrozenPolicies(PerDataSource(named={"math": math, "poetry": unused}, other=others))  # type: ignore[dict-item,arg-type]
-    outputs = reference.infer(batch)
+    outputs = reference.infer(alone(batch))
     factors = torch.tensor([2.0, 2.0, 3.0, 3.0, 2.0, 2.0]).repeat_interleave(batch.num_tokens)
     assert torch.equal(outputs.log_probs, factors * batch.responses)
     assert (math.num_read, unused.num_read, others.num_read) == (4, 0, 2)
