@@ -1,7 +1,7 @@
-"""The records that flow through one step: `Prompts < Rollouts < Scored < Experience < Marked`.
+"""The records that flow through one step: `Prompts < Rollouts < Rewarded < Experience < Marked`.
 
 A record only gains fields: each later stage is a new type that `extend` builds from the stage before, and no field is
-written twice. Every record is the same on every rank and lives in host memory; only models are sharded.
+written twice. Records live in host memory. `Scored` is a `Rewarded` with texts for people.
 
 Shapes: `P` prompts, `B = P * n` samples (the `n` samples of prompt `p` are rows `p*n .. p*n + n - 1`),
 `N` tokens of all responses together. A column with a number for each token is `[N]`: the responses lie end to end, in
@@ -87,6 +87,42 @@ class Generation:
     stop_reason: StopReason | None = None  # of a complete episode
     fault: str | None = None  # of its environment, for people
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens, those of an environment included."""
+        return len(self.token_ids)
+
+    @property
+    def num_learnt(self) -> int:
+        """The number of tokens of the policy."""
+        return sum(turn.end - turn.start for turn in self.turns) if self.turns else self.num_tokens
+
+    @property
+    def num_turns(self) -> int:
+        """The number of turns that are judged; 0 if it is no episode."""
+        return len(self.turns)
+
+    @property
+    def has_log_probs(self) -> bool:
+        """Whether the engine's log-probabilities are known."""
+        return self.log_probs is not None
+
+    def seen_from_afar(self, replica: int) -> "Sample":
+        """Return this sample of `replica` as other replicas know it: without tokens, or itself if it has none."""
+        if not self.token_ids and not self.complete:
+            return self
+        return Elsewhere(
+            self.prompt,
+            self.sample,
+            replica=replica,
+            num_tokens=self.num_tokens,
+            num_learnt=self.num_learnt,
+            num_turns=self.num_turns,
+            has_log_probs=self.has_log_probs,
+            truncated=self.truncated,
+            complete=self.complete,
+        )
+
     def then(self, later: "Generation") -> "Generation":
         """Return this sample with the tokens that were drawn `later`."""
         known = self.log_probs is not None and later.log_probs is not None
@@ -101,12 +137,34 @@ class Generation:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A sample whose tokens the ranks of another engine replica have. The fields are those of `Generation`."""
+
+    prompt: int
+    sample: int
+    replica: int
+    num_tokens: int
+    num_learnt: int
+    num_turns: int
+    has_log_probs: bool
+    truncated: bool
+    complete: bool
+
+    def seen_from_afar(self, replica: int) -> "Elsewhere":
+        """Return this sample itself."""
+        return self
+
+
+Sample = Generation | Elsewhere
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """A prompt and its samples, complete or as far as they are drawn."""
 
     prompt: Prompt
-    samples: tuple[Generation, ...]
+    samples: tuple[Sample, ...]
     started: int  # finished steps when its first token was asked for
 
     @classmethod
@@ -125,7 +183,7 @@ class Group:
     @property
     def num_tokens(self) -> int:
         """The number of tokens of all samples."""
-        return sum(len(sample.token_ids) for sample in self.samples)
+        return sum(sample.num_tokens for sample in self.samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,11 +356,17 @@ class Preferences(Rollouts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored(Rollouts):
-    """Rollouts with their rewards."""
+class Rewarded(Rollouts):
+    """Rollouts with their rewards, as models learn from them."""
+
+    scores: Tensor  # [B] float32; NaN if the reward failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored(Rewarded):
+    """Rollouts with everything that the reward said of them, which stays on the ranks that drew them."""
 
     texts: Sequence[str]  # length B: the decoded responses, without the tokens that end them
-    scores: Tensor  # [B] float32; NaN if the reward failed
     accuracies: Tensor  # [B] float32: how right each response is: the reward's `acc`, else the score
     answers: Sequence[str | None] | None = None  # length B: the extracted answers, for majority votes; '' if none
     failures: Sequence[str | None] | None = None  # length B: why a sample has no score; None: all have scores
@@ -324,8 +388,8 @@ class Scored(Rollouts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experience(Scored):
-    """Scored rollouts with everything that the losses need."""
+class Experience(Rewarded):
+    """Rewarded rollouts with everything that the losses need."""
 
     old_log_probs: Tensor | None = per_token()  # float32: the actor before this step's updates; None: the update
     # computes them

@@ -18,8 +18,9 @@ from statistics import fmean
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
-from megarl.batch import Generation, Group, Prompt, Prompts, int32
+from megarl.batch import Generation, Group, Prompt, Prompts, Sample, int32
 from megarl.data.order import Position
+from megarl.distributed.sharded import Shares
 from megarl.rollout.config import PartialSection
 from megarl.rollout.responses import of_groups
 from megarl.rollout.session import WINDOW
@@ -88,7 +89,7 @@ class World:
     def advance(self) -> dict[int, Group]:
         """Take the engine steps until the next exchange, fewer if nothing is left."""
         left = [
-            length_of(group.prompt.index, sample.sample) - len(sample.token_ids)
+            length_of(group.prompt.index, sample.sample) - sample.num_tokens
             for group in self._open.values()
             for sample in group.samples
         ]
@@ -110,7 +111,8 @@ class World:
         return self.num_running / (self.num_steps * self.most) if self.num_steps else 1.0
 
     def _longer(self, group: Group) -> Group:
-        def longer(sample: Generation) -> Generation:
+        def longer(sample: Sample) -> Generation:
+            assert isinstance(sample, Generation), "there is one replica"
             length = length_of(group.prompt.index, sample.sample)
             drawn = min(WINDOW, length - len(sample.token_ids))
             return replace(
@@ -150,7 +152,7 @@ def count(stop_when: float, max_staleness: int = 20) -> Count:
             engine_steps.append(world.num_steps)
             occupancy.append(world.occupancy())
             lives += [step - group.started for group in drawn.chosen]
-            ages.append(staleness(of_groups(drawn.chosen), step=step)["rollout/staleness/mean"])
+            ages.append(staleness(of_groups(drawn.chosen, Shares()), step=step)["rollout/staleness/mean"])
             learnt.append(len(drawn.chosen))
     return Count(fmean(engine_steps), fmean(occupancy), fmean(lives), fmean(ages), fmean(learnt))
 

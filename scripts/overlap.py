@@ -49,6 +49,7 @@ class World:
         """Draw a turn of each sample. The engine takes those that came first."""
         for group in groups:
             for sample in group.samples:
+                assert isinstance(sample, Generation), "there is one replica"
                 length = 1 + int(_random("tokens", sample).expovariate(1.0 / MEAN))
                 self._open.append((sample, length))
 

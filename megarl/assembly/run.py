@@ -43,6 +43,7 @@ from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import on_first_rank
 from megarl.distributed.launch import Launch
+from megarl.distributed.sharded import Shares
 from megarl.environments.episodes import Environments
 from megarl.learner.per_data_source import PerDataSource
 from megarl.models.flops import UPDATE
@@ -50,8 +51,7 @@ from megarl.models.source import Source
 from megarl.platform.peaks import published_flops
 from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
-from megarl.samples.in_flight import IN_FLIGHT_FILE
-from megarl.samples.in_flight import read as read_in_flight
+from megarl.samples.in_flight import NOTHING, InFlight
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.profile import make_traces
 from megarl.tracking.protocol import Tracker
@@ -313,14 +313,16 @@ def make_progress(config: Config, inputs: Inputs, resume_point: ResumePoint) -> 
     rollout = config.actor_rollout_ref.rollout
     state = resume_point.state
     checkpoint = resume_point.checkpoint
-    file = checkpoint / IN_FLIGHT_FILE if checkpoint and rollout.partial.enable else None
+    shares = Shares.blocks(rollout.tensor_model_parallel_size)
     opened = partial(inputs.environments.open, max_tokens=rollout.prompt_length) if inputs.environments else None
     return Progress(
         kl=make_kl_controller(config.algorithm.kl_ctrl, state),
         position=state.position or inputs.prompts.position_of(state.step),
         best=state.best,
         mismatches=state.mismatches,
-        in_flight=read_in_flight(file, inputs.prompts.prompt_of, opened) if file and file.exists() else (),
+        in_flight=InFlight.read(checkpoint, shares, inputs.prompts.prompt_of, opened)
+        if checkpoint and rollout.partial.enable
+        else NOTHING,
     )
 
 

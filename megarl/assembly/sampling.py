@@ -17,6 +17,7 @@ from megarl.config.schema import Schema
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.launch import Launch
+from megarl.distributed.sharded import Shares
 from megarl.environments.episodes import Environments
 from megarl.environments.scoring import EpisodeScorer
 from megarl.learner.learner import Learner
@@ -133,6 +134,7 @@ def make_step_cache(config: Config, prompts: PromptStream, resume_point: ResumeP
         config=json.dumps(what_matters),
         checkpoint_of=lambda step: resume_point.checkpoint if step == first_step else run_dir / f"{STEP_PREFIX}{step}",
         prompt_of=prompts.prompt_of,
+        shares=Shares.blocks(config.actor_rollout_ref.rollout.tensor_model_parallel_size),
     )
 
 

@@ -42,8 +42,8 @@ class State:
         default_factory=dict
     )  # of the last step: a crash may come before they are recorded
     mismatches: tuple[float, ...] = ()  # between engine and trainer in the run's first steps
-    files: Mapping[str, bytes] = field(default_factory=dict)  # what is too large for JSON, as files of the checkpoint
-    # by name; `read` does not read them
+    files: Mapping[str, bytes] = field(default_factory=dict)  # of this rank: what is too large for JSON, as
+    # files of the checkpoint by name; `read` does not read them
 
     @property
     def best_step(self) -> int | None:

@@ -5,7 +5,7 @@
                           /huggingface/      config and tokenizer, for export; with `save_huggingface` the weights too
                           /huggingface_critic/  with `save_huggingface`, the critic as a classifier
                           /state.json        the state of the run except its models (`State`)
-                          /carried.parquet   the responses that continue in the next step, if there are any
+                          /carried-00000.parquet ...  responses of each replica that continue, if any do
                           /config.yaml ...   the run's configuration, versions, models and code, as texts
                           /manifest.json     size and checksum of every file
     RUN_DIR/latest_checkpointed_iteration.txt
@@ -152,6 +152,7 @@ class CheckpointStore:
         writings = [save_learner(learner, part / name, self._staging) for name, learner in self.learners.items()]
         together(lambda: _write_random_states(states_file(part / RNG, rank=dist.get_rank())))
         on_first_rank(lambda: self._write_small_files(part, state))
+        together(lambda: _write_files(part, state.files))
         if self._export:
             self._export(part)
         yield partial(_write_all, writings)
@@ -184,8 +185,6 @@ class CheckpointStore:
             self.write_huggingface(part / HUGGINGFACE)
         for name, text in self._texts().items():
             write_whole(part / name, text.encode())
-        for name, content in state.files.items():
-            write_whole(part / name, content)
         write_whole(part / STATE_FILE, json.dumps(asdict(replace(state, files={}))).encode())
 
     def _publish(self, part: Path, final: Path, state: State) -> None:
@@ -222,6 +221,11 @@ def _make_empty(part: Path, names: list[str]) -> None:
     shutil.rmtree(part, ignore_errors=True)
     for name in (*names, RNG, HUGGINGFACE):
         (part / name).mkdir(parents=True)
+
+
+def _write_files(part: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        write_whole(part / name, content)
 
 
 def _write_random_states(path: Path) -> None:

@@ -8,8 +8,11 @@ Invariant: what is computed of all samples does not depend on how they are sprea
 its own tokens; `gather` brings it to all ranks, which add such numbers in the order of the samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate, chain
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -22,15 +25,55 @@ from megarl.distributed.exchange import host_group, together
 R_co = TypeVar("R_co", bound=Rollouts, covariant=True)
 R = TypeVar("R", bound=Rollouts)
 S = TypeVar("S", bound=Rollouts)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """The shares of a batch, one for each data-parallel rank, and this rank's place among them."""
+    """The shares of a batch: which ranks have which of them."""
 
-    number: int = 1
-    here: int = 0  # this rank's share
-    reports: bool = True  # True on exactly one of the ranks that have the same share
+    ranks: tuple[tuple[int, ...], ...] = ((0,),)  # of each share; the first of them reports and sends it
+    rank: int = 0  # this rank
+    group: Any = None  # the ranks of this rank's share, for data in host memory; None: all ranks
+
+    @classmethod
+    def of(cls, share: int, *, reports: bool) -> "Shares":
+        """Return the shares of all ranks; this rank has `share`. Collective.
+
+        `reports` is True on exactly one of the ranks that have the same share.
+        """
+        told = together(lambda: (share, not reports, dist.get_rank()))
+        ranks: dict[int, list[int]] = {}
+        for number, _, rank in sorted(told):
+            ranks.setdefault(number, []).append(rank)
+        return cls(ranks=tuple(map(tuple, ranks.values())), rank=dist.get_rank())
+
+    @classmethod
+    def blocks(cls, size: int, *, group: Any = None) -> "Shares":
+        """Return the shares of blocks of `size` neighbouring ranks. `group` is that of this rank's block."""
+        firsts = range(0, dist.get_world_size(), size)
+        ranks = tuple(tuple(range(first, first + size)) for first in firsts)
+        return cls(ranks=ranks, rank=dist.get_rank(), group=group)
+
+    @classmethod
+    def everywhere(cls) -> "Shares":
+        """Return one share, which every rank has."""
+        return cls.blocks(dist.get_world_size())
+
+    @property
+    def number(self) -> int:
+        """The number of shares."""
+        return len(self.ranks)
+
+    @cached_property
+    def here(self) -> int:
+        """The share of this rank."""
+        return next(share for share, ranks in enumerate(self.ranks) if self.rank in ranks)
+
+    @property
+    def reports(self) -> bool:
+        """True on exactly one of the ranks that have the same share."""
+        return self.ranks[self.here][0] == self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +138,14 @@ class Sharded(Generic[R_co]):
         """Return only the given samples (int64 indices `[K]`), in that order."""
         return replace(self, index=self.index.select(samples), share=self.share.select(self.local(samples)))
 
+    def of_prompts(self, places: Sequence[int]) -> "Sharded[R_co]":
+        """Return only the prompts at `places`, ascending, with their samples."""
+        number = torch.full((len(self.index.prompts),), -1)
+        number[list(places)] = torch.arange(len(places))
+        chosen = self.index.select((number[self.index.groups] >= 0).nonzero()[:, 0])
+        index = replace(chosen, prompts=[self.index.prompts[place] for place in places], groups=number[chosen.groups])
+        return replace(self, index=index, share=self.share.of_prompts(places))
+
     def token_places(self, samples: Tensor) -> Tensor:
         """Return the places in the share's columns of the given samples' tokens, as far as this rank has them."""
         return self.share.token_places(self.local(samples))
@@ -113,6 +164,16 @@ class Sharded(Generic[R_co]):
             lengths=index.lengths - index.num_tokens * samples,
         )
         return replace(self, index=index, share=self.share.without_responses(samples[self.mine]))
+
+    def first(self, count: int, found: Mapping[int, T]) -> dict[int, T]:
+        """Return the first `count` objects of all ranks, by sample, on every rank. Collective.
+
+        `found` are those of this rank, by the place of the sample in its share.
+        """
+        mine = self.mine.tolist()
+        own = [(mine[place], found[place]) for place in sorted(found)[:count]] if self.shares.reports else []
+        everywhere = chain.from_iterable(together(lambda: own))
+        return dict(sorted(everywhere, key=itemgetter(0))[:count])
 
     def gather(self, numbers: Tensor) -> Tensor:
         """Bring numbers of this rank's samples, `[b, ...]`, to all ranks: `[B, ...]` float64. Collective."""
@@ -148,11 +209,7 @@ class Sharded(Generic[R_co]):
         It costs every rank the memory of all tokens.
         """
         parts = together(lambda: (self.mine, self.share) if self.shares.reports else None)
-        rows, records = zip(*(part for part in parts if part), strict=True)
-        record = join([replace(each, prompts=[]) for each in records])
-        groups = torch.cat([each.groups for each in records])
-        everything = replace(record, prompts=self.share.prompts, groups=groups)
-        return everything.select(torch.cat(rows).argsort())
+        return assembled([part for part in parts if part])
 
 
 def shard(record: R, owners: Tensor, shares: Shares) -> Sharded[R]:
@@ -165,3 +222,24 @@ def shard(record: R, owners: Tensor, shares: Shares) -> Sharded[R]:
     """
     mine = (owners == shares.here).nonzero()[:, 0]
     return Sharded(index=Index.of(record, owners), share=record.select(mine), shares=shares)
+
+
+def assembled(parts: Sequence[tuple[Tensor, R]]) -> R:
+    """Return the samples of several records that share their prompts, in the order of their places, int64 `[b]`."""
+    places, records = zip(*parts, strict=True)
+    joined = join([replace(each, prompts=[]) for each in records])
+    groups = torch.cat([each.groups for each in records])
+    everything = replace(joined, prompts=records[0].prompts, groups=groups)
+    return everything.select(torch.cat(places).argsort())
+
+
+def join_sharded(parts: Sequence[Sharded[R]]) -> Sharded[R]:
+    """Join the prompts and samples of all `parts`, in their order. They have the same shares."""
+    starts = accumulate((len(part.index.prompts) for part in parts[:-1]), initial=0)
+    numbered = [
+        replace(part.index, groups=part.index.groups + start) for part, start in zip(parts, starts, strict=True)
+    ]
+    values = {each.name: [getattr(index, each.name) for index in numbered] for each in fields(Index)}
+    prompts = [prompt for of_part in values.pop("prompts") for prompt in of_part]
+    index = Index(prompts=prompts, **{name: torch.cat(of_parts) for name, of_parts in values.items()})
+    return Sharded(index=index, share=join([part.share for part in parts]), shares=parts[0].shares)

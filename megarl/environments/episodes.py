@@ -1,4 +1,4 @@
-"""The episodes that this rank's environments play: turns are asked, and their answers are exchanged among all ranks.
+"""The episodes that this rank's environments play: turns are asked, and the ranks of an engine replica get the answers.
 
 A turn is asked on one rank as soon as the engine has finished it. Its answer is taken when all ranks ask for it, which
 the session decides by counted engine steps. So what an episode reads, and when, depends on no clock.
@@ -179,9 +179,9 @@ class Environments:
         request = pack({"data_source": prompt.data_source, "row": row, "episode": str(number), **history})
         return self._pools[number % len(self._pools)].submit(request)
 
-    def begin(self, *, max_tokens: int) -> "Episodes":
-        """Return the means to play the episodes of a session, of at most `max_tokens`."""
-        return Episodes(self, self._numbers, max_tokens=max_tokens)
+    def begin(self, *, max_tokens: int, group: dist.ProcessGroup) -> "Episodes":
+        """Return the means to play the episodes of a session, of at most `max_tokens`, with the ranks of `group`."""
+        return Episodes(self, self._numbers, max_tokens=max_tokens, group=group)
 
     def _opened(self, prompt: Prompt, opening: str | None, fault: str) -> Prompt:
         if opening is None:
@@ -212,10 +212,13 @@ class _Episode:
 
 
 class Episodes:
-    """The episodes of a session."""
+    """The episodes of a session that one engine replica draws."""
 
-    def __init__(self, environments: Environments, numbers: "count[int]", *, max_tokens: int) -> None:
+    def __init__(
+        self, environments: Environments, numbers: "count[int]", *, max_tokens: int, group: dist.ProcessGroup
+    ) -> None:
         self._environments = environments
+        self._group = group
         self._numbers = numbers
         self._max_tokens = max_tokens
         self._playing = dict[Key, _Episode]()
@@ -244,12 +247,15 @@ class Episodes:
         self._asked[key] = self._environments.submit(prompt, episode.number, episode.responses, observations)
 
     def answer(self, generation: Sequence[Generation]) -> list[Generation]:
-        """Wait for the answers to the last turns of these episodes. Return them as `proceed` does. Collective."""
+        """Wait for the answers to the last turns of these episodes. Return them as `proceed` does. Collective.
+
+        The ranks of a replica give the same episodes.
+        """
         keys = [(each.prompt, each.sample) for each in generation]
         mine = {key: self._asked.pop(key) for key in keys if key in self._asked}
         num = sum(together(lambda: len(mine)))
-        assert num >= sum(not each.truncated for each in generation), "a turn that no rank has asked about"
-        answers = gather(mine, num, self._read)
+        answers = gather(mine, num, self._read, group=self._group)
+        assert len(answers) >= sum(not each.truncated for each in generation), "a turn that no rank has asked about"
         section = self._environments.section
         return [
             proceed(each, answers.get((each.prompt, each.sample), Answer()), section, max_tokens=self._max_tokens)

@@ -6,6 +6,7 @@ import torch
 
 from megarl.batch import Prompt, Rollouts, Scored, StopReason
 from megarl.data.tokenizer import Tokenizer
+from megarl.distributed.sharded import Sharded
 from megarl.environments.config import EnvironmentSection
 from megarl.rewards.collective import NUM_WARNINGS, report_failures
 
@@ -25,22 +26,24 @@ class EpisodeScorer:
     def forget(self) -> None:
         """Do nothing: nothing is begun."""
 
-    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
-        """Score every episode. Return metrics of the episodes too.
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], dict[str, float]]:
+        """Score every episode. Return metrics of the episodes too. Collective.
 
         Raises:
             RewardError: an environment failed, and `on_failure` is `stop`.
         """
-        assert rollouts.turn_rewards is not None and rollouts.faults is not None, "samples that are no episodes"
+        share = samples.share
+        assert share.turn_rewards is not None and share.faults is not None, "samples that are no episodes"
         is_masked = self._section.on_failure == "mask"
-        scores = rollouts.sums(rollouts.turn_rewards).to(torch.float32)
+        scores = share.sums(share.turn_rewards).to(torch.float32)
+        has_failed = torch.tensor([fault is not None for fault in share.faults], dtype=torch.bool)
         if is_masked:
-            scores = scores.masked_fill(torch.tensor([fault is not None for fault in rollouts.faults]), torch.nan)
-        self._report([(sample, fault) for sample, fault in enumerate(rollouts.faults) if fault is not None], rollouts)
-        texts = [self.text(rollouts, sample) for sample in range(len(rollouts))]
-        failures = rollouts.faults if is_masked else None
-        scored = rollouts.extend(Scored, texts=texts, scores=scores, accuracies=scores, failures=failures)
-        return scored, metrics_of(rollouts)
+            scores = scores.masked_fill(has_failed, torch.nan)
+        self._report(samples, int(samples.gather(has_failed).sum()))
+        texts = [self.text(share, sample) for sample in range(len(share))]
+        failures = share.faults if is_masked else None
+        scored = share.extend(Scored, texts=texts, scores=scores, accuracies=scores, failures=failures)
+        return samples.with_share(scored), metrics_of(samples)
 
     def text(self, rollouts: Rollouts, sample: int) -> str:
         """Return an episode for people: each observation is in lines of its own, after `>>>`."""
@@ -52,29 +55,34 @@ class EpisodeScorer:
             pieces.append(text if is_policy else f"\n>>> {text.strip()}\n")
         return "".join(pieces)
 
-    def _report(self, faults: Sequence[tuple[int, str]], rollouts: Rollouts) -> None:
-        messages = [
-            f"the environment failed on sample {sample} (data row {rollouts.prompt_of(sample).index}): {fault}"
-            for sample, fault in faults[:NUM_WARNINGS]
-        ]
+    def _report(self, samples: Sharded[Rollouts], num_failed: int) -> None:
+        share = samples.share
+        mine = samples.mine.tolist()
+        messages = {
+            place: f"the environment failed on sample {mine[place]} (data row {share.prompt_of(place).index}): {fault}"
+            for place, fault in enumerate(share.faults or ())
+            if fault is not None
+        }
         report_failures(
-            messages,
-            len(faults),
-            of=len(rollouts),
+            [*samples.first(NUM_WARNINGS, messages).values()],
+            num_failed,
+            of=len(samples),
             section="environment",
             on_failure=self._section.on_failure,
             default_score=self._section.default_score,
         )
 
 
-def metrics_of(rollouts: Rollouts) -> dict[str, float]:
-    """Return metrics of episodes: their turns, why they end, and how much of them the environment said."""
-    assert rollouts.num_turns is not None and rollouts.stop_reasons, "samples that are no episodes"
-    turns = rollouts.num_turns.double()
-    reasons = list(rollouts.stop_reasons)
+def metrics_of(samples: Sharded[Rollouts]) -> dict[str, float]:
+    """Return metrics of episodes: their turns, why they end, and how much of them the environment said. Collective."""
+    share = samples.share
+    assert share.num_turns is not None and share.stop_reasons is not None, "samples that are no episodes"
+    ends = torch.tensor([[own == reason for reason in StopReason] for own in share.stop_reasons])
+    numbers = [share.num_turns[:, None], share.sums(~share.mask)[:, None], ends.view(-1, len(StopReason))]
+    turns, observed, *of_reasons = samples.gather(torch.cat([each.double() for each in numbers], dim=-1)).unbind(-1)
     return {
         "episode/turns/mean": float(turns.mean()),
         "episode/turns/max": float(turns.max()),
-        "episode/observed_tokens/mean": float(rollouts.sums(~rollouts.mask).mean()),
-        **{f"episode/stop/{reason}": reasons.count(reason) / len(reasons) for reason in StopReason},
+        "episode/observed_tokens/mean": float(observed.mean()),
+        **{f"episode/stop/{reason}": float(ended.mean()) for reason, ended in zip(StopReason, of_reasons, strict=True)},
     }

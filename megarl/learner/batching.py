@@ -44,9 +44,8 @@ class Batching:
 
     @property
     def shares(self) -> Shares:
-        """The shares of a batch, and which of them this rank has."""
-        mesh = self._mesh
-        return Shares(number=mesh.dp_size, here=mesh.dp_rank, reports=mesh.reports_its_samples)
+        """The shares of a batch."""
+        return self._mesh.shares
 
     def owners(self, lengths: Tensor, groups: Tensor) -> Tensor:
         """Return the share of each sample, `[B]` int64. The samples of a group stay together.

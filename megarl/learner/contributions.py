@@ -20,7 +20,7 @@ def add_metrics(contributions: Sequence[dict[str, Tensor]], mesh: Mesh, device: 
     dist.broadcast_object_list(names, src=last, group=host_group())
     total = torch.zeros(len(names[0]), dtype=torch.float64, device=device)
     none = torch.zeros((), device=device)
-    for metrics in contributions if mesh.reports_its_samples else ():
+    for metrics in contributions if mesh.shares.reports else ():
         total += torch.stack([metrics.get(name, none).double() for name in names[0]])
     dist.all_reduce(total)
     return dict(zip(names[0], total.tolist(), strict=True))

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megarl.distributed.sharded import Shares
 from megarl.learner.config import MegatronSection
 from megarl.learner.grid import grid_of
 from megarl.learner.patches import apply_patches
@@ -25,7 +26,7 @@ class Mesh:
     cut: Cut  # this rank's part of a layer's matrices
     pp_rank: int
     cp_rank: int
-    dp_rank: int
+    shares: Shares  # of a batch, one for each data-parallel rank
     tp_group: Any
     cp_group: Any
 
@@ -64,11 +65,6 @@ class Mesh:
         """True on the stage that computes the final hidden states."""
         return self.pp_rank == self.pp_size - 1
 
-    @property
-    def reports_its_samples(self) -> bool:
-        """True on exactly one of the ranks that hold the same samples: the first rank of the last stage."""
-        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
-
 
 def build_mesh(section: MegatronSection) -> Mesh:
     """Create Megatron's process groups, once per process. Requires torch.distributed."""
@@ -85,12 +81,16 @@ def build_mesh(section: MegatronSection) -> Mesh:
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(section.seed)
+    cut = grid.cut(dist.get_rank())
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    cp_rank = parallel_state.get_context_parallel_rank()
+    has_outputs = pp_rank == grid.pp - 1 and cut.tp_rank == 0 and cp_rank == 0
     return Mesh(
         grid=grid,
-        cut=grid.cut(dist.get_rank()),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
+        cut=cut,
+        pp_rank=pp_rank,
+        cp_rank=cp_rank,
+        shares=Shares.of(parallel_state.get_data_parallel_rank(), reports=has_outputs),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         cp_group=parallel_state.get_context_parallel_group(),
     )

@@ -19,13 +19,13 @@ from megarl.rewards.config import isolation_of
 COLLECTED_FIELDS: Mapping[str, int] = MappingProxyType(
     {"responses": 4, "mask": 1, "rollout_log_probs": 4, "weight_versions": 4}
 )
-"""Bytes of one response token in each column of `megarl.batch.Scored`; every rank has all of them."""
+"""Bytes of one response token in each column of `megarl.batch.Scored`, on the ranks of the replica that drew it."""
 EPISODE_FIELDS: Mapping[str, int] = MappingProxyType({"turn_rewards": 4})
 """The same for the columns that only episodes have."""
 LEARNING_FIELDS: Mapping[str, int] = MappingProxyType(
     {**{"old_log_probs": 4, "ref_log_probs": 4, "values": 4}, **{"advantages": 4, "returns": 4, "weights": 4}}
 )
-"""The same for the columns that `megarl.batch.Experience` adds. A rank has all columns of its share once more."""
+"""The same for the columns that `megarl.batch.Experience` adds, on the ranks that learn from the token."""
 PROMPT_TOKEN_BYTES = 8 + 32
 """Bytes of a token of a prompt: a Python integer in a list."""
 IN_FLIGHT_TOKEN_BYTES = 4 + 4 + 4
@@ -68,15 +68,16 @@ def host_memory(workload: Workload, memory: RankMemory) -> HostMemory:
 def record_bytes(config: Config, *, num_shares: int) -> int:
     """Return the bytes of the records of a step on one rank, with the longest prompts and responses.
 
-    All samples are counted, and those that continue in the next step. `num_shares` data-parallel ranks share what
-    models compute of the samples.
+    The engine replicas share the samples that are drawn, and those that continue in the next step. `num_shares`
+    data-parallel ranks share the samples that models learn from. Every rank has all prompts.
     """
     rollout = config.actor_rollout_ref.rollout
     num_prompts = config.data.train_batch_size
+    num_replicas = config.trainer.nnodes * config.trainer.n_gpus_per_node // rollout.tensor_model_parallel_size
     collected = sum(COLLECTED_FIELDS.values()) + (sum(EPISODE_FIELDS.values()) if config.environment.name else 0)
     learning = collected + sum(LEARNING_FIELDS.values())
-    responses = num_prompts * collected + num_prompts * learning // num_shares
-    responses += config.num_in_flight * IN_FLIGHT_TOKEN_BYTES
+    drawn = num_prompts * collected + config.num_in_flight * IN_FLIGHT_TOKEN_BYTES
+    responses = drawn // num_replicas + num_prompts * learning // num_shares
     prompts = (num_prompts + config.num_in_flight) * PROMPT_TOKEN_BYTES
     return responses * rollout.n * rollout.response_length + prompts * rollout.prompt_length
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -29,35 +30,40 @@ def gather(
     num: int,
     read: Callable[[K, ScoringResult], V],
     *,
+    group: dist.ProcessGroup | None = None,
     wait_for: Callable[[Results], object] = lambda left: wait(left, timeout=ROUND_S),
     arrived: Callable[[int], object] = lambda number: None,
 ) -> dict[K, V]:
-    """Return what `read` makes of the results of all ranks, by their keys. Collective.
+    """Return what `read` makes of the results of the ranks of `group`, by default of all, by their keys. Collective.
 
-    Ranks meet every second: a rank that has finished would see no progress of the others inside a long collective.
+    All ranks meet every second: a rank that has finished would see no progress of the others inside a long collective.
 
     Args:
         futures: of this rank.
         num: of all ranks.
         read: called once for each result, on the rank that has it.
+        group: the ranks that get the results; None: all.
         wait_for: waits for results, at most `ROUND_S`.
         arrived: receives the number of results, of all ranks, whenever there are some.
     """
     found = dict[K, V]()
     left = dict(futures)
 
-    def collect() -> dict[K, V]:
+    def collect(new: dict[K, V]) -> int:
         wait_for(list(left.values()))
         done = [key for key, future in left.items() if future.done()]
-        return {key: read(key, left.pop(key).result()) for key in done}
+        new |= {key: read(key, left.pop(key).result()) for key in done}
+        return len(new)
 
     with watchdog.polling(lambda: not all(future.done() for future in futures.values())):
-        while len(found) < num:
-            new = {key: value for part in together(collect) for key, value in part.items()}
-            if new:
+        while num:
+            new = dict[K, V]()
+            num_new = sum(together(partial(collect, new)))
+            if num_new:
                 watchdog.note_progress()
-                arrived(len(new))
-            found |= new
+                arrived(num_new)
+                found |= {key: value for part in together(new.copy, group=group) for key, value in part.items()}
+            num -= num_new
     return found
 
 

@@ -1,4 +1,4 @@
-"""The reward of a run: one rank scores a response, in processes that it cannot harm, and all ranks get the result.
+"""The reward of a run: one rank of those that have a response scores it, in processes that it cannot harm.
 
 Scoring of a response may start as soon as the engine has finished it, while other responses are still decoded. A
 response whose reward failed or took too long is counted and reported; `reward_model.on_failure` decides what happens to
@@ -7,9 +7,11 @@ it.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,8 @@ from numpy.typing import ArrayLike
 
 from megarl.platform import progress
 from megarl.batch import Prompt, Rollouts, Scored
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import on_each_rank, together
+from megarl.distributed.sharded import Sharded
 from megarl.platform.secrets import beginning
 from megarl.rewards.collective import NUM_WARNINGS, ROUND_S, RewardError, gather, report_failures
 from megarl.rewards.config import CustomRewardSection, RulesSection
@@ -45,7 +48,7 @@ class PendingResponse:
 
 
 class RuleScorer:
-    """The rules of a run, called on all ranks."""
+    """The rules of a run."""
 
     def __init__(
         self, *, rules: Rules, pool: Pool, decode: Callable[[Sequence[int]], str], section: RulesSection
@@ -71,7 +74,7 @@ class RuleScorer:
         """Forget the responses that this rank has begun to score, since nothing will ask for them."""
         self._begun.clear()
 
-    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], dict[str, float]]:
         """Score every sample; return metrics of the scoring too. Collective.
 
         Raises:
@@ -81,36 +84,40 @@ class RuleScorer:
             UserError: a data source has no rule.
         """
         if self.rules.reads_data_source():
-            for prompt in rollouts.prompts:
+            for prompt in samples.index.prompts:
                 known_data_source(prompt.data_source)
-        started = {sample: found for sample in range(len(rollouts)) if (found := self._find(rollouts, sample))}
-        by_sample = self._gather(started)
-        rest = [sample for sample in range(len(rollouts)) if sample not in by_sample]
-        if rest:
-            share = rest[dist.get_rank() :: dist.get_world_size()]
-            by_sample |= self._gather(
-                {
-                    sample: self._submit(rollouts.prompt_of(sample), rollouts.response_ids(sample).tolist())
-                    for sample in share
-                }
-            )
-        self._require_unchanged([result for _, result in by_sample.values()])
-        texts, results = zip(*(by_sample[sample] for sample in range(len(rollouts))), strict=True)
+        share = samples.share
+        found = self._results(share, samples.shares.group)
+        on_each_rank(lambda: self._require_unchanged([result for _, result in found]))
+        results = [result for _, result in found]
         is_masked = self._section.on_failure == "mask"
         scores = [
             result.numbers.get("score", math.nan if is_masked else self._section.default_score) for result in results
         ]
         accuracies = [result.numbers.get("acc", score) for result, score in zip(results, scores, strict=True)]
-        scored = rollouts.extend(
+        scored = share.extend(
             Scored,
-            texts=texts,
+            texts=[text for text, _ in found],
             scores=torch.tensor(scores),
             accuracies=torch.tensor(accuracies),
             answers=[result.pred for result in results],
             failures=[result.detail if result.fault else None for result in results],
         )
-        self._report(scored, results)
-        return scored if is_masked else replace(scored, failures=None), metrics_of(results)
+        self._report(samples.with_share(scored), results)
+        scored = scored if is_masked else replace(scored, failures=None)
+        return samples.with_share(scored), metrics_of(samples, results)
+
+    def _results(self, share: Rollouts, group: Any) -> list[tuple[str, ScoringResult]]:
+        """Return text and result of each sample of a share, which the ranks of `group` have. Collective."""
+        started = {sample: found for sample in range(len(share)) if (found := self._find(share, sample))}
+        by_sample = self._gather(started, group)
+        rest = [sample for sample in range(len(share)) if sample not in by_sample]
+        mine = rest[dist.get_rank(group) :: dist.get_world_size(group)]
+        by_sample |= self._gather(
+            {sample: self._submit(share.prompt_of(sample), share.response_ids(sample).tolist()) for sample in mine},
+            group,
+        )
+        return [by_sample[sample] for sample in range(len(share))]
 
     def _submit(self, prompt: Prompt, token_ids: list[int]) -> PendingResponse:
         text = self._decode(token_ids)
@@ -142,8 +149,8 @@ class RuleScorer:
             del self._begun[key]
         return found
 
-    def _gather(self, started: Mapping[int, PendingResponse]) -> dict[int, tuple[str, ScoringResult]]:
-        """Return text and result, by sample, of the responses that any rank has begun."""
+    def _gather(self, started: Mapping[int, PendingResponse], group: Any) -> dict[int, tuple[str, ScoringResult]]:
+        """Return text and result, by sample, of the responses that any rank of `group` has begun. Collective."""
         num = sum(together(lambda: len(started)))
         if num:
             progress.announce(num, "rewards")
@@ -151,12 +158,13 @@ class RuleScorer:
             {sample: response.result for sample, response in started.items()},
             num,
             lambda sample, result: (started[sample].text, result),
+            group=group,
             wait_for=lambda left: self.pool.count_pending(left, within_s=ROUND_S),
             arrived=progress.advance,
         )
 
     def _require_unchanged(self, results: Sequence[ScoringResult]) -> None:
-        """Raise RewardError on all ranks if a known wrong response has shown that a response changed the reward."""
+        """Raise RewardError if a known wrong response has shown that a response changed the reward."""
         for result in results:
             if result.fault == "canary":
                 raise RewardError(
@@ -165,16 +173,17 @@ class RuleScorer:
                     "earlier checkpoint with reward_model.isolation=response, or mend the reward"
                 )
 
-    def _report(self, scored: Scored, results: Sequence[ScoringResult]) -> None:
+    def _report(self, scored: Sharded[Scored], results: Sequence[ScoringResult]) -> None:
         messages = first_failures(scored)
         on_failure = self._section.on_failure
-        num_failed = sum(result.fault is not None for result in results)
-        if on_failure == "score" and all(result.fault == "error" for result in results):
+        faults = [[result.fault is not None, result.fault == "error"] for result in results]
+        num_failed, num_errors = map(int, scored.gather(torch.tensor(faults).view(-1, 2)).sum(0))
+        if on_failure == "score" and num_errors == len(scored):
             raise RewardError(f"the reward fails on all {len(scored)} responses; {messages[0]}")
         report_failures(
             messages,
             num_failed,
-            of=len(results),
+            of=len(scored),
             section="reward_model",
             on_failure=on_failure,
             default_score=self._section.default_score,
@@ -186,37 +195,57 @@ def _key(prompt: Prompt, token_ids: ArrayLike) -> SampleKey:
     return prompt.index, prompt_ids, response_ids
 
 
-def metrics_of(results: Sequence[ScoringResult]) -> dict[str, float]:
-    """Return metrics of the scoring, and the mean of each further number over the responses that have it."""
-    reported = defaultdict[str, list[float]](list)
-    for result in results:
-        for name, number in result.numbers.items():
-            if name != "score" and (name in reported or len(reported) < MAX_METRICS):
-                reported[name].append(number)
+def metrics_of(samples: Sharded[Rollouts], results: Sequence[ScoringResult]) -> dict[str, float]:
+    """Return metrics of the scoring, and the mean of each further number over the responses that have it. Collective.
+
+    `results` are those of this rank's share.
+    """
+    names = _reported_names(samples, results)
+    columns = [
+        [
+            result.seconds,
+            *(result.fault == fault for fault in ("timeout", "error")),
+            *(result.numbers.get(name, math.nan) for name in names),
+        ]
+        for result in results
+    ]
+    numbers = torch.tensor(columns, dtype=torch.float64).view(-1, 3 + len(names))
+    seconds, timeouts, errors, *reported = samples.gather(numbers).unbind(-1)
     return {
-        "reward/timeout_rate": _share(result.fault == "timeout" for result in results),
-        "reward/error_rate": _share(result.fault == "error" for result in results),
-        "reward/slowest_s": max(result.seconds for result in results),
-    } | {f"reward/{name}/mean": sum(numbers) / len(numbers) for name, numbers in reported.items()}
+        "reward/timeout_rate": float(timeouts.mean()),
+        "reward/error_rate": float(errors.mean()),
+        "reward/slowest_s": float(seconds.max()),
+    } | {f"reward/{name}/mean": float(of_samples.nanmean()) for name, of_samples in zip(names, reported, strict=True)}
 
 
-def _share(conditions: Iterable[bool]) -> float:
-    counted = list(conditions)
-    return sum(counted) / len(counted)
+def _reported_names(samples: Sharded[Rollouts], results: Sequence[ScoringResult]) -> list[str]:
+    """Return the names of the first further numbers that the reward reports. Collective."""
+    new = dict[int, list[str]]()
+    known = set[str]()
+    for place, result in enumerate(results):
+        names = [name for name in result.numbers if name != "score" and name not in known]
+        if names:
+            new[place] = names
+            known |= set(names)
+    everywhere = samples.first(len(samples), new)
+    return list(dict.fromkeys(chain.from_iterable(everywhere.values())))[:MAX_METRICS]
 
 
-def first_failures(scored: Scored) -> list[str]:
-    """Describe the first few samples without a score."""
-    failed = (~scored.has_score()).nonzero()[:, 0].tolist()
-    return [_message(scored, sample) for sample in failed[:NUM_WARNINGS]]
+def first_failures(samples: Sharded[Scored]) -> list[str]:
+    """Describe the first few samples without a score. Collective."""
+    share = samples.share
+    mine = samples.mine.tolist()
+    failed = (~share.has_score()).nonzero()[:, 0].tolist()[:NUM_WARNINGS]
+    messages = {place: _message(share, place, number=mine[place]) for place in failed}
+    return [*samples.first(NUM_WARNINGS, messages).values()]
 
 
-def _message(scored: Scored, sample: int) -> str:
+def _message(scored: Scored, sample: int, *, number: int) -> str:
     assert scored.failures
     prompt = scored.prompt_of(sample)
     text = scored.texts[sample]
     shown = beginning(text, SHOWN_CHARACTERS)
     return (
-        f"the reward failed on sample {sample} (data source {prompt.data_source!r}, data row {prompt.index}, "
+        f"the reward failed on sample {number} (data source {prompt.data_source!r}, data row {prompt.index}, "
         f"response {shown + ('...' if len(text) > len(shown) else '')!r}): {scored.failures[sample]}"
     )

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from megarl.batch import Generation, Group, Prompt
 from megarl.distributed.exchange import together
+from megarl.distributed.sharded import Shares
 from megarl.platform.device import on_cuda
 from megarl.platform.errors import UserError
 from megarl.rollout import patches, segments
@@ -130,6 +131,18 @@ class RolloutEngine:
     def tp_rank(self) -> int:
         """This rank's position in its replica."""
         return dist.get_rank() % self.tp_size
+
+    @property
+    def shares(self) -> Shares:
+        """The shares of drawn samples: the ranks of a replica have the same."""
+        return Shares.blocks(self.tp_size, group=self.host_group)
+
+    @property
+    def host_group(self) -> Any:
+        """The ranks of this replica, for data in host memory."""
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return get_tp_group().cpu_group
 
     @contextmanager
     def receive_weights(self, *, version: int = 0) -> Iterator["EngineWeights"]:

@@ -87,7 +87,7 @@ class ReplicaQueue:
             Request(group.prompt, group.started, sample)
             for group in groups
             for sample in group.samples
-            if not sample.complete
+            if isinstance(sample, Generation) and not sample.complete
         ]
         params = [self._params.of(request) for request in requests]
         with self._using([group.prompt for group in groups]):
@@ -133,13 +133,20 @@ class ReplicaQueue:
             return [self._read(each) for each in stopped.values()]
 
     def waiting(self) -> list[int]:
-        """Return the groups that the engine has no room for yet, in the order in which they were added."""
+        """Return the groups that the engine has no room for yet, in the order in which they were added.
+
+        A group with tokens of an earlier step counts as one that has room.
+        """
         from vllm.v1.request import RequestStatus
 
         requests = self._engine.engine_core.engine_core.scheduler.requests.values()
         waiting = {request.request_id for request in requests if request.status == RequestStatus.WAITING}
         names = {name.partition("-")[0] for name in waiting}  # vLLM appends a part of its own to a name
-        running = {each.request.started.prompt for name, each in self._open.items() if name not in names}
+        running = {
+            each.request.started.prompt
+            for name, each in self._open.items()
+            if name not in names or each.request.started.token_ids
+        }
         groups = dict.fromkeys(each.request.started.prompt for each in self._open.values())
         return [group for group in groups if group not in running]
 

@@ -6,8 +6,10 @@ same, whatever the clocks of the replicas show, and the samples of a step can be
 costs the time until the slowest replica has taken its steps; replicas that draw equally many samples take equally long.
 
 A replica may have no room for some of its groups, in its slots or in its KV cache. At each exchange such groups go to
-replicas with fewer open samples. A group stays together, because its samples share the keys of their prompt. A step
-whose samples all have room exchanges nothing before its end.
+replicas with fewer open samples. A group stays together, because its samples share the keys of their prompt, and a
+group with drawn tokens stays with its replica. A step whose samples all have room exchanges nothing before its end.
+
+Tokens stay with the replica that drew them. The ranks of other replicas know a few numbers of each sample.
 
 A sample may be an episode. The engine then stops at the end of each turn, and draws other samples while the
 environment answers. The answer is taken before a window that is counted too, so a fast environment changes nothing: the
@@ -15,11 +17,11 @@ same requests reach the engine at the same step. A replica that has no other sam
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.platform import progress
-from megarl.batch import Generation, Group
+from megarl.batch import Elsewhere, Generation, Group, Sample
 from megarl.distributed import watchdog
 from megarl.environments.episodes import Episodes
 from megarl.rollout.engine import RolloutEngine
@@ -33,10 +35,10 @@ WINDOW = 16
 class Window:
     """The work of one replica between two exchanges."""
 
-    finished: list[Generation]
-    num_steps: int
-    num_running: int  # samples that were drawn at once, summed over the steps
-    waiting: list[int]  # groups without room
+    finished: Sequence[Sample]
+    num_steps: int = 0
+    num_running: int = 0  # samples that were drawn at once, summed over the steps
+    waiting: Sequence[int] = ()  # groups without room
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,14 @@ class Waiting:
 
     replica: int
     window: int  # in which the turn ended
-    generation: Generation
+    sample: Sample
 
 
 class SamplingSession:
-    """The open groups of a step, by number. Every method is collective, and returns the same on every rank."""
+    """The open groups of a step, by number. Every method is collective.
+
+    Each returns the same on every rank, except that a rank has the tokens of its own replica alone.
+    """
 
     def __init__(
         self, engine: RolloutEngine, queue: ReplicaQueue, *, num_slots: int, episodes: Episodes | None = None
@@ -80,14 +85,20 @@ class SamplingSession:
         return len(self._open)
 
     def add(self, groups: dict[int, Group]) -> None:
-        """Draw the incomplete samples of further groups. Each group goes to the replica with the fewest open samples.
+        """Draw the incomplete samples of further groups.
+
+        A group with tokens goes to the replica that has them, and then each other group to the replica with the fewest
+        open samples.
 
         Raises:
             UserError: a prompt is too long.
         """
         mine = []
-        for number, group in groups.items():
-            replica = self._loads.index(min(self._loads))
+        homes = {number: self._home(group) for number, group in groups.items()}
+        for number in sorted(groups, key=lambda number: homes[number] is None):
+            home = homes[number]
+            replica = self._loads.index(min(self._loads)) if home is None else home
+            group = groups[number]
             self._loads[replica] += _num_open(group)
             samples = tuple(replace(sample, prompt=number) for sample in group.samples)
             self._open[number] = group = replace(group, samples=samples)
@@ -107,12 +118,12 @@ class SamplingSession:
             return complete
         if self._episodes:
             self._take_answers(self._episodes)
-        windows = self._engine.on_all_ranks(lambda: self._run(num_steps))
+        windows = self._on_all_ranks(lambda: self._run(num_steps))
         self._num_steps += max(window.num_steps for window in windows)
         self._num_running += sum(window.num_running for window in windows)
         for replica, window in enumerate(windows):
             if self._episodes:
-                self._waiting += [Waiting(replica, self._num_windows, generation) for generation in window.finished]
+                self._waiting += [Waiting(replica, self._num_windows, sample) for sample in window.finished]
             else:
                 self._loads[replica] -= len(window.finished)
                 self._note(window.finished)
@@ -129,10 +140,11 @@ class SamplingSession:
 
         Turns of episodes that wait for their answers get them.
         """
-        for generations in self._engine.on_all_ranks(self._queue.stop):
-            self._note(generations)
+        for window in self._on_all_ranks(lambda: Window(self._queue.stop())):
+            self._note(window.finished)
         if self._episodes and self._waiting:
-            self._note(self._episodes.answer([each.generation for each in self._waiting]))
+            for window in self._answers(self._episodes, self._waiting):
+                self._note(window.finished)
         stopped = self._open
         self._open = {}
         return stopped
@@ -146,6 +158,31 @@ class SamplingSession:
         slots = self._num_steps * len(self._loads) * min(self._num_slots, self._most)
         return self._num_running / slots if slots else 1.0
 
+    def _on_all_ranks(self, work: Callable[[], Window]) -> list[Window]:
+        """Return the work of each replica; that of other replicas without its tokens."""
+        mine = self._engine.replica
+        done = list[Window]()
+
+        def told() -> Window:
+            window = work()
+            done.append(window)
+            return replace(window, finished=[sample.seen_from_afar(mine) for sample in window.finished])
+
+        windows = self._engine.on_all_ranks(told)
+        return [*windows[:mine], *done, *windows[mine + 1 :]]
+
+    def _answers(self, episodes: Episodes, waiting: Sequence[Waiting]) -> list[Window]:
+        """Return the episodes after the answers to their turns, by replica."""
+        mine = [each.sample for each in waiting if isinstance(each.sample, Generation)]
+        return self._on_all_ranks(lambda: Window(episodes.answer(mine)))
+
+    def _home(self, group: Group) -> int | None:
+        """Return the replica that has tokens of the open samples of a group; None if they have none."""
+        for sample in group.samples:
+            if sample.num_tokens and not sample.complete:
+                return sample.replica if isinstance(sample, Elsewhere) else self._engine.replica
+        return None
+
     def _run(self, num_steps: int | None) -> Window:
         steps = self._queue.num_steps
         running = self._queue.num_running
@@ -154,7 +191,7 @@ class SamplingSession:
             finished,
             num_steps=self._queue.num_steps - steps,
             num_running=self._queue.num_running - running,
-            waiting=self._queue.waiting() if self._shares else [],
+            waiting=self._queue.waiting() if self._shares else (),
         )
 
     def _share(self, waiting: Sequence[list[int]]) -> None:
@@ -200,18 +237,21 @@ class SamplingSession:
         if not due:
             return
         self._waiting = rest
-        for each, generation in zip(due, episodes.answer([each.generation for each in due]), strict=True):
-            self._note([generation])
-            if generation.complete:
-                self._loads[each.replica] -= 1
-            elif each.replica == self._engine.replica:
-                mine.append(replace(self._open[generation.prompt], samples=(generation,)))
+        for replica, window in enumerate(self._answers(episodes, due)):
+            self._note(window.finished)
+            self._loads[replica] -= sum(sample.complete for sample in window.finished)
+            if replica == self._engine.replica:
+                mine = [
+                    replace(self._open[sample.prompt], samples=(sample,))
+                    for sample in window.finished
+                    if not sample.complete
+                ]
         self._draw(mine)
 
-    def _note(self, generations: Sequence[Generation]) -> None:
+    def _note(self, samples: Sequence[Sample]) -> None:
         """Put samples into their groups."""
-        drawn = {(generation.prompt, generation.sample): generation for generation in generations}
-        for number in dict.fromkeys(generation.prompt for generation in generations):
+        drawn = {(sample.prompt, sample.sample): sample for sample in samples}
+        for number in dict.fromkeys(sample.prompt for sample in samples):
             group = self._open[number]
             samples = tuple(drawn.get((number, sample.sample), sample) for sample in group.samples)
             self._open[number] = replace(group, samples=samples)

@@ -1,12 +1,13 @@
-"""The groups that continue in the next step, as a file of a checkpoint: a row for each sample.
+"""The groups that continue in the next step, as files of a checkpoint: a row for each sample.
 
-Prompts are not in the file: they are read again from the data, by their row.
+Each engine replica has a file with the samples whose tokens it has. Prompts are not in the files: they are read again
+from the data, by their row.
 """
 
 import io
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn, float32, int32
+from megarl.batch import Generation, Group, Prompt, Prompts, Sample, StopReason, Turn, float32, int32
 from megarl.data.parquet import read_own
+from megarl.distributed.exchange import on_each_rank, on_first_rank, together
+from megarl.distributed.sharded import Shares
 from megarl.platform.errors import UserError
 from megarl.platform.small_files import Damage
 
-IN_FLIGHT_FILE = "carried.parquet"
+IN_FLIGHT_FILE = "carried-{:05}.parquet"
+IN_FLIGHT_FILES = "carried*.parquet"
 CONTENT = "unfinished samples of a run"
 TURN = pa.struct(
     [
@@ -51,8 +55,43 @@ SCHEMA = pa.schema(
 NUMBERS = {"token_ids": int32, "log_probs": float32, "weight_versions": int32}
 
 
-def to_bytes(groups: Sequence[Group]) -> bytes:
-    """Return the content of the file."""
+@dataclass(frozen=True)
+class InFlight:
+    """The groups that continue in the next step."""
+
+    groups: tuple[Group, ...] = ()
+    shares: Shares = field(default_factory=Shares)  # of the engine replicas
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files that this rank adds to a checkpoint, by name."""
+        if not self.groups or not self.shares.reports:
+            return {}
+        return {IN_FLIGHT_FILE.format(self.shares.here): to_bytes(dict(enumerate(self.groups)), self.shares)}
+
+    @classmethod
+    def read(
+        cls,
+        checkpoint: Path,
+        shares: Shares,
+        prompt_of: Callable[[int], Prompt],
+        opened: Callable[[Prompts], Prompts] | None = None,
+    ) -> "InFlight":
+        """Read the groups in a checkpoint, which may be of a job with other replicas. Collective.
+
+        Arguments and errors as `read`.
+        """
+        files = on_first_rank(lambda: sorted(checkpoint.glob(IN_FLIGHT_FILES)))
+        return cls(tuple(read(files, shares, prompt_of, opened).values()), shares)
+
+
+NOTHING = InFlight()
+
+
+def to_bytes(groups: Mapping[int, Group], shares: Shares) -> bytes:
+    """Return the content of a file with the samples of groups, by number, whose tokens this rank has.
+
+    The first share has samples without tokens too.
+    """
     rows = [
         {
             "group": number,
@@ -63,8 +102,9 @@ def to_bytes(groups: Sequence[Group]) -> bytes:
             **{name: _numbers(getattr(sample, name)) for name in NUMBERS},
             "turns": [asdict(turn) for turn in sample.turns],
         }
-        for number, group in enumerate(groups)
+        for number, group in groups.items()
         for sample in group.samples
+        if isinstance(sample, Generation) and (sample.num_tokens or shares.here == 0)
     ]
     columns = [pa.array([row[field.name] for row in rows], type=field.type) for field in SCHEMA]
     file = io.BytesIO()
@@ -72,41 +112,75 @@ def to_bytes(groups: Sequence[Group]) -> bytes:
     return file.getvalue()
 
 
-def read(
-    path: Path, prompt_of: Callable[[int], Prompt], opened: Callable[[Prompts], Prompts] | None = None
-) -> tuple[Group, ...]:
-    """Read the groups in a file.
+@dataclass(frozen=True)
+class SampleRow:
+    """A row of a file."""
 
-    Args:
-        path: the file.
-        prompt_of: returns the prompt of a row of the data set. IndexError if there is no such row.
-        opened: makes of these prompts those that the policy reads; None: they are the same.
+    path: Path
+    group: int
+    row: int
+    num_prompt_tokens: int
+    begun: int
+    sample: Sample
 
-    Raises:
-        Damage: the file is missing or damaged.
-        UserError: the data set has other prompts than when the file was written.
-    """
+
+def rows_of(path: Path) -> list[SampleRow]:
+    """Return the rows of a file. Raises Damage."""
     table = read_own(path, CONTENT)
     if not table.schema.equals(SCHEMA):
         raise Damage(path, f"cannot be read as {CONTENT}: its columns are {table.column_names}")
-    groups = dict[int, list[dict[str, Any]]]()
-    for row in table.to_pylist():
-        groups.setdefault(row["group"], []).append(row)
-    prompts = []
-    for first, *_ in groups.values():
-        try:
-            prompts.append(prompt_of(first["row"]))
-        except IndexError:
-            raise _other_data(path, first["row"]) from None
+    return [
+        SampleRow(path, row["group"], row["row"], row["num_prompt_tokens"], row["begun"], _sample(row))
+        for row in table.to_pylist()
+    ]
+
+
+def read(
+    files: Sequence[Path],
+    shares: Shares,
+    prompt_of: Callable[[int], Prompt],
+    opened: Callable[[Prompts], Prompts] | None = None,
+    *,
+    rows_of: Callable[[Path], list[SampleRow]] = rows_of,
+) -> dict[int, Group]:
+    """Read the groups in files, by number. Each share takes the tokens of some of the files. Collective.
+
+    Args:
+        files: the same on every rank.
+        shares: of the engine replicas that continue with the groups.
+        prompt_of: returns the prompt of a row of the data set. IndexError if there is no such row.
+        opened: makes of these prompts those that the policy reads; None: they are the same.
+        rows_of: reads a file.
+
+    Raises:
+        Damage: a file is missing or damaged.
+        UserError: the data set has other prompts than when the files were written.
+    """
+    taken = files[shares.here :: shares.number]
+    mine = on_each_rank(lambda: [row for file in taken for row in rows_of(file)])
+    afar = [replace(row, sample=row.sample.seen_from_afar(shares.here)) for row in mine if shares.reports]
+    known = {(row.group, row.sample.sample): row for part in together(lambda: afar) for row in part}
+    known |= {(row.group, row.sample.sample): row for row in mine}
+    by_group = dict[int, list[SampleRow]]()
+    for key in sorted(known):
+        by_group.setdefault(key[0], []).append(known[key])
+    prompts = [_prompt(rows[0], prompt_of) for rows in by_group.values()]
     asked = opened(Prompts(prompts=prompts)).prompts if opened else prompts
-    return tuple(_group(path, rows, prompt) for rows, prompt in zip(groups.values(), asked, strict=True))
+    return {number: _group(rows, prompt) for (number, rows), prompt in zip(by_group.items(), asked, strict=True)}
 
 
-def _group(path: Path, rows: list[dict[str, Any]], prompt: Prompt) -> Group:
+def _prompt(row: SampleRow, prompt_of: Callable[[int], Prompt]) -> Prompt:
+    try:
+        return prompt_of(row.row)
+    except IndexError:
+        raise _other_data(row) from None
+
+
+def _group(rows: Sequence[SampleRow], prompt: Prompt) -> Group:
     first = rows[0]
-    if len(prompt.token_ids) != first["num_prompt_tokens"]:
-        raise _other_data(path, first["row"])
-    return Group(prompt=prompt, samples=tuple(map(_sample, rows)), started=first["begun"])
+    if len(prompt.token_ids) != first.num_prompt_tokens:
+        raise _other_data(first)
+    return Group(prompt=prompt, samples=tuple(row.sample for row in rows), started=first.begun)
 
 
 def _sample(row: dict[str, Any]) -> Generation:
@@ -120,8 +194,9 @@ def _numbers(column: "array[Any] | None") -> Any:
     return None if column is None else np.asarray(column)
 
 
-def _other_data(path: Path, row: int) -> UserError:
+def _other_data(row: SampleRow) -> UserError:
     return UserError(
-        f"{path} has unfinished responses to row {row} of data.train_files, which has another prompt now: give the "
-        "files of the run, or resume with actor_rollout_ref.rollout.partial.enable=false, which drops these responses"
+        f"{row.path} has unfinished responses to row {row.row} of data.train_files, which has another prompt now: give "
+        "the files of the run, or resume with actor_rollout_ref.rollout.partial.enable=false, which drops these "
+        "responses"
     )

@@ -3,6 +3,9 @@
     DIRECTORY/step_40.parquet      the samples that step 40 learnt from
              /val_step_40.parquet  the samples of the validation after 40 steps
 
+Each engine replica writes the samples that it drew. If there are several, `step_40.parquet` is a directory with a file
+of each, `part-00002-of-00008.parquet`, as readers of parquet expect it; `read_samples` puts them in order.
+
 A file is complete or absent. If the disk refuses a file, training continues without it. A record is read back bit for
 bit, with two exceptions: `extra_info`, which only rewards read, is left out, and ground truths of types that JSON lacks
 become texts.
@@ -10,6 +13,8 @@ become texts.
 
 import json
 import logging
+import shutil
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,56 +23,86 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.data.parquet import read_own
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import on_first_rank, together
+from megarl.distributed.sharded import Sharded
 from megarl.platform.files import remedy, replacing
-from megarl.platform.small_files import naming
+from megarl.platform.small_files import Damage, naming
 from megarl.samples.schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow_schema, check
 
 logger = logging.getLogger(__name__)
 
 STEP = "step_"
 SUFFIX = ".parquet"
+PART = "part-{:05}-of-{:05}" + SUFFIX
+PARTS = "part-*-of-[0-9][0-9][0-9][0-9][0-9]" + SUFFIX
+PLACE = "sample"
+"""The column of a part with the place of a sample among all samples of the step."""
+CONTENT = "samples of a run"
 
 
 @dataclass(frozen=True)
 class SampleStore:
-    """The directory of a run's samples. Rank 0 writes."""
+    """The directory of a run's samples. One rank of each share writes."""
 
     directory: Path
     replaces: bool = True  # files that exist already
 
-    def keep_step(self, scored: Scored, baselines: Tensor | None, *, step: int) -> bool:
+    def keep_step(self, samples: Sharded[Scored], baselines: Tensor | None, *, step: int) -> bool:
         """Write the samples of step `step`, counted from 1. Collective.
 
-        Return whether the disk accepted the file, the same on every rank.
+        Return whether the disk accepted the files, the same on every rank.
         """
-        return self._write(f"{STEP}{step}", scored, baselines, step=step)
+        return self._write(f"{STEP}{step}", samples, baselines, step=step)
 
-    def keep_validation(self, scored: Scored, *, step: int) -> bool:
+    def keep_validation(self, samples: Sharded[Scored], *, step: int) -> bool:
         """Write the samples of the validation after `step` steps, as `keep_step` does."""
-        return self._write(f"val_{STEP}{step}", scored, None, step=step)
+        return self._write(f"val_{STEP}{step}", samples, None, step=step)
 
-    def _write(self, name: str, scored: Scored, baselines: Tensor | None, *, step: int) -> bool:
+    def _write(self, name: str, samples: Sharded[Scored], baselines: Tensor | None, *, step: int) -> bool:
         path = self.directory / f"{name}{SUFFIX}"
+        shares = samples.shares
+        if not on_first_rank(lambda: self._make_room(path, is_directory=shares.number > 1)):
+            return True
 
         def write() -> bool:
-            if dist.get_rank() == 0 and not self.replaces and path.exists():
-                logger.warning("%s is not replaced: name another trainer.rollout_data_dir to keep these samples", path)
-            elif dist.get_rank() == 0:
-                try:
-                    self.directory.mkdir(parents=True, exist_ok=True)
-                    write_samples(path, scored, baselines, step=step)
-                except OSError as error:
-                    logger.warning("%s was not written, training continues: %s", path, remedy(error))
-                    return False
+            if not shares.reports:
+                return True
+            try:
+                part = path / PART.format(shares.here, shares.number) if shares.number > 1 else path
+                part.parent.mkdir(parents=True, exist_ok=True)
+                places = samples.mine
+                own = None if baselines is None else baselines[places]
+                write_samples(part, samples.share, own, step=step, places=places if shares.number > 1 else None)
+            except OSError as error:
+                logger.warning("%s was not written, training continues: %s", path, remedy(error))
+                return False
             return True
 
         return all(together(write))
+
+    def _make_room(self, path: Path, *, is_directory: bool) -> bool:
+        """Return whether `path` may be written. Remove a directory there, or a file if a directory takes its name.
+
+        If the disk refuses to remove it, the write finds out whether it is in the way.
+        """
+        if path.exists() and not self.replaces:
+            logger.warning("%s is not replaced: name another trainer.rollout_data_dir to keep these samples", path)
+            return False
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif is_directory:
+            with suppress(OSError):
+                path.unlink()
+        return True
+
+
+def is_one_step(path: Path) -> bool:
+    """Return whether `path` is for the samples of one step: a file, or a directory of parts."""
+    return not path.is_dir() or any(path.glob(PARTS))
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
@@ -81,9 +116,21 @@ def step_of(path: Path) -> int:
     return int(_read(path)["step"][0].as_py())
 
 
-def write_samples(path: Path, scored: Scored, baselines: Tensor | None, *, step: int) -> None:
-    """Write a record to a file. `baselines` are `[B]` float32, or None without baselines."""
+def write_samples(
+    path: Path, scored: Scored, baselines: Tensor | None, *, step: int, places: Tensor | None = None
+) -> None:
+    """Write a record to a file.
+
+    Args:
+        path: the file.
+        scored: the samples.
+        baselines: `[B]` float32, or None without baselines.
+        step: that learns from them.
+        places: `[B]` int64 among all samples of the step; None: the file has all of them.
+    """
     table = _table(scored, baselines, step=step)
+    if places is not None:
+        table = table.append_column(PLACE, pa.array(places.numpy()))
     with replacing(path) as file:
         pq.write_table(table, file, compression="zstd", write_page_checksum=True)
 
@@ -162,10 +209,26 @@ def _episodes(table: Any) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Any:
-    """Return the table in a file. Raises Damage."""
-    table = read_own(path, "samples of a run")
+    """Return the table in a file, or in all files of a directory. Raises Damage."""
+    table = _merged(path) if path.is_dir() else read_own(path, CONTENT)
     check(table, file=path)
     return table
+
+
+def _merged(directory: Path) -> Any:
+    """Return the rows of all parts in a directory, in the order of the samples. Raises Damage."""
+    parts = sorted(directory.glob(PARTS))
+    number = int(parts[0].stem.rpartition("-")[2]) if parts else 1
+    expected = [directory / PART.format(place, number) for place in range(number)]
+    for part in sorted({*parts} ^ {*expected}):
+        fault = "it has no" if part in expected else "of another number of replicas is"
+        raise Damage(directory, f"cannot be read as {CONTENT}: {fault} {part.name}")
+    tables = [read_own(part, CONTENT) for part in parts]
+    try:
+        return pa.concat_tables(tables).sort_by(PLACE).drop_columns([PLACE])
+    except pa.ArrowException as error:
+        detail = f"its files have no column {PLACE!r}, or different columns"
+        raise Damage(directory, f"cannot be read as {CONTENT}: {detail}") from error
 
 
 def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:

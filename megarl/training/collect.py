@@ -5,21 +5,22 @@ whose responses differ in reward. ReMax (Li et al. 2024, algorithm 1) also draws
 one greedy response to each prompt; its reward is the baseline of the other responses. The engine stays awake, with the
 weights of one sync, until all samples are drawn.
 
-Invariant: records are replicated, so every rank keeps the same prompts and stops after the same engine step. The
-samples are a pure function of the position in the data, the step and the actor's weights.
+Invariant: every rank has the same index of the samples, so every rank keeps the same prompts and stops after the same
+engine step. The samples are a pure function of the position in the data, the step and the actor's weights.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, assert_never
 
+import torch
 from torch import Tensor
 
 from megarl.algorithms.config import AlgorithmSection
 from megarl.batch import Group, Prompts, Rollouts, Scored
 from megarl.data.order import Position
+from megarl.distributed.sharded import Sharded
 from megarl.rewards.scoring import first_failures
-from megarl.rollout.responses import of_groups
+from megarl.samples.in_flight import NOTHING, InFlight
 from megarl.tracking.timers import Timers
 from megarl.training.dynamic import Queue, draw_differing
 from megarl.training.estimate import response_rewards
@@ -32,11 +33,11 @@ from megarl.training.score_accumulator import ScoreAccumulator, require_scores
 class Collected:
     """The samples of one step."""
 
-    scored: Scored
+    scored: Sharded[Scored]
     baselines: Tensor | None  # [B] float32: the reward of the greedy response to a sample's prompt; None: not drawn
     position: Position  # of the next step in the data
     metrics: Metrics
-    in_flight: tuple[Group, ...] = ()  # groups that continue in the next step
+    in_flight: InFlight = NOTHING
 
     def scored_only(self) -> "Collected":
         """Return only the samples that have a score: the step learns from nothing else.
@@ -44,7 +45,8 @@ class Collected:
         No later code needs to know of the other samples. Their prompts stay, and with them the division into
         mini-batches.
         """
-        has_score = self.scored.has_score()
+        scored = self.scored
+        has_score = scored.gather(scored.share.has_score()) > 0
         return self if has_score.all() else self.select(has_score.nonzero()[:, 0])
 
     def select(self, samples: Tensor) -> "Collected":
@@ -56,7 +58,7 @@ class Collected:
 class SampleSource(Protocol):
     """A source of the samples of each step: an engine, or files."""
 
-    def collect(self, position: Position, timers: Timers, *, step: int, in_flight: Sequence[Group] = ()) -> Collected:
+    def collect(self, position: Position, timers: Timers, *, step: int, in_flight: InFlight = NOTHING) -> Collected:
         """Return the samples of step `step` for the prompts from `position` on, the same on every rank.
 
         `in_flight` are the groups that the step before left to this step.
@@ -82,23 +84,27 @@ class Collector:
         self._algorithm = algorithm
         self._partial = partial
 
-    def collect(self, position: Position, timers: Timers, *, step: int, in_flight: Sequence[Group] = ()) -> Collected:
+    def collect(self, position: Position, timers: Timers, *, step: int, in_flight: InFlight = NOTHING) -> Collected:
         """Return the samples of step `step` for the prompts from `position` on, and of `in_flight` groups.
 
         Raises:
             UserError: on all ranks alike, if dynamic sampling needs more batches than it may take.
         """
         scores = ScoreAccumulator(self._scorer)
-        rollouts: Rollouts
-        left: tuple[Group, ...] = ()
+        rollouts: Sharded[Rollouts]
+        scored: Sharded[Scored] | None = None
+        left = NOTHING
         with timers("gen"), self._sampler.awake(timers, step=step) as sync_metrics:
             if self._algorithm.filter_groups.enable:
-                rollouts, position, metrics = self._dynamic_samples(scores, position, timers, step=step)
+                scored, position, metrics = self._dynamic_samples(scores, position, timers, step=step)
+                rollouts = scored
             elif self._partial:
-                sampled = draw_enough(self._partial, self._prompts, self._sampler, in_flight, position, step=step)
-                rollouts = of_groups(sampled.chosen)
+                sampled = draw_enough(
+                    self._partial, self._prompts, self._sampler, in_flight.groups, position, step=step
+                )
+                rollouts = self._sampler.record(sampled.chosen)
                 position = sampled.position
-                left = sampled.in_flight
+                left = InFlight(sampled.in_flight, rollouts.shares)
                 metrics = sampled.metrics | staleness(rollouts, step=step)
             else:
                 prompts, position = self._prompts.take(position)
@@ -106,25 +112,25 @@ class Collector:
             greedy = None
             if self._algorithm.estimator.greedy:
                 with timers("gen_max"):
-                    greedy = self._sampler.greedy(Prompts(prompts=rollouts.prompts), step=step)
+                    greedy = self._sampler.greedy(Prompts(prompts=rollouts.index.prompts), step=step)
         with timers("reward"):
-            scored = rollouts if isinstance(rollouts, Scored) else scores.score(rollouts)
+            scored = scored or scores.score(rollouts)
             baselines = None
             if greedy is not None:
                 baseline = scores.score(greedy)
-                baselines = self._rewards(baseline)[scored.groups]
+                baselines = self._rewards(baseline)[scored.index.groups]
                 scored = _without_baseline(scored, baseline)
         metrics |= scores.metrics() | sync_metrics
         return Collected(scored=scored, baselines=baselines, position=position, metrics=metrics, in_flight=left)
 
     def _dynamic_samples(
         self, scores: ScoreAccumulator, position: Position, timers: Timers, *, step: int
-    ) -> tuple[Scored, Position, Metrics]:
+    ) -> tuple[Sharded[Scored], Position, Metrics]:
         """Return a batch of prompts whose responses differ, the position after it, and metrics."""
         queue = Queue(self._prompts, self._sampler, position, step=step)
 
-        def score(groups: list[Group]) -> Scored:
-            rollouts = of_groups(groups)
+        def score(groups: list[Group]) -> Sharded[Scored]:
+            rollouts = self._sampler.record(groups)
             with timers("reward", instead_of="gen"):
                 return scores.score(rollouts, least=queue.batch_size * len(groups[0].samples))
 
@@ -133,30 +139,39 @@ class Collector:
         self._scorer.forget()
         return sampled
 
-    def _measure(self, scored: Scored) -> Tensor:
-        """Return the `[B]` metric in which the responses to a prompt must differ."""
+    def _measure(self, scored: Sharded[Scored]) -> Tensor:
+        """Return the `[B]` metric in which the responses to a prompt must differ. Collective."""
         match self._algorithm.filter_groups.metric:
             case "acc":
-                return scored.accuracies
+                return scored.gather(scored.share.accuracies).to(torch.float32)
             case "score":
-                return scored.scores
+                return scored.gather(scored.share.scores).to(torch.float32)
             case "seq_reward" | "seq_final_reward":
                 return self._rewards(scored)
             case unknown:
                 assert_never(unknown)
 
-    def _rewards(self, scored: Scored) -> Tensor:
-        return response_rewards(scored, self._algorithm.overlong_buffer)
+    def _rewards(self, scored: Sharded[Scored]) -> Tensor:
+        """Return `[B]` float32 of all samples. Collective."""
+        return scored.gather(response_rewards(scored.share, self._algorithm.overlong_buffer)).to(torch.float32)
 
 
-def _without_baseline(scored: Scored, baseline: Scored) -> Scored:
-    """Remove the scores of samples whose greedy response has no score. RewardError if most samples then have none."""
-    if baseline.has_score().all():
+def _without_baseline(scored: Sharded[Scored], baseline: Sharded[Scored]) -> Sharded[Scored]:
+    """Remove the scores of samples whose greedy response has no score. Collective.
+
+    Raises:
+        RewardError: most samples then have none.
+    """
+    failures = baseline.share.failures or ()
+    found = {place: failure for place, failure in enumerate(failures) if failure is not None}
+    greedy = baseline.first(len(baseline), found)  # by prompt: a prompt has one greedy response
+    if not greedy:
         return scored
-    greedy = baseline.failures or ()
-    own = scored.failures or [None] * len(scored)
-    reasons = [failure and f"the greedy response to its prompt has no score: {failure}" for failure in greedy]
-    failures = [failure or reasons[place] for failure, place in zip(own, scored.groups.tolist(), strict=True)]
-    scored = replace(scored, failures=failures)
-    require_scores(int(scored.has_score().sum()), of=len(scored), failures=first_failures(scored))
+    share = scored.share
+    own = share.failures or [None] * len(share)
+    reasons = {place: f"the greedy response to its prompt has no score: {why}" for place, why in greedy.items()}
+    failures = [failure or reasons.get(place) for failure, place in zip(own, share.groups.tolist(), strict=True)]
+    scored = scored.with_share(replace(share, failures=failures))
+    num_scored = int(scored.gather(scored.share.has_score()).sum())
+    require_scores(num_scored, of=len(scored), failures=first_failures(scored))
     return scored

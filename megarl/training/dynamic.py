@@ -15,13 +15,14 @@ from torch import Tensor
 
 from megarl.algorithms.config import FilterGroupsSection
 from megarl.algorithms.shaping import scores_differ
-from megarl.batch import Group, Scored, join
+from megarl.batch import Group, Scored
 from megarl.data.order import Position
+from megarl.distributed.sharded import Sharded, join_sharded
 from megarl.platform.errors import UserError
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Session
 
-Score = Callable[[list[Group]], Scored]
-Measure = Callable[[Scored], Tensor]
+Score = Callable[[list[Group]], Sharded[Scored]]
+Measure = Callable[[Sharded[Scored]], Tensor]
 """The `[B]` numbers in which the responses to a prompt must differ."""
 
 
@@ -30,7 +31,7 @@ class GroupFilter:
     """The prompts that were scored, by their numbers in the order of the data."""
 
     wanted: int
-    differing: dict[int, Scored] = field(default_factory=dict)  # one prompt each
+    differing: dict[int, Sharded[Scored]] = field(default_factory=dict)  # one prompt each
     alike: set[int] = field(default_factory=set)
     scores: list[Tensor] = field(default_factory=list)
 
@@ -54,11 +55,13 @@ class GroupFilter:
             return missing
         return min(self.wanted, ceil(missing * self.num_scored / max(1, len(self.differing))))
 
-    def note(self, numbers: list[int], scored: Scored, measure: Measure) -> None:
-        """Remember the prompts `numbers`, whose samples are `scored`."""
-        with_score = scored.select(scored.has_score().nonzero()[:, 0])
-        differing = set(with_score.groups[scores_differ(measure(with_score), with_score.groups)].tolist())
-        self.scores.append(with_score.scores)
+    def note(self, numbers: list[int], scored: Sharded[Scored], measure: Measure) -> None:
+        """Remember the prompts `numbers`, whose samples are `scored`. Collective."""
+        has_score = scored.gather(scored.share.has_score()) > 0
+        with_score = scored.select(has_score.nonzero()[:, 0])
+        groups = with_score.index.groups
+        differing = set(groups[scores_differ(measure(with_score), groups)].tolist())
+        self.scores.append(with_score.gather(with_score.share.scores))
         self.differing |= {numbers[place]: scored.of_prompts([place]) for place in differing}
         self.alike |= {number for place, number in enumerate(numbers) if place not in differing}
 
@@ -103,7 +106,7 @@ class Queue:
 
 def draw_differing(
     session: Session, queue: Queue, score: Score, measure: Measure, section: FilterGroupsSection
-) -> tuple[Scored, Position, Metrics]:
+) -> tuple[Sharded[Scored], Position, Metrics]:
     """Return a batch of prompts whose responses differ, the position after the last batch it needed, and metrics.
 
     Groups are scored one exchange after they became complete, so that rewards are computed while the engine runs.
@@ -130,7 +133,7 @@ def draw_differing(
     session.stop()
     num_batches = chosen[-1] // found.wanted + 1
     metrics = _metrics(found, num_batches) | {"rollout/occupancy": session.occupancy()}
-    return join([found.differing[number] for number in chosen]), queue.positions[num_batches], metrics
+    return join_sharded([found.differing[number] for number in chosen]), queue.positions[num_batches], metrics
 
 
 def _may_refill(queue: Queue, found: GroupFilter, section: FilterGroupsSection) -> bool:

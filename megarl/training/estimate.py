@@ -15,7 +15,7 @@ from megarl.algorithms.invariance import estimates_of
 from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.masked import masked
 from megarl.algorithms.shaping import overlong_penalty
-from megarl.batch import Experience, Scored, flat, in_rows
+from megarl.batch import Experience, Rewarded, flat, in_rows
 from megarl.distributed.sharded import Sharded
 from megarl.training.custom import CustomEstimator
 from megarl.training.interfaces import Metrics
@@ -23,7 +23,7 @@ from megarl.training.statistics import extent, mean, moments, spread, token_spre
 
 
 def estimate(
-    samples: Sharded[Scored],
+    samples: Sharded[Rewarded],
     old_log_probs: Tensor | None,
     ref_log_probs: Tensor | None,
     values: Tensor | None,
@@ -37,7 +37,7 @@ def estimate(
     """Compute advantages and returns of a full batch, with metrics. Collective.
 
     Args:
-        samples: `B` samples, of which this rank has `n` tokens.
+        samples: `B` samples; this rank has `n` of their tokens.
         old_log_probs: `[n]` float32 of the actor that sampled; None: not known yet, so that neither a KL in the
             reward nor a correction can be computed.
         ref_log_probs: `[n]` of the reference; None if no KL is estimated from them.
@@ -108,7 +108,7 @@ def _divergence(
             return kl_penalty(old, ref, kind=kind, k3_bound=algorithm.kl_penalty_k3_bound)
 
 
-def response_rewards(scored: Scored, section: OverlongBufferSection) -> Tensor:
+def response_rewards(scored: Rewarded, section: OverlongBufferSection) -> Tensor:
     """Return the scores, less the penalty for long responses if it is enabled: `[B]` float32."""
     if not section.enable:
         return scored.scores
@@ -118,7 +118,7 @@ def response_rewards(scored: Scored, section: OverlongBufferSection) -> Tensor:
 
 
 def _advantages(
-    samples: Sharded[Scored],
+    samples: Sharded[Rewarded],
     rewards: Tensor,
     totals: Tensor,
     values: Tensor | None,
@@ -155,7 +155,7 @@ def _advantages(
 
 
 def _custom_advantages(
-    samples: Sharded[Scored],
+    samples: Sharded[Rewarded],
     rewards: Tensor,
     totals: Tensor,
     values: Tensor | None,
@@ -176,7 +176,7 @@ def _custom_advantages(
 
 
 def _correction(
-    samples: Sharded[Scored], old_log_probs: Tensor | None, section: RolloutCorrectionSection
+    samples: Sharded[Rewarded], old_log_probs: Tensor | None, section: RolloutCorrectionSection
 ) -> tuple[Tensor, Metrics]:
     """Return `[n]` factors of the advantages that correct for the engine's probabilities, with metrics."""
     share = samples.share
@@ -202,7 +202,7 @@ def _correction(
     return share.flat(weights), metrics
 
 
-def mismatch_metrics(samples: Sharded[Scored], old_log_probs: Tensor) -> Metrics:
+def mismatch_metrics(samples: Sharded[Rewarded], old_log_probs: Tensor) -> Metrics:
     """Measure how far trainer and engine differ in the probabilities of the sampled tokens, if both are known.
 
     `old_log_probs` are `[n]` of the trainer. A mean difference under 0.005 is usual in bfloat16; in float32 the two
@@ -234,7 +234,7 @@ def _critic_metrics(experience: Sharded[Experience]) -> Metrics:
     )
 
 
-def _length_metrics(samples: Sharded[Scored]) -> Metrics:
+def _length_metrics(samples: Sharded[Rewarded]) -> Metrics:
     index = samples.index
     prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in index.prompts])
     return (

@@ -14,6 +14,7 @@ above `mismatch_stop`.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from megarl.algorithms.correction import token_mismatch
 from megarl.batch import Rollouts
+from megarl.distributed.exchange import together
 from megarl.distributed.selection import kth_largest
 from megarl.distributed.sharded import Index, Sharded
 from megarl.platform.errors import UserError
@@ -117,23 +119,26 @@ class Gate:
         )
 
 
-def require_version(rollouts: Rollouts, *, step: int, max_staleness: int = 0) -> None:
-    """Refuse samples with a token that was not drawn with the weights after `step` finished steps.
+def require_version(samples: Sharded[Rollouts], *, step: int, max_staleness: int = 0) -> None:
+    """Refuse samples with a token that was not drawn with the weights after `step` finished steps. Collective.
 
     `max_staleness` more steps may have finished since the weights that drew a token.
 
     Raises:
-        MismatchError: names the rows and the versions.
+        MismatchError: names the rows and the versions, on all ranks alike.
     """
-    versions = rollouts.weight_versions
+    share = samples.share
+    versions = share.weight_versions
     if versions is None:
         return
-    is_wrong = rollouts.mask & ((versions > step) | (versions < step - max_staleness))
-    if is_wrong.any():
+    is_wrong = share.mask & ((versions > step) | (versions < step - max_staleness))
+    wrong_samples = samples.gather(share.sums(is_wrong))
+    if wrong_samples.any():
+        found = together(lambda: versions[is_wrong].unique().tolist())
         raise MismatchError(
             f"the trainer has the weights after {step} finished steps, but the engine drew "
-            f"{_rows(rollouts, rollouts.sums(is_wrong))} with those after "
-            f"{', '.join(map(str, versions[is_wrong].unique().tolist()))}: the sync before them did not take place. "
+            f"{_rows(samples.index, wrong_samples)} with those after "
+            f"{', '.join(map(str, sorted({*chain.from_iterable(found)})))}: the sync before them did not take place. "
             "Nothing has learnt from them"
         )
 
@@ -203,7 +208,7 @@ def _failure(index: Index, level: float, kept: Tensor, limit: float, *, step: in
     )
 
 
-def _rows(index: Index | Rollouts, samples: Tensor) -> str:
+def _rows(index: Index, samples: Tensor) -> str:
     """Name the rows of the data of the given samples, bool `[B]`."""
     asked = index.groups[samples.nonzero()[:, 0]].tolist()
     rows = list(dict.fromkeys(index.prompts[place].index for place in asked))

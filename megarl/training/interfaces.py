@@ -1,13 +1,13 @@
 """The loop's nouns: protocols of sampling, scoring, learning and saving, as the algorithm sees them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.batch import Experience, Group, Prompts, Rollouts, Scored
+from megarl.batch import Experience, Group, Prompts, Rewarded, Rollouts, Scored
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
 from megarl.distributed.sharded import Sharded
@@ -58,24 +58,27 @@ class Sampler(Protocol):
     def open(self, *, step: int, keeps_stopped: bool = False) -> Session:
         """Begin to draw training samples. `keeps_stopped`: a group that is stopped keeps its tokens."""
 
+    def record(self, groups: Sequence[Group]) -> Sharded[Rollouts]:
+        """Return the record of complete groups."""
+
     def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
         """Return new groups of training samples. A later `batch` of a step has other samples of the same prompt."""
 
-    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, Metrics]:
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Sharded[Rollouts], Metrics]:
         """Draw the training samples of a step."""
 
-    def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
+    def greedy(self, prompts: Prompts, *, step: int) -> Sharded[Rollouts]:
         """Generate one response to each prompt from the likeliest tokens."""
 
-    def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
+    def validate(self, prompts: Prompts, *, step: int) -> Sharded[Rollouts]:
         """Draw samples for the validation."""
 
 
 class Scorer(Protocol):
     """The reward."""
 
-    def score(self, rollouts: Rollouts) -> tuple[Scored, Metrics]:
-        """Score every sample. Return metrics of the scoring too. Both are the same on every rank."""
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], Metrics]:
+        """Score every sample. Return metrics of the scoring too, the same on every rank. Collective."""
 
     def forget(self) -> None:
         """Forget finished responses that will not be scored."""
@@ -105,8 +108,8 @@ G = TypeVar("G", bound=Gradient)
 class Policy(Reference, Protocol[G]):
     """The actor. Its outputs have entropies."""
 
-    def spread(self, record: Scored, *, step: int) -> Sharded[Scored]:
-        """Keep this rank's share of the samples of a step, which every rank has."""
+    def take(self, samples: Sharded[Rewarded], *, step: int) -> Sharded[Rewarded]:
+        """Bring the samples of a step to the ranks that learn from them. Collective."""
 
     def forward_backward(self, experience: Sharded[Experience], *, step: int) -> G:
         """Compute the gradient of a step that has one mini-batch, and the outputs on it."""

@@ -14,11 +14,11 @@ from torch import Tensor
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.batch import Experience, Group, Scored
+from megarl.batch import Experience, Rewarded
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
 from megarl.distributed.sharded import Sharded
-from megarl.samples.in_flight import IN_FLIGHT_FILE, to_bytes
+from megarl.samples.in_flight import NOTHING, InFlight
 from megarl.tracking.names import STEP_SECONDS, validation_of
 from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
@@ -43,7 +43,7 @@ class Progress:
     position: Position  # of the next prompt in the data
     best: Best | None = None  # None: no validation yet
     mismatches: tuple[float, ...] = ()  # between engine and trainer in the run's first steps
-    in_flight: tuple[Group, ...] = ()  # groups that continue in the next step
+    in_flight: InFlight = NOTHING  # groups that continue in the next step
 
     def state(self, step: int, metrics: Metrics) -> State:
         """Return the state that a checkpoint after `step` finished steps keeps."""
@@ -54,7 +54,7 @@ class Progress:
             best=self.best,
             metrics=metrics,
             mismatches=self.mismatches,
-            files={IN_FLIGHT_FILE: to_bytes(self.in_flight)} if self.in_flight else {},
+            files=self.in_flight.files(),
         )
 
 
@@ -85,7 +85,7 @@ class CheckedSamples:
     """The samples of a step that agree with the engine's probabilities, and the actor's outputs on them."""
 
     rows: Tensor  # [K] int64: the places of the kept samples among all
-    kept: Sharded[Scored]
+    kept: Sharded[Rewarded]
     outputs: PolicyOutputs  # on the kept samples
     mismatches: tuple[float, ...]  # for the next step's gate
     metrics: Metrics
@@ -171,7 +171,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
     collected = job.samples.collect(progress.position, timers, step=step, in_flight=progress.in_flight)
     with_score = collected.scored_only()
     require_version(with_score.scored, step=step, max_staleness=job.max_staleness)
-    samples = job.actor.spread(with_score.scored, step=step)
+    samples = job.actor.take(with_score.scored, step=step)
     baselines = with_score.baselines
     learns = step >= job.critic_warmup
     gradient = None
@@ -203,9 +203,9 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
 
     assert checked.outputs.entropy is not None, "an actor without entropies"
     metrics["actor/entropy"] = mean(checked.kept, checked.outputs.entropy)
-    metrics["perf/total_num_tokens"] = float(collected.scored.lengths().sum())
-    metrics |= job.work.metrics(collected.scored, timers.seconds())
-    metrics["reward/masked_rate"] = 1.0 - float(collected.scored.has_score().double().mean())
+    metrics["perf/total_num_tokens"] = float(collected.scored.index.lengths.sum())
+    metrics |= job.work.metrics(collected.scored.index, timers.seconds())
+    metrics["reward/masked_rate"] = 1.0 - len(with_score.scored) / len(collected.scored)
     progress = replace(
         progress,
         kl=batch.kl,
@@ -217,7 +217,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
 
 
 def check_against_engine(
-    job: Job, samples: Sharded[Scored], outputs: PolicyOutputs, mismatches: tuple[float, ...], *, step: int
+    job: Job, samples: Sharded[Rewarded], outputs: PolicyOutputs, mismatches: tuple[float, ...], *, step: int
 ) -> CheckedSamples:
     """Compare the actor's outputs on the samples with the engine's probabilities. Raises what `Gate.check` does."""
     rows = torch.arange(len(samples))
@@ -232,7 +232,7 @@ def check_against_engine(
     return CheckedSamples(rows=rows, kept=samples, outputs=outputs, mismatches=mismatches, metrics=metrics)
 
 
-def infer_frozen(job: Job, samples: Sharded[Scored], timers: Timers) -> RefAndValues:
+def infer_frozen(job: Job, samples: Sharded[Rewarded], timers: Timers) -> RefAndValues:
     """Run the samples through the reference and the critic, if the job has them."""
     with timers("ref"):
         ref_log_probs = job.reference.infer(samples).log_probs if job.reference else None
@@ -243,7 +243,7 @@ def infer_frozen(job: Job, samples: Sharded[Scored], timers: Timers) -> RefAndVa
 
 def compute_advantages(
     job: Job,
-    samples: Sharded[Scored],
+    samples: Sharded[Rewarded],
     baselines: Tensor | None,
     old: PolicyOutputs | None,
     others: RefAndValues,

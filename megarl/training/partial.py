@@ -15,13 +15,13 @@ is at least one half, so that a step can learn from all groups that it waited fo
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from megarl.batch import Group, Rollouts
 from megarl.data.order import Position
+from megarl.distributed.sharded import Sharded
 from megarl.rollout.config import PartialSection
 from megarl.rollout.session import WINDOW
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Session
+from megarl.training.statistics import extent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def draw_enough(
     if missing > 0:
         fresh, position = prompts.take(position, missing)
         groups += sampler.groups(fresh, step=step)
-    recomputed = sum(len(sample.token_ids) for group in groups for sample in group.samples if not sample.complete)
+    recomputed = sum(sample.num_tokens for group in groups for sample in group.samples if not sample.complete)
     session = sampler.open(step=step, keeps_stopped=True)
     chosen, rest = _draw(session, groups, partial, step=step)
     metrics = {
@@ -82,11 +82,12 @@ def draw_enough(
     return Drawn(chosen=chosen, in_flight=tuple(rest), position=position, metrics=metrics)
 
 
-def staleness(rollouts: Rollouts, *, step: int) -> Metrics:
-    """Measure the steps that finished between the weights of each response token and this step."""
-    assert rollouts.weight_versions is not None, "samples that an engine drew"
-    ages = (step - rollouts.weight_versions)[rollouts.mask].to(torch.float64)
-    return {"rollout/staleness/mean": float(ages.mean()), "rollout/staleness/max": float(ages.max())}
+def staleness(rollouts: Sharded[Rollouts], *, step: int) -> Metrics:
+    """Measure the steps that finished between the weights of each response token and this step. Collective."""
+    versions = rollouts.share.weight_versions
+    assert versions is not None, "samples that an engine drew"
+    mean, largest, _ = extent(rollouts, step - versions)
+    return {"rollout/staleness/mean": mean, "rollout/staleness/max": largest}
 
 
 def _renewed(in_flight: Sequence[Group], *, step: int, max_staleness: int) -> tuple[list[Group], int]:

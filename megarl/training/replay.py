@@ -5,15 +5,18 @@ weights or another loss, a replay shows what they learn from the same samples.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.batch import Group
+import torch
+
 from megarl.config.root import Config
 from megarl.data.order import Position
+from megarl.distributed.sharded import Shares, shard
 from megarl.platform.errors import UserError
-from megarl.samples.store import SampleStore, read_samples, step_of, steps_in
+from megarl.samples.in_flight import NOTHING, InFlight
+from megarl.samples.store import SampleStore, is_one_step, read_samples, step_of, steps_in
 from megarl.tracking.config import REPLAY
 from megarl.tracking.timers import Timers
 from megarl.training.collect import Collected, SampleSource
@@ -46,7 +49,7 @@ class Recorder:
         self._samples = samples
         self._store = store
 
-    def collect(self, position: Position, timers: Timers, *, step: int, in_flight: Sequence[Group] = ()) -> Collected:
+    def collect(self, position: Position, timers: Timers, *, step: int, in_flight: InFlight = NOTHING) -> Collected:
         """Collect and write the samples of a step. `archive/failures` is 1 if the disk refused them. Collective."""
         collected = self._samples.collect(position, timers, step=step, in_flight=in_flight)
         with timers("dump_rollout_generations"):
@@ -69,7 +72,7 @@ class Replay:
         Raises:
             UserError: the directory lacks the next step, or has a gap after it.
         """
-        if not path.is_dir():
+        if is_one_step(path):
             step = step_of(path)
             if step != after + 1:
                 logger.warning(
@@ -101,8 +104,9 @@ class Replay:
         """Finished steps after the last replayed step."""
         return max(self.files)
 
-    def collect(self, position: Position, timers: Timers, *, step: int, in_flight: Sequence[Group] = ()) -> Collected:
+    def collect(self, position: Position, timers: Timers, *, step: int, in_flight: InFlight = NOTHING) -> Collected:
         """Return the samples of step `step`, counted from 0."""
         with timers("gen"):
-            scored, baselines = read_samples(self.files[step + 1])
+            record, baselines = read_samples(self.files[step + 1])
+        scored = shard(record, torch.zeros_like(record.groups), Shares.everywhere())
         return Collected(scored=scored, baselines=baselines, position=position, metrics={})

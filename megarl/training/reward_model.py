@@ -7,8 +7,6 @@ unchanged.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +14,13 @@ from torch import Tensor
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.data.conversations import Conversations, scoring_batch
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed.exchange import in_shares
+from megarl.distributed.exchange import largest, on_each_rank
+from megarl.distributed.routing import route
+from megarl.distributed.sharded import Sharded
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
 from megarl.platform.errors import UserError
 from megarl.rewards.scoring import RuleScorer
-
-T = TypeVar("T")
 
 
 class RewardModel:
@@ -48,18 +46,21 @@ class RewardModel:
         self._decoder = decoder
         self._ends = ends
 
-    def score(self, rollouts: Rollouts) -> Tensor:
-        """Return the model's score of each sample, `[B]` float32, the same on every rank.
+    def score(self, samples: Sharded[Rollouts]) -> Tensor:
+        """Return the model's score of each sample, `[B]` float32, the same on every rank. Collective.
 
         Raises:
             UserError: the chat template refuses a prompt. Names its data row.
             FloatingPointError: the model returned a number that is not finite.
         """
-        sequences = _of_each(len(rollouts), lambda sample: self._read(rollouts, sample))
-        longest = max(map(len, sequences)) + 1  # scoring_batch adds a token
+        batching = self._learner.batching
+        owners = batching.owners(samples.index.lengths, torch.arange(len(samples)))
+        taken = route(samples, Rollouts, owners, batching.shares)
+        sequences = on_each_rank(lambda: [self._read(taken.share, place) for place in range(len(taken.share))])
+        batch = taken.with_share(scoring_batch(sequences))
         # The budget was checked for the policy's vocabulary. A sequence may be longer in this vocabulary.
+        longest = largest(max(batch.share.lengths().tolist(), default=0))
         max_tokens = max(self._budget.max_tokens, -(-longest // self._learner.mesh.cp_size))
-        batch = self._learner.spread(scoring_batch(sequences))
         found = self._learner.infer(batch, replace(self._budget, max_tokens=max_tokens))
         scores = batch.gather(found).to(torch.float32)  # a sequence has one token
         if not scores.isfinite().all():
@@ -103,33 +104,32 @@ class ModelScorer:
         if self._rules:
             self._rules.forget()
 
-    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
-        """Score every sample. Return metrics of the model and the rules too. Raises what both raise."""
-        given = self._model.score(rollouts)
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], dict[str, float]]:
+        """Score every sample. Return metrics of the model and the rules too. Raises what both raise. Collective."""
+        given = self._model.score(samples)
         metrics = {
             "reward/model/mean": float(given.mean()),
             "reward/model/min": float(given.min()),
             "reward/model/max": float(given.max()),
         }
-        given = self._weight * given
+        share = samples.share
+        mine = self._weight * given[samples.mine]
         if self._rules is None:
-            texts = _of_each(len(rollouts), lambda sample: self._decode(rollouts.response_ids(sample).tolist()))
-            return _finite(rollouts.extend(Scored, texts=texts, scores=given, accuracies=given)), metrics
-        scored, others = self._rules.score(rollouts)
-        return _finite(replace(scored, scores=scored.scores + given)), metrics | others
+            texts = [self._decode(share.response_ids(sample).tolist()) for sample in range(len(share))]
+            scored = share.extend(Scored, texts=texts, scores=mine, accuracies=mine)
+            return _finite(samples.with_share(scored)), metrics
+        by_rules, others = self._rules.score(samples)
+        scored = replace(by_rules.share, scores=by_rules.share.scores + mine)
+        return _finite(samples.with_share(scored)), metrics | others
 
 
-def _finite(scored: Scored) -> Scored:
-    """Return the record itself. FloatingPointError if weights make a score too large for float32."""
-    odd = (scored.has_score() & ~scored.scores.isfinite()).nonzero()[:, 0].tolist()
-    if odd:
+def _finite(samples: Sharded[Scored]) -> Sharded[Scored]:
+    """Return the samples. FloatingPointError if weights make a score too large for float32. Collective."""
+    share = samples.share
+    odd = (share.has_score() & ~share.scores.isfinite()).nonzero()[:, 0].tolist()
+    for sample, score in samples.first(1, {place: float(share.scores[place]) for place in odd}).items():
         raise FloatingPointError(
-            f"reward_model.weights: the weighted scores of sample {odd[0]} come to {float(scored.scores[odd[0]])} in "
-            "float32: choose smaller weights"
+            f"reward_model.weights: the weighted scores of sample {sample} come to {score} in float32: choose smaller "
+            "weights"
         )
-    return scored
-
-
-def _of_each(num: int, compute: Callable[[int], T]) -> list[T]:
-    """Compute the items 0 to `num - 1`, each on one rank. Return all on every rank; an error is raised on all."""
-    return [*chain.from_iterable(in_shares(num, lambda share: [compute(place) for place in share]))]
+    return samples

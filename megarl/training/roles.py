@@ -11,10 +11,11 @@ from torch import Tensor
 
 from megarl.algorithms.kl import Divergence
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.batch import Experience, Generation, Group, Prompt, Prompts, Rollouts
+from megarl.batch import Experience, Generation, Group, Prompt, Prompts, Rewarded, Rollouts
 from megarl.data.translation import Translation
 from megarl.distributed.exchange import on_each_rank
-from megarl.distributed.sharded import Sharded, shard
+from megarl.distributed.routing import route
+from megarl.distributed.sharded import Sharded
 from megarl.environments.episodes import Environments
 from megarl.learner.batching import Budget
 from megarl.learner.forward import ReferenceDivergence
@@ -85,19 +86,19 @@ class Model(Generic[Outputs]):
         self._against = against
         self._with_entropy = with_entropy
 
-    def spread(self, record: R, *, step: int) -> Sharded[R]:
-        """Keep this rank's share of the samples of a step, which every rank has.
+    def take(self, samples: Sharded[Rewarded], *, step: int) -> Sharded[Rewarded]:
+        """Bring the samples of a step to the ranks that learn from them. Collective.
 
         The samples of each mini-batch of the first epoch are spread evenly.
         """
-        updates = self._updates_of_role()
-        lengths = record.lengths()
-        owners = torch.zeros_like(record.groups)
-        num_minibatches = -(-len(record.prompts) // updates.minibatches.num_prompts)
-        of_step = updates.minibatches.samples(record.groups, len(record.prompts), step=step)
-        for samples in islice(of_step, num_minibatches):
-            owners[samples] = self.learner.batching.owners(lengths[samples], record.groups[samples])
-        return shard(record, owners, self.learner.batching.shares)
+        minibatches = self._updates_of_role().minibatches
+        index = samples.index
+        owners = torch.zeros_like(index.owners)
+        num_minibatches = -(-len(index.prompts) // minibatches.num_prompts)
+        of_step = minibatches.samples(index.groups, len(index.prompts), step=step)
+        for chosen in islice(of_step, num_minibatches):
+            owners[chosen] = self.learner.batching.owners(index.lengths[chosen], index.groups[chosen])
+        return route(samples, Rewarded, owners, self.learner.batching.shares)
 
     def infer(self, batch: Sharded[Rollouts]) -> Outputs:
         """Return the model's outputs for the response tokens of this rank's share, `[N]` float32."""
@@ -177,7 +178,7 @@ class FrozenPolicies:
 
 
 class EngineSampler:
-    """The engine replicas together. Each replica takes a share of the prompts; every rank receives all responses."""
+    """The engine replicas together. Each replica takes a share of the prompts; its ranks have its responses."""
 
     def __init__(
         self,
@@ -209,39 +210,47 @@ class EngineSampler:
         """Return a session that draws training samples, and keeps the tokens of stopped samples if so asked."""
         return self._session(self._section, step=step, final_only=not keeps_stopped)
 
+    def record(self, groups: Sequence[Group]) -> Sharded[Rollouts]:
+        """Return the record of complete groups."""
+        return of_groups(groups, self._engine.shares)
+
     def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
         """Return new groups of training samples. A later `batch` has other samples of the same prompt."""
         first = batch * self._section.n
         n = self._section.n
         return [Group.new(prompt, range(first, first + n), started=step) for prompt in self._opened(prompts).prompts]
 
-    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, Metrics]:
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Sharded[Rollouts], Metrics]:
         """Draw the training samples of a step."""
         session = self.open(step=step)
         groups = self.groups(prompts, step=step)
-        rollouts = (
+        complete = (
             _finish_and_keep(session, groups, self._step_cache, step=step)
             if self._step_cache
             else _finish(session, groups)
         )
-        return rollouts, {"rollout/occupancy": session.occupancy()}
+        return self.record(complete), {"rollout/occupancy": session.occupancy()}
 
-    def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
+    def greedy(self, prompts: Prompts, *, step: int) -> Sharded[Rollouts]:
         """Generate one response to each prompt from the likeliest tokens."""
         return self._rollouts(prompts, GREEDY, step=step)
 
-    def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
+    def validate(self, prompts: Prompts, *, step: int) -> Sharded[Rollouts]:
         """Draw samples with the parameters of `val_kwargs`."""
         return self._rollouts(prompts, self._section.val_kwargs, step=step)
 
-    def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int) -> Rollouts:
+    def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int) -> Sharded[Rollouts]:
         opened = self._opened(prompts)
         groups = [Group.new(prompt, range(sampling.n), started=step) for prompt in opened.prompts]
-        return _finish(self._session(sampling, step=step), groups)
+        return self.record(_finish(self._session(sampling, step=step), groups))
 
     def _session(self, sampling: Sampling, *, step: int, final_only: bool = True) -> SamplingSession:
         max_tokens = self._section.response_length
-        episodes = self._environments.begin(max_tokens=max_tokens) if self._environments else None
+        episodes = (
+            self._environments.begin(max_tokens=max_tokens, group=self._engine.host_group)
+            if self._environments
+            else None
+        )
         queue = self._engine.open_queue(
             sampling,
             max_tokens=max_tokens,
@@ -261,22 +270,21 @@ class EngineSampler:
         self._finished(prompt, response.token_ids)
 
 
-def _finish(session: SamplingSession, groups: Sequence[Group]) -> Rollouts:
+def _finish(session: SamplingSession, groups: Sequence[Group]) -> list[Group]:
     """Draw all samples of the groups."""
     session.add(dict(enumerate(groups)))
     complete = session.advance(None)
-    return of_groups([complete[number] for number in range(len(groups))])
+    return [complete[number] for number in range(len(groups))]
 
 
 def _finish_and_keep(
     session: SamplingSession, groups: Sequence[Group], step_cache: StepCache, *, step: int
-) -> Rollouts:
+) -> list[Group]:
     """Draw all samples of the groups, except those that an earlier job has kept. Keep the others as they complete."""
-    known = step_cache.begin(step)
-    complete = {number: known[row] for number, group in enumerate(groups) if (row := group.prompt.index) in known}
+    complete = step_cache.begin(step, groups)
     session.add({number: group for number, group in enumerate(groups) if number not in complete})
     while session.num_open:
         sampled = session.advance()
-        step_cache.keep([*sampled.values()])
+        step_cache.keep(sampled)
         complete |= sampled
-    return of_groups([complete[number] for number in range(len(groups))])
+    return [complete[number] for number in range(len(groups))]

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megarl.batch import Rollouts, Scored
+from megarl.distributed.sharded import Sharded
 from megarl.rewards.collective import NUM_WARNINGS, RewardError
 from megarl.rewards.scoring import first_failures
 from megarl.training.interfaces import Metrics, Scorer
@@ -21,15 +22,15 @@ class ScoreAccumulator:
         self._num_scored = 0
         self._failures = list[str]()
 
-    def score(self, rollouts: Rollouts, *, least: int = 0) -> Scored:
-        """Score every sample.
+    def score(self, rollouts: Sharded[Rollouts], *, least: int = 0) -> Sharded[Scored]:
+        """Score every sample. Collective.
 
         Raises:
             RewardError: more than half of all samples so far have no score, and they are at least `least`.
         """
         scored, metrics = self._scorer.score(rollouts)
         self._reported.append((len(rollouts), metrics))
-        self._num_scored += int(scored.has_score().sum())
+        self._num_scored += int(scored.gather(scored.share.has_score()).sum())
         self._failures += first_failures(scored)
         num_samples = sum(count for count, _ in self._reported)
         if num_samples >= least:

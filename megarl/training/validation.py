@@ -4,9 +4,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from megarl.platform import progress
 from megarl.algorithms.groups import mean_over_prompts, statistics
-from megarl.batch import Scored, join
+from megarl.batch import Scored
+from megarl.distributed.sharded import Sharded, join_sharded
 from megarl.rewards.collective import RewardError
 from megarl.rewards.scoring import first_failures
 from megarl.samples.store import SampleStore
@@ -54,28 +57,33 @@ class Validation:
         with progress.within("testing"):
             with self._sampler.awake(Timers(), step=step) as metrics:
                 sampled = [self._sampler.validate(prompts, step=step) for prompts in self._prompts.batches()]
-            scored = join([scores.score(rollouts) for rollouts in sampled])
+            scored = join_sharded([scores.score(rollouts) for rollouts in sampled])
         self.tracker.log_table("val/generations", _shown(scored, self._num_shown), step=step)
         reported = {f"val/{name}": value for name, value in scores.metrics().items() if name != SLOWEST}
-        reported["val/reward/masked_rate"] = 1.0 - float(scored.has_score().double().mean())
+        reported["val/reward/masked_rate"] = 1.0 - float(scored.gather(scored.share.has_score()).mean())
         if self._store:
             reported["val/archive/failures"] = float(not self._store.keep_validation(scored, step=step))
         return metrics | reported | scores_by_source(scored)
 
 
-def scores_by_source(scored: Scored) -> Metrics:
+def scores_by_source(scored: Sharded[Scored]) -> Metrics:
     """Return the metrics of a validation, over the samples that have a score. Every prompt has equally many samples.
+
+    Collective.
 
     Raises:
         RewardError: no sample of a data source has a score.
     """
-    num = len(scored) // len(scored.prompts)
-    with_score = scored.select(scored.has_score().nonzero()[:, 0])
-    samples: list[list[int]] = [[] for _ in scored.prompts]
-    for sample, place in enumerate(with_score.groups.tolist()):
-        samples[place].append(sample)
+    prompts = scored.index.prompts
+    num = len(scored) // len(prompts)
+    has_score = scored.gather(scored.share.has_score()) > 0
+    of_samples = scored.gather(scored.share.scores).to(torch.float32)
+    answers = scored.first(len(scored), dict(enumerate(scored.share.answers or ())))
+    samples: list[list[int]] = [[] for _ in prompts]
+    for sample in has_score.nonzero()[:, 0].tolist():
+        samples[int(scored.index.groups[sample])].append(sample)
     by_source: dict[str, list[list[int]]] = defaultdict(list)
-    for prompt, of_prompt in zip(scored.prompts, samples, strict=True):
+    for prompt, of_prompt in zip(prompts, samples, strict=True):
         by_source[prompt.data_source] += [of_prompt] if of_prompt else []
     metrics = {}
     for source, of_source in by_source.items():
@@ -84,30 +92,32 @@ def scores_by_source(scored: Scored) -> Metrics:
                 f"the reward failed on every validation response of data source {source!r}; "
                 f"{'; '.join(first_failures(scored))}"
             )
-        scores = [with_score.scores[of_prompt] for of_prompt in of_source]
+        scores = [of_samples[of_prompt] for of_prompt in of_source]
         metrics[f"val/test_score/{source}"] = mean_over_prompts(scores)
-        found = statistics(scores, _answers(with_score, of_source), num=num)
+        found = statistics(scores, _answers(answers, of_source), num=num)
         metrics |= {f"val/{source}/{name}": value for name, value in found.items()}
     return metrics
 
 
-def _answers(with_score: Scored, prompts: Sequence[Sequence[int]]) -> list[list[str]] | None:
+def _answers(of_samples: Mapping[int, str | None], prompts: Sequence[Sequence[int]]) -> list[list[str]] | None:
     """Return the extracted answers for each prompt, '' for a response without one. None if no response has one."""
-    found = [[with_score.answers[sample] if with_score.answers else None for sample in samples] for samples in prompts]
+    found = [[of_samples.get(sample) for sample in samples] for samples in prompts]
     if all(answer is None for answers in found for answer in answers):
         return None
     return [[answer or "" for answer in answers] for answers in found]
 
 
-def _shown(scored: Scored, count: int) -> list[Mapping[str, Any]]:
-    """Return rows of the first samples, for people."""
-    have_ids = any(prompt.prompt_id is not None for prompt in scored.prompts)
-    return [
-        ({"prompt_id": scored.prompt_of(sample).prompt_id} if have_ids else {})
+def _shown(scored: Sharded[Scored], count: int) -> list[Mapping[str, Any]]:
+    """Return rows of the first samples, for people. Collective."""
+    share = scored.share
+    have_ids = any(prompt.prompt_id is not None for prompt in share.prompts)
+    rows: dict[int, Mapping[str, Any]] = {
+        sample: ({"prompt_id": share.prompt_of(sample).prompt_id} if have_ids else {})
         | {
-            "prompt": scored.prompt_of(sample).text,
-            "response": scored.texts[sample],
-            "score": None if scored.scores[sample].isnan() else float(scored.scores[sample]),
+            "prompt": share.prompt_of(sample).text,
+            "response": share.texts[sample],
+            "score": None if share.scores[sample].isnan() else float(share.scores[sample]),
         }
-        for sample in range(min(count, len(scored)))
-    ]
+        for sample in range(min(count, len(share)))
+    }
+    return [*scored.first(count, rows).values()]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megarl.batch import Rollouts
+from megarl.distributed.sharded import Index
 from megarl.learner.per_data_source import PerDataSource
 from megarl.models.architecture import Architecture
 from megarl.models.flops import Tokens, forward_flops
@@ -23,15 +23,15 @@ class Work:
     three."""
     peak: float | None = None  # FLOP/s of all devices together; None: unknown
 
-    def metrics(self, samples: Rollouts, timing: Metrics) -> Metrics:
+    def metrics(self, index: Index, timing: Metrics) -> Metrics:
         """Return the TFLOP of the phases that `timing` knows, over all ranks, and the utilization by each update."""
-        lengths = samples.lengths()
-        outputs = samples.num_learnt()
+        lengths = index.lengths
+        outputs = index.num_learnt
 
         def forward(models: PerDataSource[Architecture]) -> int:
             return sum(
                 forward_flops(architecture, Tokens.of(lengths[share].tolist(), num_outputs=int(outputs[share].sum())))
-                for architecture, share in models.shares(samples)
+                for architecture, share in models.shares(index)
             )
 
         flops = {

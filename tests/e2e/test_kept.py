@@ -16,7 +16,7 @@ from megarl.commands import train
 from megarl.rollout.session import SamplingSession
 from megarl.samples.step_cache import KEPT
 from tests.support.forked import Job
-from tests.support.outcomes import metrics_of
+from tests.support.outcomes import metrics_of, samples_in
 from tests.support.shards import tensors_of
 from tests.support.workspace import Workspace, train_arguments, with_many_ends
 
@@ -84,7 +84,7 @@ def test_run_killed_during_generation_samples_only_missing_responses(workspace: 
     kept = {row for file in (killed / KEPT).rglob("*.parquet") for row in pq.read_table(file)["row"].to_pylist()}
     Job(2, count_prompts, drawn, arguments(killed), log=tmp_path / "log-resumed").finish(timeout_s=RUN_S)
 
-    sample = pq.read_table(whole / "samples" / f"step_{KILLED + 1}.parquet")
+    sample = samples_in(whole / "samples" / f"step_{KILLED + 1}.parquet")
     asked = {
         row for version, rows in map(json.loads, drawn.read_text().splitlines()) if version == KILLED for row in rows
     }
@@ -92,7 +92,7 @@ def test_run_killed_during_generation_samples_only_missing_responses(workspace: 
     assert not kept & asked
     assert len(kept | asked) == 8
     for step in (1, 2, 3):
-        ours, theirs = (pq.read_table(run_dir / "samples" / f"step_{step}.parquet") for run_dir in (killed, whole))
+        ours, theirs = (samples_in(run_dir / "samples" / f"step_{step}.parquet") for run_dir in (killed, whole))
         assert ours.equals(theirs), step
     assert sample.num_rows == 16
     other = {

@@ -18,11 +18,11 @@ from mlflow import MlflowClient
 
 from megarl.checkpoint.state import State
 from megarl.commands import train
-from megarl.samples.in_flight import IN_FLIGHT_FILE
+from megarl.samples.in_flight import IN_FLIGHT_FILES
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.tracker import Trackers
 from tests.support.forked import Job
-from tests.support.outcomes import PASSING, metrics_of, mlflow_runs
+from tests.support.outcomes import PASSING, metrics_of, mlflow_runs, samples_in
 from tests.support.programs import ROOT
 from tests.support.shards import tensors_of
 from tests.support.workspace import Workspace, train_arguments, with_many_ends
@@ -121,6 +121,10 @@ def placed(arguments: list[str], run_dir: Path) -> list[str]:
     ]
 
 
+def in_flight_files(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / f"global_step_{SAVED}").glob(IN_FLIGHT_FILES))
+
+
 def stand_still(marker: Path, arguments: list[str]) -> None:
     """On each rank: train until step RECORDED is recorded, create `marker`, and wait to be killed."""
     log = Trackers.log
@@ -182,7 +186,7 @@ def test_every_sample_is_the_same(runs: Runs) -> None:
     assert {f"step_{step}.parquet" for step in range(1, NUM_STEPS + 1)} < {*names}
     assert sorted(path.name for path in (runs.killed / "samples").iterdir()) == names
     for name in names:
-        whole, killed = (pq.read_table(run_dir / "samples" / name) for run_dir in (runs.whole, runs.killed))
+        whole, killed = (samples_in(run_dir / "samples" / name) for run_dir in (runs.whole, runs.killed))
         assert whole.num_rows > 0
         assert killed.equals(whole), name
 
@@ -203,22 +207,22 @@ def test_every_weight_and_every_moment_is_the_same(runs: Runs) -> None:
 
 @pytest.mark.parametrize("runs", marked(PARTIAL, PARTIAL_STEPS, PARTIAL_EPISODES), indirect=True)
 def test_checkpoint_contains_unfinished_responses(runs: Runs) -> None:
-    whole, killed = (run_dir / f"global_step_{SAVED}" / IN_FLIGHT_FILE for run_dir in (runs.whole, runs.killed))
-    assert whole.read_bytes() == killed.read_bytes()
+    whole, killed = map(in_flight_files, (runs.whole, runs.killed))
+    assert [file.read_bytes() for file in whole] == [file.read_bytes() for file in killed]
     started = pq.read_table(whole, filters=[("complete", "=", False)])
     assert any(started["token_ids"].to_pylist()), "unfinished responses keep their tokens"
     ages = [metrics["rollout/staleness/max"] for metrics in metrics_of(runs.whole).values() if "actor/lr" in metrics]
     assert 0.0 < max(ages) <= 3.0
-    versions = pq.read_table(runs.killed / "samples" / f"step_{SAVED + 1}.parquet")["weight_versions"].to_pylist()
+    versions = samples_in(runs.killed / "samples" / f"step_{SAVED + 1}.parquet")["weight_versions"].to_pylist()
     assert any(len({*of_sample} - {0}) > 1 for of_sample in versions), "some responses were drawn by two weights"
 
 
 @pytest.mark.parametrize("runs", [PARTIAL_EPISODES], indirect=True, ids="-".join)
 def test_episodes_that_go_on_keep_their_turns(runs: Runs) -> None:
-    in_flight = pq.read_table(runs.killed / f"global_step_{SAVED}" / IN_FLIGHT_FILE).to_pylist()
+    in_flight = pq.read_table(in_flight_files(runs.killed)).to_pylist()
     in_a_turn = [row for row in in_flight if row["turns"] and not row["complete"]]
     assert any(row["turns"][-1]["observation"] for row in in_a_turn)
-    rows = pq.read_table(runs.killed / "samples" / f"step_{SAVED + 1}.parquet").to_pylist()
+    rows = samples_in(runs.killed / "samples" / f"step_{SAVED + 1}.parquet").to_pylist()
     said = [
         {version for version, seen in zip(row["weight_versions"], row["observed"], strict=True) if not seen}
         for row in rows
@@ -229,9 +233,7 @@ def test_episodes_that_go_on_keep_their_turns(runs: Runs) -> None:
 @pytest.mark.parametrize("runs", [EPISODES], indirect=True, ids="-".join)
 def test_replay_of_multi_turn_episodes_gives_same_update(runs: Runs, tmp_path: Path) -> None:
     samples, original = runs.whole / "samples", metrics_of(runs.whole)
-    rows = [
-        row for step in range(1, NUM_STEPS + 1) for row in pq.read_table(samples / f"step_{step}.parquet").to_pylist()
-    ]
+    rows = [row for step in range(1, NUM_STEPS + 1) for row in samples_in(samples / f"step_{step}.parquet").to_pylist()]
     assert {metrics.get("train/num_gen_batches", 1.0) for metrics in original.values()} > {1.0}, "prompts are refilled"
     assert {row["stop_reason"] for row in rows} >= {"done", "turns"}
     assert {row["num_turns"] for row in rows} >= {1, 2, 4}
@@ -310,7 +312,7 @@ def test_another_split_resumes_alike(runs: Runs, tmp_path: Path) -> None:
     assert f"{key}: 1 -> 2 (rounding: another split)" in printed
     assert "the curve will differ" in printed  # the critic's schedule has another length
     name = f"step_{RECORDED}.parquet"
-    whole, found = (pq.read_table(run_dir / "samples" / name) for run_dir in (runs.whole, other))
+    whole, found = (samples_in(run_dir / "samples" / name) for run_dir in (runs.whole, other))
     assert found["prompt"].equals(whole["prompt"])  # the order of the data
     assert found["response"].equals(whole["response"])  # and the weights in the engine, whose split is the same
     expected, metrics = metrics_of(runs.whole)[RECORDED], metrics_of(other)[RECORDED]

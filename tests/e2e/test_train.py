@@ -28,7 +28,7 @@ from megarl.rollout.limits import Limits
 from megarl.section import flatten
 from megarl.tracking.jsonl import read_jsonl
 from tests.support.forked import run_forked, run_job
-from tests.support.outcomes import metrics_of, mlflow_runs, wandb_history
+from tests.support.outcomes import metrics_of, mlflow_runs, samples_in, wandb_history
 from tests.support.programs import ROOT, succeed
 from tests.support.tiny import write_checkpoint
 from tests.support.workspace import MAX_RESPONSE_LENGTH, Workspace, ppo_arguments, train_arguments
@@ -201,10 +201,10 @@ def test_replay_of_saved_samples_gives_bitwise_equal_update(
     samples = run_dir / "samples"
     names = [f"step_{n}.parquet" for n in (1, 2, 3)] + [f"val_step_{n}.parquet" for n in (0, 2, 3)]
     assert sorted(path.name for path in samples.iterdir()) == names
-    kept, original = pq.read_table(samples / "step_3.parquet"), metrics_of(run_dir)
+    kept, original = samples_in(samples / "step_3.parquet"), metrics_of(run_dir)
     assert sum(kept["score"].to_pylist()) / 8 == pytest.approx(original[3]["critic/score/mean"])
     shown = [row["response"] for row in read_jsonl(run_dir / "val_generations.jsonl") if row["step"] == 3]
-    assert pq.read_table(samples / "val_step_3.parquet")["response"].to_pylist() == shown
+    assert samples_in(samples / "val_step_3.parquet")["response"].to_pylist() == shown
 
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     arguments = [*ppo_arguments(workspace, run_dir), "trainer.total_training_steps=3", "trainer.resume_mode=disable"]

@@ -85,8 +85,7 @@ def updates_without_failed(checkpoint: Path, split: dict[str, Any], failed: list
 
     learner = make_test_learner(checkpoint, split, temperature=TEMPERATURE)
     batch, budget = experience(), Budget(max_tokens=40, max_sequences=None)
-    failures = ["timeout" if sample in failed else None for sample in range(len(batch))]
-    judged = replace(batch, failures=failures).select(torch.tensor([f is None for f in failures]).nonzero()[:, 0])
+    judged = batch.select(torch.tensor([sample for sample in range(len(batch)) if sample not in failed]))
     assert outputs_of_all(learner, judged, budget).log_probs.shape == judged.mask.shape
     cut = in_parts(judged, num_prompts=1)
     metrics = update(learner, cut, ACTOR, budget)

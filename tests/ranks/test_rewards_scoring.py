@@ -1,29 +1,46 @@
-"""The reward on several ranks: every rank has every score, whichever rank called the reward, and after any failure."""
+"""The reward on several ranks: all that have a sample get its score, whichever called the reward, and every failure."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
+import torch.distributed as dist
 
 from megarl.batch import Rollouts
 from tests.support.places import without_places
 from tests.support.ranks import RankPool
 from tests.support.records import answer, prompts
+from tests.support.spread import spread
 
 pytestmark = pytest.mark.ranks
 
 BATCH: Rollouts = answer(prompts([1, 1, 1]), [2, 1, 3, 1, 2, 2])  # the response of sample i begins with 10 * (i + 1)
 TEXTS = ["10 11", "20", "30 31 32", "40", "50 51", "60 61"]
 REWARD = """
-import os, time
+import time
 def compute_score(solution_str, ground_truth, **_):
     if solution_str == "40":
         {on_sample_3}
-    return {{"score": len(solution_str.split()), "acc": 1, "pred": solution_str, "process": os.getppid()}}
+    return {{"score": len(solution_str.split()), "acc": 1, "pred": solution_str, "letters": len(solution_str)}}
 """
+FAILS = "def compute_score(**_): raise KeyError('answer')\n"
+PAYS = """
+paid = 0.0
+def compute_score(solution_str, **_):
+    global paid
+    paid = max(paid, float(solution_str == "30 31 32"))
+    return paid
+"""
+UNREADABLE = replace(
+    BATCH,
+    prompts=[replace(prompt, extra_info={"x": {1, 2}} if prompt.index == 1 else {}) for prompt in BATCH.prompts],
+)
+OWNERS = [[1, 1, 1, 0, 0, 1], [1] * 6]  # the rank that has each sample; the first may have none
 
 
 def words(ids: Sequence[int]) -> str:
@@ -37,14 +54,13 @@ def judged(
     timeout_s: float = 100.0,
     on_failure: Any = "score",
     isolation: Any = "response",
+    owners: Sequence[int] | None = None,
 ) -> Any:
-    """Return texts, scores, accuracies, metrics, warnings, and the processes that called rewards; or the error.
+    """Return texts, scores, accuracies, metrics and warnings; or the error.
 
     `started` are pairs (rank, sample): that rank starts to score the sample before `score` is called.
     """
     import logging
-
-    import torch.distributed as dist
 
     from megarl.rewards.collective import RewardError
     from megarl.rewards.config import CustomRewardSection, RulesSection
@@ -69,25 +85,26 @@ def judged(
         if rank == dist.get_rank():
             scorer.begin(rollouts.prompt_of(sample), rollouts.response_ids(sample).tolist())
     try:
-        scored, metrics = scorer.score(rollouts)
+        samples, metrics = scorer.score(spread(rollouts, owners))
     except (RewardError, ValueError) as error:
         return str(error)
     finally:
         scorer.pool.close()
         logging.getLogger("megarl.rewards.collective").removeHandler(handler)
     assert not scorer._begun
-    assert (scored.failures is None) == (on_failure == "score" or bool(scored.has_score().all()))
+    scored = samples.share
+    assert (scored.failures is None) == (on_failure != "mask")
     was_called = (scored.accuracies == 1.0).tolist()
     assert scored.answers == [text if called else None for text, called in zip(scored.texts, was_called, strict=True)]
     return list(scored.texts), scored.scores.tolist(), scored.accuracies.tolist(), metrics, warned
 
 
-def counted(path: str) -> tuple[int, int]:
+def counted(path: str, owners: Sequence[int] | None) -> tuple[int, int]:
     """Return how many rewards people saw done, of how many."""
     from megarl.platform import progress
 
     with progress.within("reward"):
-        judged(path)
+        judged(path, owners=owners)
         phase = progress.now()
     assert phase
     return phase.done, phase.total
@@ -110,23 +127,19 @@ def test_every_rank_has_all_scores_in_sample_order(
     assert metrics["reward/acc/mean"] == 1.0
 
 
-def test_every_awaited_reward_is_counted_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("owners", [None, *OWNERS])
+def test_every_awaited_reward_is_counted_on_every_rank(
+    pool: RankPool, tmp_path: Path, owners: list[int] | None
+) -> None:
     (tmp_path / "mine.py").write_text(REWARD.format(on_sample_3="time.sleep(1.5)"))
-    first, second = pool.run(2, counted, str(tmp_path / "mine.py"))
+    first, second = pool.run(2, counted, str(tmp_path / "mine.py"), owners)
     assert first == second
     assert 1 <= first[0] == first[1] <= 6
 
 
 @pytest.mark.parametrize("on_failure", ["mask", "score"])
 def test_response_altering_reward_stops_all_ranks(on_failure: str, pool: RankPool, tmp_path: Path) -> None:
-    source = """
-paid = 0.0
-def compute_score(solution_str, **_):
-    global paid
-    paid = max(paid, float(solution_str == "30 31 32"))
-    return paid
-"""
-    (tmp_path / "mine.py").write_text(source)
+    (tmp_path / "mine.py").write_text(PAYS)
     started = [(0, 2), (0, 0), (0, 1), (0, 3), (0, 4), (0, 5)]
     first, second = pool.run(2, judged, str(tmp_path / "mine.py"), started, BATCH, 100.0, on_failure, "process")
     assert first == second
@@ -181,7 +194,7 @@ def test_a_failure_may_stop_every_rank(pool: RankPool, tmp_path: Path) -> None:
 
 
 def test_reward_failing_on_all_responses_stops_every_rank(pool: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def compute_score(**_): raise KeyError('answer')\n")
+    (tmp_path / "mine.py").write_text(FAILS)
     message = (
         "the reward fails on all 6 responses; the reward failed on sample 0 (data source 'countdown', data row 0, "
         f"response '10 11'): KeyError: 'answer' ({tmp_path / 'mine.py'}:1)"
@@ -190,8 +203,92 @@ def test_reward_failing_on_all_responses_stops_every_rank(pool: RankPool, tmp_pa
 
 
 def test_row_unreadable_by_reward_stops_every_rank(pool: RankPool, tmp_path: Path) -> None:
-    odd = [replace(prompt, extra_info={"x": {1, 2}} if prompt.index == 1 else {}) for prompt in BATCH.prompts]
-    rollouts = replace(BATCH, prompts=odd)
     (tmp_path / "mine.py").write_text("def compute_score(**_): return 1.0\n")
     message = "data row 1: a set cannot be passed to a reward"
-    assert pool.run(2, judged, str(tmp_path / "mine.py"), [(1, 2)], rollouts) == [message] * 2
+    assert pool.run(2, judged, str(tmp_path / "mine.py"), [(1, 2)], UNREADABLE) == [message] * 2
+
+
+def judged_apart(
+    pool: RankPool,
+    path: Path,
+    source: str,
+    owners: Sequence[int],
+    *,
+    on_failure: str,
+    rollouts: Rollouts = BATCH,
+    isolation: str = "response",
+) -> tuple[Any, list[Any]]:
+    """Return what `judged` returns to one rank that has all samples, and to ranks that have those that they own."""
+    (path / "mine.py").write_text(source)
+    given = (str(path / "mine.py"), [], rollouts, 100.0, on_failure, isolation)
+    [alone] = pool.run(1, judged, *given)
+    return alone, pool.run(2, judged, *given, owners)
+
+
+@pytest.mark.parametrize("owners", OWNERS)
+@pytest.mark.parametrize(
+    ("source", "on_failure"),
+    [
+        (REWARD.format(on_sample_3="pass"), "score"),
+        (REWARD.format(on_sample_3="raise KeyError(7)"), "score"),
+        (FAILS, "mask"),
+    ],
+)
+def test_ranks_with_own_samples_report_together(
+    pool: RankPool, tmp_path: Path, source: str, on_failure: str, owners: list[int]
+) -> None:
+    (*columns, metrics, warned), ranks = judged_apart(pool, tmp_path, source, owners, on_failure=on_failure)
+    for rank, (*found, _, _) in enumerate(ranks):
+        mine = [sample for sample, owner in enumerate(owners) if owner == rank]
+        np.testing.assert_equal(found, [[column[sample] for sample in mine] for column in columns])
+    assert ranks[0][-2] == ranks[1][-2]
+    assert ranks[0][-2] | {"reward/slowest_s": 0.0} == metrics | {"reward/slowest_s": 0.0}
+    assert [rank[-1] for rank in ranks] == [warned, []]
+
+
+@pytest.mark.parametrize("owners", OWNERS)
+@pytest.mark.parametrize(
+    ("source", "rollouts", "on_failure", "isolation"),
+    [
+        (REWARD.format(on_sample_3="raise KeyError(7)"), BATCH, "stop", "response"),
+        (FAILS, BATCH, "stop", "response"),
+        (FAILS, BATCH, "score", "response"),
+        (PAYS, BATCH, "score", "process"),
+        (REWARD.format(on_sample_3="pass"), UNREADABLE, "score", "response"),
+    ],
+)
+def test_ranks_with_own_samples_stop_together(
+    pool: RankPool,
+    tmp_path: Path,
+    source: str,
+    rollouts: Rollouts,
+    on_failure: str,
+    isolation: str,
+    owners: list[int],
+) -> None:
+    settings: Any = {"rollouts": rollouts, "on_failure": on_failure, "isolation": isolation}
+    alone, ranks = judged_apart(pool, tmp_path, source, owners, **settings)
+    assert isinstance(alone, str)
+    assert ranks == [alone, alone]
+
+
+def texts_met(path: str, owners: Sequence[int] | None) -> tuple[list[str], list[str]]:
+    """Return the texts that this rank decodes, and those that ranks tell each other."""
+    said, gather = list[str](), dist.all_gather_object
+
+    def note(results: list[Any], *args: Any, **options: Any) -> None:
+        gather(results, *args, **options)
+        said.append(repr(results))
+
+    with patch.object(dist, "all_gather_object", note), patch(f"{__name__}.words", wraps=words) as decode:
+        judged(path, owners=owners)
+    return [words(*call.args) for call in decode.call_args_list], [
+        text for text in TEXTS if any(repr(text) in of_ranks for of_ranks in said)
+    ]
+
+
+def test_texts_stay_on_ranks_that_own_them(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARD.format(on_sample_3="pass"))
+    path = str(tmp_path / "mine.py")
+    assert pool.run(2, texts_met, path, None) == [(TEXTS[0::2], TEXTS), (TEXTS[1::2], TEXTS)]
+    assert pool.run(2, texts_met, path, OWNERS[0]) == [(TEXTS[3:5], []), ([*TEXTS[:3], TEXTS[5]], [])]

@@ -53,11 +53,12 @@ def test_chunked_prefill_gives_same_responses(pool: RankPool, checkpoints: list[
 def drawn_with_room_for_two(paths: list[Path]) -> list[tuple[dict[int, Group], float]]:
     """Return the groups of a step and its occupancy, first as the groups were dealt, then shared.
 
-    Even groups, which the first of two replicas gets, have 40 tokens to go, and odd groups 3.
+    Even groups have 40 tokens to go. Odd groups have 3, and began on the second of two replicas; so the first replica
+    gets all even groups.
     """
     engine = start(paths[-1], tensors_of(paths[0]), tp_size=1, max_num_seqs=2)
     assert engine.room == 2
-    groups = {number: to_go(3 if number % 2 else 40, index=number) for number in range(6)}
+    groups = {number: to_go(3 if number % 2 else 40, index=number, here=engine.replica) for number in range(6)}
     found = []
     with generating(engine, tensors_of(paths[0])):
         for room in (len(groups) * TWO.n, engine.room):
@@ -69,8 +70,8 @@ def drawn_with_room_for_two(paths: list[Path]) -> list[tuple[dict[int, Group], f
     return found
 
 
-def to_go(num_tokens: int, *, index: int) -> Group:
-    """Return a group whose samples lack so many of their 40 tokens."""
+def to_go(num_tokens: int, *, index: int, here: int) -> Group:
+    """Return a group as replica `here` knows it. Its samples lack so many of 40 tokens; the second has the others."""
     group = Group.new(replace(PROMPTS[0], index=index), range(TWO.n), started=1)
     started = 40 - num_tokens
     drawn = Generation(
@@ -81,18 +82,33 @@ def to_go(num_tokens: int, *, index: int) -> Group:
         weight_versions=int32([1]) * started,
         complete=False,
     )
-    return replace(group, samples=tuple(replace(drawn, sample=sample.sample) for sample in group.samples))
+    samples = [replace(drawn, sample=sample.sample) for sample in group.samples]
+    return replace(group, samples=tuple(each if here == 1 else each.seen_from_afar(1) for each in samples))
 
 
 def test_idle_replica_takes_groups_from_another(pool: RankPool, checkpoints: list[Path]) -> None:
     """The first replica would take 3 x 40 steps. After 16 steps the second takes one of its groups."""
     ranks = pool.run(2, drawn_with_room_for_two, checkpoints)
-    assert ranks[0] == ranks[1]
-    (dealt, before), (shared, after) = ranks[0]
     num_drawn = 3 * TWO.n * (40 + 3)
-    assert (before, after) == pytest.approx((num_drawn / (120 * 4), num_drawn / (80 * 4)))
-    assert sorted(dealt) == sorted(shared) == list(range(6))
-    for number, group in dealt.items():
-        for one, other in zip(group.samples, shared[number].samples, strict=True):
+    for (_, before), (_, after) in ranks:
+        assert (before, after) == pytest.approx((num_drawn / (120 * 4), num_drawn / (80 * 4)))
+    dealt, shared = ([found[turn][0] for found in ranks] for turn in (0, 1))
+    assert [replica_of(number, dealt) for number in range(6)] == [0, 1, 0, 1, 0, 1]
+    assert [replica_of(number, shared) for number in range(6)] == [0, 1, 0, 1, 1, 1]
+    for number in range(6):
+        before, after = (found[replica_of(number, found)][number].samples for found in (dealt, shared))
+        for one, other in zip(before, after, strict=True):
             assert (one.token_ids, len(one.token_ids)) == (other.token_ids, 40)
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+def replica_of(number: int, found: list[dict[int, Group]]) -> int:
+    """Return the replica that has the tokens of a complete group. The other knows how many there are."""
+    assert all(sorted(groups) == list(range(6)) for groups in found)
+    [(replica, samples)] = [
+        (replica, groups[number].samples)
+        for replica, groups in enumerate(found)
+        if all(isinstance(sample, Generation) for sample in groups[number].samples)
+    ]
+    assert found[1 - replica][number].samples == tuple(sample.seen_from_afar(replica) for sample in samples)
+    return replica

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megarl.batch import Generation, Group
+from megarl.batch import Generation, Group, Sample
 from megarl.rollout import patches
 from megarl.rollout.config import SamplingSection
 from megarl.rollout.sampling import request_params, request_seed
@@ -152,7 +152,7 @@ def drawn_under_two_weights(paths: list[Path]) -> list[Group]:
     return session
 
 
-def placed(group: Group, place: int) -> tuple[Generation, ...]:
+def placed(group: Group, place: int) -> tuple[Sample, ...]:
     return tuple(replace(sample, prompt=place) for sample in group.samples)
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megarl.batch import Prompts, Rollouts, Scored
 from megarl.data.order import Position
+from megarl.distributed.sharded import Sharded
 from tests.support.engines import prompt, start, tear_down, tensors_of
 from tests.support.pairs import Pair, swap
 from tests.support.ranks import RankPool, fresh_mesh
@@ -50,9 +51,11 @@ class Data:
     def forget(self) -> None:
         pass
 
-    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
-        scores = (rollouts.sums(rollouts.responses % 2 == 0) / rollouts.num_tokens).to(torch.float32)
-        return rollouts.extend(Scored, texts=[""] * len(rollouts), scores=scores, accuracies=scores), {}
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], dict[str, float]]:
+        share = samples.share
+        scores = (share.sums(share.responses % 2 == 0) / share.num_tokens).to(torch.float32)
+        scored = share.extend(Scored, texts=[""] * len(share), scores=scores, accuracies=scores)
+        return samples.with_share(scored), {}
 
 
 def snapshot(learner: Any) -> dict[str, torch.Tensor]:

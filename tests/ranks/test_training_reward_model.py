@@ -21,6 +21,7 @@ from tests.support.disks import Disk, small_disk
 from tests.support.learners import make_test_learner, outputs_of_all, sizes
 from tests.support.ranks import RankPool, fresh_mesh
 from tests.support.sentencepieces import train_sentencepiece
+from tests.support.spread import spread
 from tests.support.tiny import write_checkpoint, write_classifier
 
 SPLITS = {(1, 1): 2, (2, 1): 2, (1, 2): 2, (2, 2): 4}  # (TP, PP): world size
@@ -119,7 +120,9 @@ def judged(
     passes: bool,
     length: int,
     inside: Sequence[str] = (),
+    owners: Sequence[int] | None = None,
 ) -> Any:
+    """Return the scores of all responses on this rank, or the error. It has its own responses, or all."""
     from megarl.learner.batching import Budget
     from megarl.training.reward_model import RewardModel
 
@@ -133,7 +136,7 @@ def judged(
         ends=[policy.eos_token_id],
     )
     try:
-        return model.score(conversations(policy, prompt, inside))
+        return model.score(spread(conversations(policy, prompt, inside), owners))
     except ValueError as error:
         return str(error)
 
@@ -188,8 +191,22 @@ def test_shared_tokens_pass_and_unreadable_prompts_are_named(pool: RankPool, tmp
         assert message.startswith("the reward model cannot read data row 5: the chat template of")
 
 
-def rewarded(policy_path: Path, own_path: Path, given: str | None) -> Any:
-    """Return scores, texts and metrics of responses to a text, in a run on these checkpoints."""
+@pytest.mark.parametrize("owners", [[0, 1, 1], [1, 1, 1]])
+def test_samples_of_two_replicas_reach_the_model(pool: RankPool, tmp_path: Path, owners: list[int]) -> None:
+    """Every sample gets the score of one process from a model that two data-parallel ranks have."""
+    policy, own = tokenizers(tmp_path)
+    messages = [{"role": "user", "content": "ab 3"}]
+    [alone] = pool.run(1, judged, policy, own, messages, {}, False, 100)
+    first, second = pool.run(2, judged, policy, own, messages, {}, False, 100, (), owners)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, alone, **TOLERANCE)
+
+
+def rewarded(policy_path: Path, own_path: Path, given: str | None, owners: Sequence[int] | None = None) -> Any:
+    """Return scores, texts and metrics of responses to a text, in a run on these checkpoints.
+
+    This rank has its own responses, or all.
+    """
     from megarl.assembly.reward import make_reward
     from megarl.config.root import RewardModelSection
     from megarl.learner.batching import Budget
@@ -215,7 +232,8 @@ def rewarded(policy_path: Path, own_path: Path, given: str | None) -> Any:
         )
     except ValueError as error:
         return str(error)
-    scored, metrics = reward.score(conversations(policy, "ab 3"))
+    samples, metrics = reward.score(spread(conversations(policy, "ab 3"), owners))
+    scored = samples.share
     return scored.scores, scored.accuracies, scored.texts, metrics
 
 
@@ -230,6 +248,12 @@ def test_a_model_alone_is_the_reward(pool: RankPool, tmp_path: Path) -> None:
         assert texts == ANSWERS
         statistics = {"mean": expected.mean(), "min": expected.min(), "max": expected.max()}
         assert metrics == pytest.approx({f"reward/model/{n}": float(x) for n, x in statistics.items()}, abs=1e-4)
+    for owners in ([1, 0, 1], [1, 1, 1]):
+        for rank, (scores, _, texts, others) in enumerate(pool.run(2, rewarded, policy, own, str(policy), owners)):
+            mine = [sample for sample, owner in enumerate(owners) if owner == rank]
+            torch.testing.assert_close(scores, 2.0 * expected[mine], **TOLERANCE)
+            assert texts == [ANSWERS[sample] for sample in mine]
+            assert others == pytest.approx(metrics, abs=1e-4)
     [message] = pool.run(1, rewarded, policy, own, None)
     assert message.startswith(
         "reward_model.model.input_tokenizer=null passes the policy's 200 tokens to a model of 101"

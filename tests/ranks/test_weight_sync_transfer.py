@@ -90,17 +90,13 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     for step in range(3):
         told.clear()
         with sampler.awake(Timers(), step=step) as metrics:
-            rollouts, _ = sampler.generate(asked, step=step)
+            rollouts = sampler.generate(asked, step=step)[0].whole()
             everywhere = itertools.chain.from_iterable(together(told.copy))
-            answers = [
-                (rollouts.prompt_of(number).index, rollouts.response_ids(number).tolist())
-                for number in range(len(rollouts))
-            ]
-            assert sorted(everywhere) == sorted(answers), "each response is reported on one rank"
+            assert sorted(everywhere) == answers_in(rollouts), "each response is reported on one rank"
             if step == 0 and (tp, pp) == SPLITS[0]:  # the trainer's split has no part in this
-                again, greedy = other_samples(sampler, asked, step=step), sampler.greedy(asked, step=step)
+                again, greedy = other_samples(sampler, asked, step=step), sampler.greedy(asked, step=step).whole()
                 assert not torch.equal(again.responses, rollouts.responses)
-                assert torch.equal(greedy.responses, sampler.validate(asked, step=step).responses)
+                assert torch.equal(greedy.responses, sampler.validate(asked, step=step).whole().responses)
         assert bool(metrics) == (step < 2), "checked are the first weights and the first that differ"
         assert rollouts.weight_versions is not None and (rollouts.weight_versions == step).all()
         before = outputs_of_all(learner, rollouts, budget)
@@ -113,16 +109,21 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     return Traffic(plan.bytes_received, missing, max(waves), len(waves)), rounds
 
 
+def answers_in(rollouts: Rollouts) -> list[tuple[int, list[int]]]:
+    """Return the row and the tokens of each response, in order."""
+    places = range(len(rollouts))
+    return sorted((rollouts.prompt_of(place).index, rollouts.response_ids(place).tolist()) for place in places)
+
+
 def other_samples(sampler: Any, asked: Prompts, *, step: int) -> Rollouts:
     """Draw other samples of the same prompts in the same step, window by window."""
-    from megarl.rollout.responses import of_groups
-
     session = sampler.open(step=step)
     session.add(dict(enumerate(sampler.groups(asked, step=step, batch=1))))
     complete = dict[int, Group]()
     while session.num_open:
         complete |= session.advance()
-    return of_groups([complete[number] for number in sorted(complete)])
+    drawn: Rollouts = sampler.record([complete[number] for number in sorted(complete)]).whole()
+    return drawn
 
 
 def missing_bytes(source: Layout, destination: Layout, shapes: dict[str, tuple[int, ...]]) -> int:

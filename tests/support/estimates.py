@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megarl.batch import Experience, Scored
+from megarl.batch import Experience, Rewarded
 from megarl.config.policy import ActorSection
 from megarl.training.estimate import estimate
 from megarl.training.interfaces import Metrics
@@ -10,7 +10,7 @@ from megarl.training.objectives import mark
 from tests.support.records import alone
 
 
-def estimate_alone(scored: Scored, *given: Any, **settings: Any) -> tuple[Experience, Metrics]:
+def estimate_alone(scored: Rewarded, *given: Any, **settings: Any) -> tuple[Experience, Metrics]:
     """Return what `estimate` makes of the samples of a record."""
     experience, metrics = estimate(alone(scored), *given, **settings)
     return experience.share, metrics

@@ -1,7 +1,7 @@
 """Stand-ins for the interfaces of the loop. They write into a diary how the loop calls them."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.batch import Experience, Group, Prompts, Rollouts, Scored
+from megarl.batch import Experience, Group, Prompts, Rewarded, Rollouts, Scored
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
+from megarl.distributed.routing import route
 from megarl.distributed.sharded import Sharded
 from megarl.tracking.protocol import NullTracker
 from megarl.tracking.timers import Timers
@@ -61,35 +62,39 @@ class World:
     def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
         raise AssertionError("every step takes one batch here")
 
-    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, dict[str, float]]:
+    def record(self, groups: Sequence[Group]) -> Sharded[Rollouts]:
+        raise AssertionError("every step takes one batch here")
+
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Sharded[Rollouts], dict[str, float]]:
         self.diary.calls.append(f"generate {step}")
-        return answer(prompts, LENGTHS, version=step), {}
+        return alone(answer(prompts, LENGTHS, version=step)), {}
 
-    def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
+    def greedy(self, prompts: Prompts, *, step: int) -> Sharded[Rollouts]:
         self.diary.calls.append(f"greedy {step}")
-        return answer(prompts, [1, 2])
+        return alone(answer(prompts, [1, 2]))
 
-    def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
+    def validate(self, prompts: Prompts, *, step: int) -> Sharded[Rollouts]:
         self.diary.calls.append(f"validate {step}")
-        return answer(prompts, LENGTHS)
+        return alone(answer(prompts, LENGTHS))
 
     def forget(self) -> None:
         pass
 
-    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], dict[str, float]]:
         self.diary.calls.append("score")
-        scores = torch.arange(float(len(rollouts)))
-        scored = rollouts.extend(Scored, texts=[""] * len(rollouts), scores=scores, accuracies=scores)
-        return scored, {"reward/error_rate": 0.25}
+        scores = torch.arange(float(len(samples)))
+        scored = samples.share.extend(Scored, texts=[""] * len(samples), scores=scores, accuracies=scores)
+        return samples.with_share(scored), {"reward/error_rate": 0.25}
 
 
 class OneFails(World):
     """The reward fails on the second sample."""
 
-    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
-        scored, metrics = super().score(rollouts)
-        scores = scored.scores.where(scored.scores != 1.0, math.nan)
-        return replace(scored, scores=scores, accuracies=scores, failures=[None, "timeout", None, None]), metrics
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], dict[str, float]]:
+        scored, metrics = super().score(samples)
+        scores = scored.share.scores.where(scored.share.scores != 1.0, math.nan)
+        failures = [None, "timeout", None, None]
+        return scored.with_share(replace(scored.share, scores=scores, accuracies=scores, failures=failures)), metrics
 
 
 class Learner:
@@ -124,8 +129,8 @@ class Gradient:
 class Policy(Learner):
     exact_kl: float | None = None
 
-    def spread(self, record: Scored, *, step: int) -> Sharded[Scored]:
-        return alone(record)
+    def take(self, samples: Sharded[Rewarded], *, step: int) -> Sharded[Rewarded]:
+        return route(samples, Rewarded, samples.index.owners, samples.shares)
 
     def forward_backward(self, experience: Sharded[Experience], *, step: int) -> Gradient:
         self.diary.calls.append(f"{self.name}.forward_backward {step}")

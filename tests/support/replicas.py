@@ -1,14 +1,21 @@
 """Replicas by hand: engines that draw a known number of tokens, and environments that end after three turns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from threading import Barrier
+from threading import Barrier, local
 from typing import Any
+from unittest.mock import Mock, patch
 
-from megarl.batch import Generation, Group, Prompt, float32, int32
+from torch import Tensor
+
+from megarl.batch import Generation, Group, Prompt, Sample, float32, int32
+from megarl.distributed import sharded
+from megarl.distributed.sharded import Shares
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.episodes import Answer, proceed
 
+THREAD = local()  # its `replica`
 ONE_TOKEN = Generation(0, int32([1]), float32([-1.0]), truncated=False, weight_versions=int32([0]))
 
 
@@ -19,6 +26,41 @@ class Replicas:
         self.barrier, self.said = Barrier(number), dict[int, Any]()
         self.engines = [Engine(self, replica, number) for replica in range(number)]
 
+    def exchange(self, mine: Any) -> list[Any]:
+        """Return what each replica gives. Each calls it in its thread."""
+        self.said[THREAD.replica] = mine
+        self.barrier.wait()
+        said = [self.said[engine.replica] for engine in self.engines]
+        self.barrier.wait()
+        return said
+
+
+def merged(found: Sequence[dict[int, Group]]) -> dict[int, Group]:
+    """Return groups with their tokens. Each sample has them on one replica, and is the same from afar on others."""
+    assert all(list(of_replica) == list(found[0]) for of_replica in found)
+    return {
+        number: replace(group, samples=tuple(map(_merged, zip(*(of[number].samples for of in found), strict=True))))
+        for number, group in found[0].items()
+    }
+
+
+def _merged(sample: Sequence[Sample]) -> Generation:
+    [(home, own)] = [(replica, each) for replica, each in enumerate(sample) if isinstance(each, Generation)]
+    assert all(each == own.seen_from_afar(home) for replica, each in enumerate(sample) if replica != home)
+    return own
+
+
+@contextmanager
+def summing(replicas: Replicas) -> Iterator[None]:
+    """Let records that are spread over replicas bring numbers to all of them."""
+
+    def all_reduce(tensor: Tensor, group: Any) -> None:
+        tensor.copy_(sum(replicas.exchange(tensor.clone())))
+
+    world = Mock(is_initialized=lambda: True, all_reduce=all_reduce)
+    with patch.object(sharded, "dist", world), patch.object(sharded, "host_group"):
+        yield
+
 
 @dataclass
 class Engine:
@@ -28,13 +70,14 @@ class Engine:
     room: int = 64
     num_exchanges: int = 0
 
+    @property
+    def shares(self) -> Shares:
+        return Shares(ranks=tuple((replica,) for replica in range(self.num_replicas)), rank=self.replica)
+
     def on_all_ranks(self, generate: Callable[[], Any]) -> list[Any]:
         self.num_exchanges += 1
-        self.replicas.said[self.replica] = generate()
-        self.replicas.barrier.wait()
-        said = [self.replicas.said[replica] for replica in range(self.num_replicas)]
-        self.replicas.barrier.wait()
-        return said
+        THREAD.replica = self.replica
+        return self.replicas.exchange(generate())
 
 
 @dataclass
@@ -52,7 +95,7 @@ class Queue:
         self.rows += [group.prompt.index for group in groups]
         for group in groups:
             self.lengths[group.samples[0].prompt] = group.prompt.index
-            self.open += [sample for sample in group.samples if not sample.complete]
+            self.open += [each for each in group.samples if isinstance(each, Generation) and not each.complete]
 
     def run(self, num_steps: int | None) -> list[Generation]:
         found, left = [], num_steps

@@ -22,6 +22,7 @@ from megarl.distributed.watchdog import note, watching
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.scoring import RuleScorer
 from tests.support.records import answer, prompts
+from tests.support.spread import spread
 
 TIMEOUT_S, GRACE_S = 10.0, 6.0
 REWARD = """
@@ -66,17 +67,17 @@ def begun_scorer(how: str, directory: Path) -> RuleScorer:
     path.write_text(REWARD.format(later=600 if how == "hung-rewards" else TIMEOUT_S / 5))
     section = RulesSection(num_workers=1, timeout_s=600.0, isolation="process", canary_every=0)
     scorer = RuleScorer.make(section, CustomRewardSection(path=str(path)), lambda token_ids: "")
-    scorer.score(answer(prompts([1]), [1, 1]))
+    scorer.score(spread(answer(prompts([1]), [1, 1])))
     return scorer
 
 
 def score(scorer: RuleScorer, rank: int) -> None:
-    """Have rank 1 alone score responses, each well within its time."""
+    """Have rank 1 alone own and score responses, each well within its time."""
     note(phase="reward")
     responses = answer(prompts([1]), [1] * 10)
     for sample in range(len(responses) if rank == 1 else 0):
         scorer.begin(responses.prompt_of(sample), responses.response_ids(sample).tolist())
-    scorer.score(responses)
+    scorer.score(spread(responses, [1] * len(responses)))
 
 
 def halt(how: str, other: dist.ProcessGroup | None) -> None:

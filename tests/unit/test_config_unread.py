@@ -12,7 +12,7 @@ from megarl.algorithms.config import ESTIMATORS, LOSSES
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.assembly.models import make_budget
 from megarl.assembly.run import make_kl_controller
-from megarl.batch import Experience, Prompt, Scored
+from megarl.batch import Experience, Prompt, Rewarded
 from megarl.checkpoint.state import State
 from megarl.config.load import load_config, load_reward_train_config, load_sft_config, written_keys
 from megarl.config.reference import keys_of
@@ -259,8 +259,7 @@ def numbers(config: Config) -> Iterator[Any]:
     total = int(num_tokens.sum())
     old, ref, engine = -2.0 * torch.rand(3, total)
     prompt = Prompt(index=0, token_ids=[1, 2], text="", data_source="", ground_truth=None, extra_info={})
-    scores = torch.tensor([1.0, 0.0, 0.5, -0.5, 1.0, 1.0, 0.0, 0.25])
-    scored = Scored(
+    scored = Rewarded(
         prompts=[prompt] * 4,
         groups=torch.arange(size) // 2,
         num_tokens=num_tokens,
@@ -268,9 +267,7 @@ def numbers(config: Config) -> Iterator[Any]:
         mask=torch.ones(total, dtype=torch.bool),
         rollout_log_probs=engine,
         truncated=torch.zeros(size, dtype=torch.bool),
-        texts=[""] * size,
-        scores=scores,
-        accuracies=scores,
+        scores=torch.tensor([1.0, 0.0, 0.5, -0.5, 1.0, 1.0, 0.0, 0.25]),
     )
     algorithm = replace(config.algorithm, overlong_buffer=replace(config.algorithm.overlong_buffer, max_resp_len=6))
     penalised = config.kl_of_reward is not None

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from examples.environments.calculator import Calculator
 from examples.environments.guess import Guess
@@ -23,7 +24,7 @@ from megarl.rollout.responses import as_rollouts
 from tests.support.own_environments import Count, Fickle
 from tests.support.programs import ROOT
 from tests.support.ranks import world_of_one
-from tests.support.records import prompts
+from tests.support.records import alone, prompts
 
 GUESS = str(ROOT / "examples" / "environments" / "guess.py")
 OWN = str(ROOT / "tests" / "support" / "own_environments.py")
@@ -200,7 +201,7 @@ PROMPT = replace(prompts([3]).prompts[0], raw_prompt="p")
 def test_episodes_outlive_the_processes_that_played_them(tmp_path: Path) -> None:
     """The second turn of one kills the process that also holds the other. Both are played again."""
     with world_of_one():
-        episodes = environments("Dies", num_workers=1).begin(max_tokens=10_000)
+        episodes = environments("Dies", num_workers=1).begin(max_tokens=10_000, group=dist.group.WORLD)
         started = [say("a", sample=0), say("b", sample=1)]
         for each in started:
             episodes.ask(PROMPT, each)
@@ -216,15 +217,18 @@ def test_episodes_outlive_the_processes_that_played_them(tmp_path: Path) -> None
 
 
 def test_an_episode_continues_in_a_later_session() -> None:
-    """Another environment plays its earlier turns again, each in a request of its own, and answers the next one."""
+    """Another environment plays its earlier turns again, each in a request of its own, and answers the next one.
+
+    Three turns take longer than one may.
+    """
     with world_of_one():
-        first = environments("Slow", timeout_s=1.0).begin(max_tokens=200)
+        first = environments("Slow", timeout_s=1.0).begin(max_tokens=200, group=dist.group.WORLD)
         started = say("a")
         for turn in ("b", "c"):
             first.ask(PROMPT, started)
             [started] = first.answer([started])
             started = say(turn, started)
-        later = environments("Slow", timeout_s=1.0).begin(max_tokens=200)  # three turns take longer than one may
+        later = environments("Slow", timeout_s=1.0).begin(max_tokens=200, group=dist.group.WORLD)
         later.ask(PROMPT, started)
         [found] = later.answer([started])
     assert (found.stop_reason, found.fault) == ("done", None)
@@ -234,10 +238,10 @@ def test_an_episode_continues_in_a_later_session() -> None:
 
 def test_an_environment_that_continues_otherwise_ends_its_episode() -> None:
     with world_of_one():
-        first = environments("Fickle").begin(max_tokens=200)
+        first = environments("Fickle").begin(max_tokens=200, group=dist.group.WORLD)
         first.ask(PROMPT, started := say("a"))
         [once] = first.answer([started])
-        later = environments("Fickle").begin(max_tokens=200)
+        later = environments("Fickle").begin(max_tokens=200, group=dist.group.WORLD)
         later.ask(PROMPT, said := say("b", once))
         [found] = later.answer([said])
     assert found.stop_reason is StopReason.FAILED
@@ -246,24 +250,25 @@ def test_an_environment_that_continues_otherwise_ends_its_episode() -> None:
 
 def test_failed_turn_ends_only_its_own_episode() -> None:
     with world_of_one():
-        episodes = environments("Hangs", max_observation_length=5).begin(max_tokens=200)
+        episodes = environments("Hangs", max_observation_length=5).begin(max_tokens=200, group=dist.group.WORLD)
         said = [say("hang", sample=0), say("a", sample=1), say("a long turn", sample=2)]
         for each in said:
             episodes.ask(PROMPT, each)
         hung, fine, long = episodes.answer(said)
         record = as_rollouts(Prompts(prompts=[PROMPT]), [0, 0, 0], [hung, replace(fine, stop_reason="done"), long], n=3)
-        scored, metrics = EpisodeScorer(SECTION, LETTERS).score(record)
+        samples = alone(record)
+        scored, metrics = EpisodeScorer(SECTION, LETTERS).score(samples)
         assert hung.stop_reason is StopReason.TIMEOUT
         assert hung.fault and hung.fault.startswith("it took longer than environment.timeout_s=2")
         assert (fine.complete, LETTERS.decode(fine.token_ids)) == (False, "a1:a")
         assert long.fault == "its observation has 13 tokens, more than environment.max_observation_length=5"
-        assert scored.has_score().tolist() == [False, True, False]
-        assert scored.scores.isnan().tolist() == [True, False, True]
+        assert scored.share.has_score().tolist() == [False, True, False]
+        assert scored.share.scores.isnan().tolist() == [True, False, True]
         assert metrics["episode/stop/timeout"] == metrics["episode/stop/failed"] == pytest.approx(1 / 3)
         with pytest.raises(RewardError, match=r"sample 0 \(data row 0\): it took longer .*on_failure=stop"):
-            EpisodeScorer(replace(SECTION, on_failure="stop"), LETTERS).score(record)
-        scored, _ = EpisodeScorer(replace(SECTION, on_failure="score"), LETTERS).score(record)
-        assert scored.has_score().all()
+            EpisodeScorer(replace(SECTION, on_failure="stop"), LETTERS).score(samples)
+        scored, _ = EpisodeScorer(replace(SECTION, on_failure="score"), LETTERS).score(samples)
+        assert scored.share.has_score().all()
 
 
 def test_the_environment_begins_each_episode() -> None:
@@ -289,7 +294,7 @@ def test_failed_start_is_retried_and_affects_one_row() -> None:
         assert second.fault and second.fault.startswith(
             "the environment does not begin: OSError: the simulator is busy ("
         )
-        episodes = made.begin(max_tokens=200)
+        episodes = made.begin(max_tokens=200, group=dist.group.WORLD)
         said = [say("a", sample=0), say("b", sample=1), replace(say("c", sample=2), truncated=True)]
         for prompt, each in zip((first, second, second), said, strict=True):
             episodes.ask(prompt, each)
@@ -330,8 +335,8 @@ def test_an_episode_as_people_read_it() -> None:
     done = proceed(say("c", once), Answer(reward=1.0, done=True), SECTION, max_tokens=30)
     record = as_rollouts(Prompts(prompts=[PROMPT]), [0], [done], n=1)
     with world_of_one():
-        scored, metrics = EpisodeScorer(SECTION, LETTERS).score(record)
-    assert scored.texts == ["ab\n>>> low\nc"]
-    assert scored.scores.tolist() == [1.0]
+        scored, metrics = EpisodeScorer(SECTION, LETTERS).score(alone(record))
+    assert scored.share.texts == ["ab\n>>> low\nc"]
+    assert scored.share.scores.tolist() == [1.0]
     assert (metrics["episode/turns/mean"], metrics["episode/observed_tokens/mean"]) == (2.0, 5.0)
     assert record.stop_reasons == ["done"]

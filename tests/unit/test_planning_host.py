@@ -58,9 +58,9 @@ def test_the_shipped_plan_of_llama_3_70b() -> None:
 
 
 def test_records_of_deepseek_v3() -> None:
-    """2,048 prompts with 8 responses: 13 bytes a token, and 37 of a share of 128, and prompts as Python has them."""
+    """2,048 prompts with 8 responses: 13 bytes a token of 64 replicas, 37 of 128 shares, and prompts in Python."""
     prompts = 2048 * 1024 * 40
-    assert plan(DEEPSEEK).host.parts["records"] == 8 * (8 * 7168 * (2048 * 13 + 2048 * 37 // 128) + prompts)
+    assert plan(DEEPSEEK).host.parts["records"] == 8 * (8 * 7168 * (2048 * 13 // 64 + 2048 * 37 // 128) + prompts)
 
 
 def test_responses_that_continue_are_records_too() -> None:
@@ -70,21 +70,21 @@ def test_responses_that_continue_are_records_too() -> None:
     without = plan(DEEPSEEK).host.parts["records"]
     for stop_when, num_in_flight in (("0.5", 2048), ("64", 2047)):
         found = plan(DEEPSEEK, partial % stop_when, correction).host.parts["records"]
-        assert found - without == 8 * num_in_flight * (8 * 7168 * 12 + 1024 * 40)
+        assert found - without == 8 * (8 * 7168 * (num_in_flight * 12 // 64) + num_in_flight * 1024 * 40)
 
 
 def test_every_field_of_tokens_is_counted() -> None:
-    per_sample = {"groups", "num_tokens", "truncated", "scores", "accuracies", "num_turns"}
+    per_sample = {"groups", "num_tokens", "truncated", "scores", "num_turns"}
     with_another_tokenizer = {"places"}
     tensors = {field.name for field in fields(Experience) if "Tensor" in str(field.type)}
     assert tensors - per_sample - with_another_tokenizer == {*COLLECTED_FIELDS, *EPISODE_FIELDS, *LEARNING_FIELDS}
 
 
 def test_environment_adds_record_field_and_worker_processes() -> None:
-    """A token has 4 bytes more, in the share too, and a rank has 3 processes of at most 2 GB."""
+    """A token has 4 bytes more in each share, and a rank has 3 processes of at most 2 GB."""
     environment = ("environment.name=openenv", "environment.num_workers=3", "environment.max_memory_gb=2")
     without, found = plan(DEEPSEEK).host, plan(DEEPSEEK, *environment).host
-    assert found.parts["records"] - without.parts["records"] == 8 * 8 * 7168 * 4 * (2048 + 2048 // 128)
+    assert found.parts["records"] - without.parts["records"] == 8 * 8 * 7168 * 4 * (2048 // 64 + 2048 // 128)
     assert found.rewards == 8 * 3 * 2 * GB
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.batch import Rollouts, Scored
+from megarl.distributed.sharded import Sharded
 from megarl.platform.secrets import READ_CHARACTERS, redact
 from megarl.rewards.config import RulesSection
 from megarl.rewards.rules import Rules, known_data_source
@@ -20,7 +21,7 @@ from megarl.rewards.scoring import MAX_METRICS, SHOWN_CHARACTERS, RuleScorer, fi
 from megarl.sandbox.pool import ScoringResult
 from megarl.sandbox.results import MAX_NUMBERS, MAX_PRED, RuleResult, as_numbers, as_rule_result
 from megarl.training.reward_model import ModelScorer
-from tests.support.records import answer, prompts
+from tests.support.records import alone, answer, prompts
 
 ROW: dict[str, Any] = {
     "data_source": "countdown",
@@ -149,16 +150,17 @@ def test_weighted_sum_is_finite_in_float32_or_fault(parts: list[tuple[float, flo
 
 def test_a_weighted_model_score_beyond_float32_is_named() -> None:
     class Model:
-        def score(self, rollouts: Rollouts) -> torch.Tensor:
+        def score(self, samples: Sharded[Rollouts]) -> torch.Tensor:
             return torch.tensor([1.0, 2e8])
 
     def scorer(weight: float) -> ModelScorer:
         return ModelScorer(model=cast(Any, Model()), weight=weight, rules=None, decode=lambda ids: "")
 
-    scored, _ = scorer(1e30).score(answer(prompts([1]), [1, 1]))
-    assert scored.scores.isfinite().all()
+    samples = alone(answer(prompts([1]), [1, 1]))
+    scored, _ = scorer(1e30).score(samples)
+    assert scored.share.scores.isfinite().all()
     with pytest.raises(FloatingPointError, match=r"reward_model.weights: the weighted scores of sample 1 come to inf"):
-        scorer(1e31).score(answer(prompts([1]), [1, 1]))
+        scorer(1e31).score(samples)
 
 
 def test_secret_search_reads_bounded_part_of_giant_response(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +176,7 @@ def test_secret_search_reads_bounded_part_of_giant_response(monkeypatch: pytest.
         scored = answer(prompts([1]), [1]).extend(
             Scored, texts=[text], scores=torch.full((1,), math.nan), accuracies=torch.zeros(1), failures=["why"]
         )
-        (message,) = first_failures(scored)
+        (message,) = first_failures(alone(scored))
         assert "a1B2" not in message
         assert len(message) < 300
     assert max(searched) <= READ_CHARACTERS
@@ -234,7 +236,7 @@ def test_metrics_are_shares_of_all_and_reported_means() -> None:
         ScoringResult(seconds=0.1, fault="error"),
         ScoringResult(seconds=0.1, numbers={"score": 3.0, "math": 1.0}),
     ]
-    assert metrics_of(outcomes) == {
+    assert metrics_of(alone(answer(prompts([1]), [1] * 4)), outcomes) == {
         "reward/timeout_rate": 0.25,
         "reward/error_rate": 0.25,
         "reward/slowest_s": 2.0,
@@ -245,7 +247,7 @@ def test_metrics_are_shares_of_all_and_reported_means() -> None:
 
 def test_metrics_are_bounded_whatever_is_reported() -> None:
     outcomes = [ScoringResult(seconds=0.0, numbers={"score": 0.0, f"n{number}": 1.0}) for number in range(100)]
-    assert len(metrics_of(outcomes)) == 3 + MAX_METRICS
+    assert len(metrics_of(alone(answer(prompts([1]), [1] * 100)), outcomes)) == 3 + MAX_METRICS
 
 
 def test_responses_that_nothing_asks_for_are_forgotten() -> None:

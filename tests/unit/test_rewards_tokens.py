@@ -20,7 +20,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.scoring import RuleScorer
 from tests.support.ranks import world_of_one
-from tests.support.records import answer, prompts
+from tests.support.records import alone, answer, prompts
 
 SPECIAL = ("<|end|>", "<|pad|>", "<think>", "</think>", "<answer>", "</answer>")
 
@@ -100,9 +100,9 @@ def scored(tmp_path: Path, response: Sequence[int], source: str | None, **sectio
         )
         custom = CustomRewardSection(path=str(tmp_path / "mine.py") if source else None)
         scorer = RuleScorer.make(rules, custom, decode)
-        found, _ = scorer.score(record)
+        found, _ = scorer.score(alone(record))
         scorer.pool.close()
-    return found
+    return found.share
 
 
 @pytest.mark.parametrize(("skips", "custom"), product([True, False], [True, False]))

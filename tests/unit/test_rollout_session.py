@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
 
-from megarl.batch import Group, float32, int32
+from megarl.batch import Elsewhere, Generation, Group, Sample, float32, int32
 from megarl.rollout.session import WINDOW, SamplingSession
-from tests.support.replicas import Engine, Environment, Queue, Replicas, TurnQueue, group
+from tests.support.replicas import Engine, Environment, Queue, Replicas, TurnQueue, group, merged
 
 
 def on_replicas(number: int, use: Callable[[SamplingSession], Any]) -> tuple[Any, list[list[int]]]:
@@ -76,8 +77,9 @@ def test_stopped_groups_keep_their_tokens_and_complete_samples() -> None:
     found, rows = on_replicas(1, use)
     assert rows == [[20, 3]]
     assert list(found) == [7]
-    first, second = found[7].samples
-    assert (len(first.token_ids), first.complete) == (16, False)
+    first, second = merged([found])[7].samples
+    assert isinstance(second, Generation)
+    assert (first.num_tokens, first.complete) == (16, False)
     assert (second.token_ids, second.complete) == (int32([9]) * 20, True)
 
 
@@ -94,8 +96,7 @@ def share(rows: list[int], *, replicas: int, room: int, samples: int = 1) -> tup
 
     with ThreadPoolExecutor(replicas) as pool:
         groups, did = zip(*pool.map(work, Replicas(replicas).engines), strict=True)
-    assert all(one == groups[0] for one in groups)
-    return groups[0], list(did)
+    return merged(groups), list(did)
 
 
 def test_replica_with_fewest_open_samples_gets_waiting_group() -> None:
@@ -127,7 +128,7 @@ def test_samples_do_not_depend_on_replica_capacity(replicas: int, room: int, sam
     found, did = share(rows, replicas=replicas, room=room, samples=samples)
     assert {number: group.prompt.index for number, group in found.items()} == dict(enumerate(rows))
     for row, of_row in zip(rows, (found[number] for number in range(len(rows))), strict=True):
-        assert [len(sample.token_ids) for sample in of_row.samples] == [row] * samples
+        assert [sample.num_tokens for sample in of_row.samples] == [row] * samples
     assert sorted(row for drawn, _, _ in did for row in drawn) == sorted(rows)
 
 
@@ -143,8 +144,7 @@ def play(rows: list[int], *, overlap: int, replicas: int = 1) -> tuple[dict[int,
 
     with ThreadPoolExecutor(replicas) as pool:
         found = list(pool.map(work, Replicas(replicas).engines))
-    assert all(one == found[0] for one in found)
-    return found[0], [queue.asked for queue in queues], environments
+    return merged(found), [queue.asked for queue in queues], environments
 
 
 def test_a_request_continues_with_all_tokens_so_far() -> None:
@@ -154,8 +154,10 @@ def test_a_request_continues_with_all_tokens_so_far() -> None:
         *[(2, [1, 1, 9, 9])] * 2,  # nothing else is drawn: the answers are taken at once
         *[(4, [1, 1, 9, 9, 1, 1, 9, 9])] * 2,
     ]
-    assert [len(sample.turns) for sample in found[0].samples] == [3, 3]
-    assert found[0].samples[1].token_ids.tolist() == [1, 1, 9, 9, 1, 1, 9, 9, 1, 1]
+    assert [sample.num_turns for sample in found[0].samples] == [3, 3]
+    _, second = found[0].samples
+    assert isinstance(second, Generation)
+    assert second.token_ids.tolist() == [1, 1, 9, 9, 1, 1, 9, 9, 1, 1]
 
 
 @pytest.mark.parametrize(("overlap", "steps"), [(0, [16, 32]), (1, [32, 64]), (2, [48, 96])])
@@ -172,21 +174,59 @@ def test_waiting_turns_are_answered_when_session_stops() -> None:
     session.add({0: group(100, samples=2), 1: group(3, samples=2)})
     assert session.advance() == {}
     found = session.stop()
-    assert [sample.token_ids.tolist() for sample in found[1].samples] == [[1, 1, 1, 9, 9]] * 2
-    assert [len(sample.turns) for sample in found[1].samples] == [1, 1]
-    assert [len(sample.token_ids) for sample in found[0].samples] == [WINDOW] * 2
+    samples = [each for each in found[1].samples if isinstance(each, Generation)]
+    assert [each.token_ids.tolist() for each in samples] == [[1, 1, 1, 9, 9]] * 2
+    assert [each.num_turns for each in samples] == [1, 1]
+    assert [each.num_tokens for each in found[0].samples] == [WINDOW] * 2
     assert not any(sample.complete for group in found.values() for sample in group.samples)
     assert environment.asked == [(1, 0, 3), (1, 1, 3)]
 
 
-def test_replicas_receive_equal_answers_in_equal_order() -> None:
+def test_each_replica_answers_its_own_episodes() -> None:
     found, asked, environments = play([20, 3, 7, 40], overlap=1, replicas=2)
     assert sorted(found) == [0, 1, 2, 3]
-    assert environments[0].asked == environments[1].asked
-    assert sorted(environments[0].asked) == sorted(
+    answered = [{number for number, _, _ in environment.asked} for environment in environments]
+    assert answered == [{0, 2}, {1, 3}]
+    assert sorted(chain.from_iterable(environment.asked for environment in environments)) == sorted(
         (number, sample, (row + 2) * turn + row)
         for number, row in enumerate([20, 3, 7, 40])
         for sample in range(2)
         for turn in range(3)
     )
     assert [len(of_replica) for of_replica in asked] == [12, 12]
+
+
+def test_replica_has_tokens_of_its_own_samples_alone() -> None:
+    def work(engine: Engine) -> list[Sample]:
+        session = SamplingSession(engine, Queue(), num_slots=64)  # type: ignore[arg-type]
+        session.add({0: group(4), 1: group(5)})
+        complete = session.advance(None)
+        return [sample for number in range(2) for sample in complete[number].samples]
+
+    with ThreadPoolExecutor(2) as pool:
+        (first, far_second), (far_first, second) = pool.map(work, Replicas(2).engines)
+    assert isinstance(first, Generation) and isinstance(second, Generation)
+    assert (first.token_ids, second.token_ids) == (int32([1] * 4), int32([1] * 5))
+    known = {"num_turns": 0, "has_log_probs": True, "truncated": False, "complete": True}
+    assert far_first == Elsewhere(0, 0, replica=0, num_tokens=4, num_learnt=4, **known)
+    assert far_second == Elsewhere(1, 0, replica=1, num_tokens=5, num_learnt=5, **known)
+
+
+def test_group_with_tokens_stays_with_its_replica() -> None:
+    """Rows 30 and 31 have tokens on the second of two replicas. The others are dealt to the first, which has fewer."""
+    queues = [Queue(), Queue()]
+
+    def begun(engine: Engine, row: int) -> Group:
+        sample = replace(group(row).samples[0], token_ids=int32([1] * 5), log_probs=float32([-1.0] * 5))
+        return replace(group(row), samples=(sample if engine.replica == 1 else sample.seen_from_afar(1),))
+
+    def work(engine: Engine) -> dict[int, Group]:
+        session = SamplingSession(engine, queues[engine.replica], num_slots=64)  # type: ignore[arg-type]
+        session.add({0: group(4), 1: begun(engine, 30), 2: group(5), 3: begun(engine, 31)})
+        return session.advance(None)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, Replicas(2).engines))
+    assert [queue.rows for queue in queues] == [[4, 5], [30, 31]]
+    assert [each.num_tokens for number in range(4) for each in merged(found)[number].samples] == [4, 30, 5, 31]
+    assert isinstance(found[0][1].samples[0], Elsewhere)

@@ -1,6 +1,7 @@
 """The files of complete responses: their content, the steps and configurations that they are for, and damage."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from megarl.batch import Generation, Group, Prompt, float32, int32
 from megarl.checkpoint.directory import STATE_FILE
+from megarl.distributed.sharded import Shares
 from megarl.samples.step_cache import KEPT, StepCache
 
 
@@ -23,15 +25,19 @@ def prompt(row: int) -> Prompt:
 
 
 def group(row: int) -> Group:
-    sample = Generation(0, int32([row, 7]), float32([-0.5, -1.5]), truncated=False, weight_versions=int32([3, 3]))
-    return Group(prompt=prompt(row), samples=(sample, sample), started=3)
+    tokens, log_probs, versions = int32([row, 7]), float32([-0.5, -1.5]), int32([3, 3])
+    sample = Generation(0, tokens, log_probs, truncated=False, weight_versions=versions)
+    return Group(prompt=prompt(row), samples=(sample, replace(sample, sample=1)), started=3)
+
+
+ASKED = [group(row) for row in range(10)]  # of the step, by number
 
 
 def kept(run_dir: Path, *, config: str = "a config") -> StepCache:
     def checkpoint_of(step: int) -> Path | None:
         return run_dir / f"global_step_{step}" if step else None
 
-    return StepCache(run_dir, config=config, checkpoint_of=checkpoint_of, prompt_of=prompt)
+    return StepCache(run_dir, config=config, checkpoint_of=checkpoint_of, prompt_of=prompt, shares=Shares())
 
 
 def save(run_dir: Path, step: int, state: str = "{}") -> None:
@@ -42,27 +48,27 @@ def save(run_dir: Path, step: int, state: str = "{}") -> None:
 def test_another_job_finds_what_was_kept(tmp_path: Path) -> None:
     save(tmp_path, 3)
     first = kept(tmp_path)
-    assert first.begin(3) == {}
-    first.keep([group(5), group(8)])
-    first.keep([])
-    first.keep([group(2)])
+    assert first.begin(3, ASKED) == {}
+    first.keep({5: group(5), 8: group(8)})
+    first.keep({})
+    first.keep({2: group(2)})
     second = kept(tmp_path)
-    assert second.begin(3) == {row: group(row) for row in (5, 8, 2)}
-    second.keep([group(9)])
-    assert kept(tmp_path).begin(3).keys() == {5, 8, 2, 9}
+    assert second.begin(3, ASKED) == {row: group(row) for row in (5, 8, 2)}
+    second.keep({9: group(9)})
+    assert kept(tmp_path).begin(3, ASKED).keys() == {5, 8, 2, 9}
 
 
 def test_a_start_without_a_checkpoint_keeps_too(tmp_path: Path) -> None:
     first = kept(tmp_path)
-    first.begin(0)
-    first.keep([group(5)])
-    assert kept(tmp_path).begin(0) == {5: group(5)}
+    first.begin(0, ASKED)
+    first.keep({5: group(5)})
+    assert kept(tmp_path).begin(0, ASKED) == {5: group(5)}
 
 
 def test_a_step_without_a_checkpoint_keeps_nothing(tmp_path: Path) -> None:
     first = kept(tmp_path)
-    first.begin(4)
-    first.keep([group(5)])
+    first.begin(4, ASKED)
+    first.keep({5: group(5)})
     assert not (tmp_path / KEPT).exists()
 
 
@@ -70,20 +76,27 @@ def test_a_step_without_a_checkpoint_keeps_nothing(tmp_path: Path) -> None:
 def test_what_follows_from_something_else_is_removed(tmp_path: Path, change: str) -> None:
     save(tmp_path, 3)
     first = kept(tmp_path)
-    first.begin(3)
-    first.keep([group(5)])
+    first.begin(3, ASKED)
+    first.keep({5: group(5)})
     if change == "checkpoint":
         save(tmp_path, 3, state="another")
     other = kept(tmp_path, config="another config" if change == "config" else "a config")
-    assert other.begin(2 if change == "step" else 3) == {}
+    assert other.begin(2 if change == "step" else 3, ASKED) == {}
     assert not [*(tmp_path / KEPT).iterdir()]
 
 
 def test_responses_of_damaged_file_are_generated_again(tmp_path: Path) -> None:
     first = kept(tmp_path)
-    first.begin(0)
-    first.keep([group(5)])
-    first.keep([group(8)])
+    first.begin(0, ASKED)
+    first.keep({5: group(5)})
+    first.keep({8: group(8)})
     [file, _] = sorted((tmp_path / KEPT).rglob("*.parquet"))
     file.write_bytes(file.read_bytes()[:-9])
-    assert kept(tmp_path).begin(0) == {8: group(8)}
+    assert kept(tmp_path).begin(0, ASKED) == {8: group(8)}
+
+
+def test_group_with_missing_sample_is_drawn_again(tmp_path: Path) -> None:
+    first = kept(tmp_path)
+    first.begin(0, ASKED)
+    first.keep({5: replace(group(5), samples=group(5).samples[:1]), 8: group(8)})
+    assert kept(tmp_path).begin(0, ASKED) == {8: group(8)}

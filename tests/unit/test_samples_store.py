@@ -1,11 +1,13 @@
 """Samples go through a file unchanged, to the last bit."""
 
+import errno
 import json
 import math
 import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,11 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.batch import Scored
+from megarl.distributed.sharded import Shares, shard
 from megarl.platform.small_files import Damage
 from megarl.samples.schema import COLUMNS, arrow_schema
-from megarl.samples.store import SampleStore, read_samples, step_of, steps_in, write_samples
+from megarl.samples.store import SampleStore, is_one_step, read_samples, step_of, steps_in, write_samples
 from tests.support.ranks import world_of_one
-from tests.support.records import answer, prompts
+from tests.support.records import alone, answer, prompts
 
 
 def scored(lengths: list[int], *, seed: int = 0) -> Scored:
@@ -82,8 +85,79 @@ def test_samples_replace_earlier_ones_only_if_allowed(tmp_path: Path) -> None:
             (SampleStore(tmp_path, replaces=False), second, first),
             (SampleStore(tmp_path), second, second),
         ):
-            store.keep_validation(record, step=3)
+            store.keep_validation(alone(record), step=3)
             assert_same(read_samples(tmp_path / "val_step_3.parquet")[0], found)
+
+
+PARTS = ["part-00000-of-00002.parquet", "part-00001-of-00002.parquet"]
+
+
+def keep_parts(directory: Path, record: Scored, owners: list[int], baselines: torch.Tensor | None = None) -> Path:
+    """Keep the samples of step 7 as the ranks of two replicas do together."""
+    with world_of_one(), patch.object(SampleStore, "_make_room", return_value=True):
+        for rank in range(2):
+            samples = shard(record, torch.tensor(owners), Shares(ranks=((0,), (1,)), rank=rank))
+            assert SampleStore(directory).keep_step(samples, baselines, step=7)
+    return directory / "step_7.parquet"
+
+
+@pytest.mark.parametrize("owners", [[1, 0, 0, 1], [1, 1, 0, 0], [1, 1, 1, 1]])  # in the end, one has no samples
+def test_parts_of_several_replicas_come_back_in_order(tmp_path: Path, owners: list[int]) -> None:
+    record, baselines = as_episodes(scored([2, 1, 4, 3])), torch.rand(4) / 3
+    path = keep_parts(tmp_path, record, owners, baselines)
+    assert sorted(part.name for part in path.iterdir()) == PARTS
+    found, found_baselines = read_samples(path)
+    assert_same(found, record)
+    assert found_baselines is not None
+    assert torch.equal(found_baselines, baselines)
+    assert (steps_in(tmp_path), step_of(path)) == ({7: path}, 7)
+    assert is_one_step(path) and not is_one_step(tmp_path)
+
+
+def test_other_programs_read_directory_of_parts(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas", reason="needs pandas")
+    record = scored([2, 1, 4, 3])
+    rows = pandas.read_parquet(keep_parts(tmp_path, record, [1, 0, 0, 1])).sort_values("sample")
+    assert rows["response"].tolist() == record.texts
+    assert rows["response_ids"].map(list).sum() == record.responses.tolist()
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_missing_part_is_named(tmp_path: Path, part: str) -> None:
+    path = keep_parts(tmp_path, scored([2, 1, 4, 3]), [1, 0, 0, 1])
+    (path / part).unlink()
+    with pytest.raises(Damage, match=f"^{path} cannot be read as samples of a run: it has no {part}$"):
+        read_samples(path)
+
+
+@pytest.mark.parametrize(("name", "parts"), [("score", PARTS[:1]), ("sample", PARTS[1:]), ("sample", PARTS)])
+def test_parts_without_a_column_are_damage(tmp_path: Path, name: str, parts: list[str]) -> None:
+    path = keep_parts(tmp_path, scored([2, 1, 4, 3]), [1, 0, 0, 1])
+    for part in parts:
+        pq.write_table(pq.read_table(path / part).drop_columns([name]), path / part)
+    with pytest.raises(Damage, match="samples of a run: its files have no column 'sample', or different columns"):
+        read_samples(path)
+
+
+def test_samples_of_other_replica_count_are_replaced(tmp_path: Path) -> None:
+    record = scored([2, 1, 4, 3])
+    one, first_of_two = alone(record), shard(record, torch.tensor([0, 0, 1, 1]), Shares(ranks=((0,), (1,))))
+    with world_of_one():
+        for samples, is_directory in ((one, False), (first_of_two, True), (first_of_two, True), (one, False)):
+            assert SampleStore(tmp_path).keep_validation(samples, step=3)
+            [path] = tmp_path.iterdir()
+            assert (path.name, path.is_dir()) == ("val_step_3.parquet", is_directory)
+    assert_same(read_samples(path)[0], record)
+
+
+@pytest.mark.parametrize(("function", "is_kept"), [("rmdir", True), ("unlink", False)])
+def test_run_continues_if_disk_removes_nothing(tmp_path: Path, function: str, is_kept: bool) -> None:
+    """A network file system keeps a directory while another program reads one of its files."""
+    record = scored([2, 1, 4, 3])
+    one, two = alone(record), shard(record, torch.tensor([0, 0, 0, 0]), Shares(ranks=((0,), (1,))))
+    with world_of_one(), patch.object(os, function, side_effect=OSError(errno.EBUSY, "busy")):
+        assert SampleStore(tmp_path).keep_validation(two if is_kept else one, step=3)
+        assert SampleStore(tmp_path).keep_validation(two, step=3) is is_kept
 
 
 def test_record_without_its_longest_response_comes_back(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +20,12 @@ from megarl.data.config import DataSection
 from megarl.data.order import Position
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.distributed.sharded import Sharded, Shares
 from megarl.rewards.collective import RewardError
+from megarl.rollout.responses import of_groups
 from megarl.tracking.timers import Timers
 from megarl.training.collect import Collected, Collector
-from tests.support.records import of_rows
+from tests.support.records import alone, of_rows
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.sessions import HandSession, answered
 
@@ -84,30 +86,34 @@ class World:
             self.paid = self.session.num_exchanges
         return answered(group, lambda number: self.tokens(group.prompt.index, *divmod(number, NUM_SAMPLES)))
 
+    def record(self, groups: Sequence[Group]) -> Sharded[Rollouts]:
+        return of_groups(groups, Shares())
+
     def tokens(self, row: int, batch: int, sample: int) -> list[int]:
         return [100 * batch + 10 * row + sample] * (batch + 1)
 
-    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, dict[str, float]]:
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Sharded[Rollouts], dict[str, float]]:
         rows = [prompt.index for prompt in prompts.prompts]
         self.calls.append(f"generate {rows}")
         self.clock += 10.0
         tokens = [self.tokens(row, 0, sample) for row in rows for sample in range(NUM_SAMPLES)]
         return self._rollouts(prompts, tokens, NUM_SAMPLES), {"rollout/occupancy": 0.5}
 
-    def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
+    def greedy(self, prompts: Prompts, *, step: int) -> Sharded[Rollouts]:
         rows = [prompt.index for prompt in prompts.prompts]
         self.calls.append(f"greedy {rows}")
         return self._rollouts(prompts, [[-row] * 3 for row in rows], 1)
 
-    def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
+    def validate(self, prompts: Prompts, *, step: int) -> Sharded[Rollouts]:
         raise AssertionError("nothing is validated here")
 
     def forget(self) -> None:
         self.calls.append("forget")
 
-    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], dict[str, float]]:
         self.calls.append("score")
         self.clock += 1.0
+        rollouts = samples.share
         num_samples = len(rollouts) // len(rollouts.prompts)
         rows = [rollouts.prompt_of(sample).index for sample in range(len(rollouts))]
         first = [int(rollouts.response_ids(sample)[0]) for sample in range(len(rollouts))]
@@ -129,19 +135,21 @@ class World:
         texts = [*map(str, first)]
         scored["failures"] = [f"{score} is odd" if math.isnan(score) else None for score in scored["scores"].tolist()]
         metrics = {"reward/error_rate": 1.0 - batches[0], "reward/slowest_s": 7.0 - batches[0]}
-        return rollouts.extend(Scored, texts=texts, **scored), metrics
+        return samples.with_share(rollouts.extend(Scored, texts=texts, **scored)), metrics
 
     @staticmethod
-    def _rollouts(prompts: Prompts, tokens: list[list[int]], num_samples: int) -> Rollouts:
+    def _rollouts(prompts: Prompts, tokens: list[list[int]], num_samples: int) -> Sharded[Rollouts]:
         responses = torch.tensor(tokens)
-        return of_rows(
-            Rollouts,
-            prompts=prompts.prompts,
-            groups=torch.arange(len(prompts.prompts)).repeat_interleave(num_samples),
-            responses=responses,
-            mask=torch.ones_like(responses, dtype=torch.bool),
-            rollout_log_probs=None,
-            truncated=torch.zeros(len(tokens), dtype=torch.bool),
+        return alone(
+            of_rows(
+                Rollouts,
+                prompts=prompts.prompts,
+                groups=torch.arange(len(prompts.prompts)).repeat_interleave(num_samples),
+                responses=responses,
+                mask=torch.ones_like(responses, dtype=torch.bool),
+                rollout_log_probs=None,
+                truncated=torch.zeros(len(tokens), dtype=torch.bool),
+            )
         )
 
 
@@ -159,7 +167,7 @@ def collector(prompts: PromptStream, world: World, *, estimator: str = "grpo", *
 
 
 def rows(collected: Collected) -> list[int]:
-    return [prompt.index for prompt in collected.scored.prompts]
+    return [prompt.index for prompt in collected.scored.index.prompts]
 
 
 def test_without_dynamic_sampling_engine_sleeps_before_scoring(five: PromptStream) -> None:
@@ -182,7 +190,7 @@ def test_groups_with_equal_scores_are_replaced(five: PromptStream) -> None:
     collected = collector(five, world).collect(Position(), Timers(), step=7)
     assert world.calls == ["wake 7", "generate", "score", "generate", "score", "forget", "sleep"]
     assert world.session.added == [[0, 1], [2, 3]]
-    scored = collected.scored
+    scored = collected.scored.share
     assert rows(collected) == [0, 3]
     assert scored.groups.tolist() == [0, 0, 1, 1]
     assert scored.scores.tolist() == [0.0, 1.0, 0.0, 1.0]
@@ -238,8 +246,8 @@ def test_of_too_many_groups_the_first_are_kept(five: PromptStream) -> None:
 def test_prompt_repeated_in_next_epoch_gets_new_samples(five: PromptStream) -> None:
     collected = collector(five, World(right_and_wrong(3))).collect(Position(4, 2), Timers(), step=0)
     assert rows(collected) == [3, 3]
-    assert collected.scored.texts == ["30", "31", "230", "231"]
-    assert collected.scored.groups.tolist() == [0, 0, 1, 1]  # two groups, each compared within itself
+    assert collected.scored.share.texts == ["30", "31", "230", "231"]
+    assert collected.scored.share.groups.tolist() == [0, 0, 1, 1]  # two groups, each compared within itself
     assert collected.position == Position(6, 0)
     assert collected.metrics["train/num_gen_batches"] == 3.0
 
@@ -321,7 +329,7 @@ def test_greedy_score_is_baseline_of_samples_of_prompt(five: PromptStream) -> No
     assert world.calls == ["wake 7", "generate [2, 3]", "greedy [2, 3]", "sleep", "score", "score"]
     assert collected.baselines is not None
     assert collected.baselines.tolist() == pytest.approx([0.2, 0.2, 0.3, 0.3])
-    assert collected.scored.scores.tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert collected.scored.share.scores.tolist() == [0.0, 0.0, 1.0, 1.0]
 
     buffer = OverlongBufferSection(enable=True, len=2, max_resp_len=4)
     penalised = collector(five, World(right_and_wrong()), estimator="remax", enable=False, overlong_buffer=buffer)
@@ -333,8 +341,8 @@ def test_greedy_score_is_baseline_of_samples_of_prompt(five: PromptStream) -> No
 def test_samples_without_score_are_kept_but_not_trained(five: PromptStream) -> None:
     world = World(lambda row, batch: (math.nan, 0.5) if row == 2 else (0.0, 1.0))
     collected = collector(five, world, enable=False).collect(Position(0, 2), Timers(), step=7)
-    assert collected.scored.failures == ["nan is odd", None, None, None]
-    judged = collected.scored_only().scored
+    assert collected.scored.share.failures == ["nan is odd", None, None, None]
+    judged = collected.scored_only().scored.share
     assert judged.scores.tolist() == [0.5, 0.0, 1.0]
     assert (judged.texts, judged.failures) == (["21", "30", "31"], [None] * 3)
     assert (judged.groups.tolist(), rows(collected)) == ([0, 1, 1], [2, 3])
@@ -360,9 +368,9 @@ def test_baseline_without_score_excludes_samples_of_its_prompt(five: PromptStrea
     world.odd_baselines = [3]
     collected = collector(five, world, estimator="remax", enable=False).collect(Position(0, 2), Timers(), step=7)
     reason = "the greedy response to its prompt has no score: nan is odd"
-    assert collected.scored.failures == [None, None, reason, reason]
+    assert collected.scored.share.failures == [None, None, reason, reason]
     kept = collected.scored_only()
-    judged, baselines = kept.scored, kept.baselines
+    judged, baselines = kept.scored.share, kept.baselines
     assert baselines is not None
     assert judged.texts == ["20", "21"]
     assert baselines.tolist() == pytest.approx([0.2, 0.2])

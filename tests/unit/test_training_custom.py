@@ -11,7 +11,7 @@ import torch
 from megarl.algorithms.advantages import grpo
 from megarl.algorithms.config import AlgorithmSection, PolicyLossSection
 from megarl.algorithms.losses import PolicyOutputs, Totals, ppo_clip
-from megarl.batch import Scored
+from megarl.batch import Rewarded
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.config.policy import ActorSection
@@ -58,7 +58,7 @@ def test_documented_example_passes_its_own_test(tmp_path: Path, monkeypatch: pyt
 
 def test_documented_example_implements_its_stated_algorithm(example: Path) -> None:
     learned = replace(experience(), scores=torch.tensor([1.0, 0.0, 0.5, -0.5, 2.0, 2.0, 0.0, 3.0]))
-    scored = Scored(**{field.name: getattr(learned, field.name) for field in fields(Scored)})
+    scored = Rewarded(**{field.name: getattr(learned, field.name) for field in fields(Rewarded)})
     section = AlgorithmSection(adv_estimator="custom")
     section = replace(section, custom_estimator=replace(section.custom_estimator, path=str(example), needs=["groups"]))
     estimated, _ = estimate_alone(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.losses import PolicyOutputs, Totals
-from megarl.batch import Experience, Generation, Prompts, Scored, StopReason, Turn, float32, int32
+from megarl.batch import Experience, Generation, Prompts, Rewarded, StopReason, Turn, float32, int32
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.learner.packed import pack_samples
 from megarl.rollout.responses import as_rollouts
@@ -48,12 +48,12 @@ def episode(place: int, layout: list[tuple[int, int]], *, observes: bool = True)
     )
 
 
-def scored(layouts: list[list[tuple[int, int]]], *, observes: bool = True) -> Scored:
+def scored(layouts: list[list[tuple[int, int]]], *, observes: bool = True) -> Rewarded:
     episodes = [episode(place, layout, observes=observes) for place, layout in enumerate(layouts)]
     rollouts = as_rollouts(Prompts(prompts=ASKED.prompts), [0, 0, 1, 1], episodes, n=2)
     assert rollouts.turn_rewards is not None
     scores = rollouts.sums(rollouts.turn_rewards).to(torch.float32)
-    return rollouts.extend(Scored, texts=[""] * 4, scores=scores, accuracies=scores)
+    return rollouts.extend(Rewarded, scores=scores)
 
 
 def placed(values: Tensor, mask: Tensor, *, elsewhere: float = 0.0) -> Tensor:
@@ -65,7 +65,7 @@ def noise(mask: Tensor, seed: int, **elsewhere: float) -> Tensor:
     return placed(torch.randn(int(mask.sum()), generator=torch.Generator().manual_seed(seed)), mask, **elsewhere)
 
 
-def lesson(record: Scored, estimator: str, *, elsewhere: float) -> Experience:
+def lesson(record: Rewarded, estimator: str, *, elsewhere: float) -> Experience:
     """Estimate from random numbers of the policy's tokens; `elsewhere` is on all others."""
     make = partial(noise, record.mask, elsewhere=elsewhere)
     algorithm = AlgorithmSection(adv_estimator=estimator, gamma=0.9, lam=0.8)

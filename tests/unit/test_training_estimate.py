@@ -9,7 +9,7 @@ from megarl.algorithms.advantages import grpo
 from megarl.algorithms.config import AlgorithmSection, OverlongBufferSection, RolloutCorrectionSection
 from megarl.algorithms.correction import mismatch_means, mismatch_sums
 from megarl.algorithms.losses import Totals
-from megarl.batch import Prompt, Scored
+from megarl.batch import Prompt, Rewarded
 from megarl.training.estimate import mismatch_metrics
 from tests.support.estimates import estimate_alone
 from tests.support.records import alone, answer, prompts
@@ -21,12 +21,12 @@ REF = torch.tensor([[-1.0, -2.5, -1.0], [-1.0, 0.0, 0.0], [-1.0, -3.0, 0.0], [-0
 VALUES = torch.tensor([[0.5, 0.5, 0.5], [0.1, 0.0, 0.0], [0.2, 0.3, 0.0], [0.0, 1.0, 0.0]])[MASK]
 
 
-def scored() -> Scored:
+def scored() -> Rewarded:
     prompts = [
         Prompt(index=i, token_ids=[1] * length, text="", data_source="", ground_truth=None, extra_info={})
         for i, length in enumerate([3, 5])
     ]
-    return Scored(
+    return Rewarded(
         prompts=prompts,
         groups=torch.tensor([0, 0, 1, 1]),
         num_tokens=LENGTHS,
@@ -34,9 +34,7 @@ def scored() -> Scored:
         mask=torch.ones(8, dtype=torch.bool),
         rollout_log_probs=OLD,
         truncated=torch.tensor([True, False, False, False]),
-        texts=[""] * 4,
         scores=torch.tensor([1.0, 0.0, 0.5, -0.5]),
-        accuracies=torch.tensor([1.0, 0.0, 1.0, 0.0]),
     )
 
 

@@ -19,14 +19,16 @@ from megarl.algorithms.config import (
     RolloutCorrectionSection,
 )
 from megarl.algorithms.losses import PolicyOutputs, Totals
-from megarl.batch import Experience, Rollouts, Scored
+from megarl.batch import Experience, Rewarded, Rollouts, Scored
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.data.order import Position
+from megarl.distributed.routing import route
+from megarl.distributed.sharded import Sharded
 from megarl.training.collect import Collected
 from megarl.training.minibatches import MiniBatches
 from megarl.training.objectives import ActorObjective, CriticObjective
 from tests.support.estimates import estimate_alone, mark_alone
-from tests.support.records import answer, prompts
+from tests.support.records import alone, answer, prompts
 
 NUM_PROMPTS, PER_PROMPT, NUM_TOKENS = 3, 3, 4
 NUM_SAMPLES = NUM_PROMPTS * PER_PROMPT
@@ -77,7 +79,7 @@ def never_drawn(scored: Scored, samples: list[int]) -> tuple[Scored, list[int], 
 
 
 def learn(
-    scored: Scored,
+    scored: Sharded[Scored],
     baselines: Tensor | None,
     tokens: Tensor,
     says: dict[str, Tensor],
@@ -89,8 +91,9 @@ def learn(
     Token `i` of `scored` is token `tokens[i]` of `says`. Gradients are those of all tokens.
     """
     found: list[Any] = []
+    rewarded = route(scored, Rewarded, scored.index.owners, scored.shares).share
     experience, metrics = estimate_alone(
-        replace(scored, responses=tokens),
+        replace(rewarded, responses=tokens),
         says["old"][tokens],
         says["ref"][tokens],
         says["values"][tokens],
@@ -154,12 +157,14 @@ def test_failed_reward_sample_changes_nothing_in_training(estimator: Any) -> Non
             policy_loss=PolicyLossSection(loss_mode=loss_mode, clip_cov_ratio=0.5, clip_cov_lb=-9.0, clip_cov_ub=9.0),
         )
         baselines = says["baselines"] if estimator == "remax" else None
-        collected = Collected(scored=failed(scored, samples), baselines=baselines, position=Position(), metrics={})
+        collected = Collected(
+            scored=alone(failed(scored, samples)), baselines=baselines, position=Position(), metrics={}
+        )
         kept = collected.scored_only()
         others, rows, tokens = never_drawn(scored, samples)
         of_others = None if baselines is None else baselines[rows]
         found = learn(kept.scored, kept.baselines, tokens, says, algorithm, actor)
-        assert_equal(found, learn(others, of_others, tokens, says, algorithm, actor))
+        assert_equal(found, learn(alone(others), of_others, tokens, says, algorithm, actor))
         for _, _, numbers, *gradients in found[1:]:
             assert all(map(math.isfinite, numbers.values()))
             assert not any(gradient.index_fill(0, tokens, 0.0).any() for gradient in gradients)

@@ -158,16 +158,16 @@ def test_tokens_of_older_weights_are_not_compared() -> None:
 
 def test_tokens_of_unknown_or_stale_weights_are_refused() -> None:
     rollouts = samples()
-    require_version(rollouts, step=STEP)
+    require_version(alone(rollouts), step=STEP)
     assert rollouts.weight_versions is not None
     versions = rollouts.weight_versions.view(40, -1)
     versions[3, 5], versions[9, 0] = STEP - 1, STEP - 2
-    require_version(rollouts, step=STEP, max_staleness=2)
+    require_version(alone(rollouts), step=STEP, max_staleness=2)
     with pytest.raises(MismatchError, match=r"the engine drew rows 4 of the data with those after 2: the sync"):
-        require_version(rollouts, step=STEP, max_staleness=1)
+        require_version(alone(rollouts), step=STEP, max_staleness=1)
     versions[0, 0] = STEP + 1
     with pytest.raises(MismatchError, match=r"the engine drew rows 0 of the data with those after 5"):
-        require_version(rollouts, step=STEP, max_staleness=2)
+        require_version(alone(rollouts), step=STEP, max_staleness=2)
 
 
 def test_gate_limit_follows_first_steps_even_after_resume(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from megarl.training.validation import Validation
 from megarl.training.work import Work
 from tests.support.loop import LENGTHS, Critic, Diary, Measured, OneFails, Policy, Records, World
 from tests.support.ranks import world_of_one
-from tests.support.records import answer
+from tests.support.records import alone, answer
 
 PASSES = [(PerDataSource(other=read_architecture(MODELS["llama-1m"])), 3)]
 WORK = Work(passes=dict.fromkeys(("gen", "old_log_prob", "update_actor", "testing"), PASSES), peak=4e12)
@@ -239,15 +239,15 @@ LONG = [12, 9, 10, 11]
 class LongAnswers(World):
     """Draws more tokens than may disagree in a sample."""
 
-    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, dict[str, float]]:
-        return answer(prompts, LONG, version=step), {}
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Sharded[Rollouts], dict[str, float]]:
+        return alone(answer(prompts, LONG, version=step)), {}
 
 
 class Stale(World):
     """Its engine has the weights of the start for ever."""
 
-    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, dict[str, float]]:
-        return answer(prompts, LENGTHS), {}
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Sharded[Rollouts], dict[str, float]]:
+        return alone(answer(prompts, LENGTHS)), {}
 
 
 def drawn_by(world: World) -> Collector:

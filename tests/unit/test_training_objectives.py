@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.algorithms.config import LOSSES, AlgorithmSection, PolicyLossSection, RolloutCorrectionSection
 from megarl.algorithms.losses import PolicyOutputs, Totals
-from megarl.batch import Experience, Marked, Prompt, Scored
+from megarl.batch import Experience, Marked, Prompt, Rewarded
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.training.objectives import ActorObjective, CriticObjective, PTXObjective, SFTObjective
 from tests.support.estimates import estimate_alone, mark_alone
@@ -49,9 +49,7 @@ def experience(*, holes: Sequence[int] = (), garbage: float = 0.0) -> Experience
         mask=mask,
         rollout_log_probs=field(1.0),
         truncated=torch.zeros(NUM_SAMPLES, dtype=torch.bool),
-        texts=[""] * NUM_SAMPLES,
         scores=torch.zeros(NUM_SAMPLES),
-        accuracies=torch.zeros(NUM_SAMPLES),
         old_log_probs=field(1.0),
         ref_log_probs=field(1.0),
         values=field(1.0),
@@ -110,7 +108,7 @@ def test_tokens_of_older_weights_show_in_no_split(mode: str, holes: list[int], o
     assert whole.old_log_probs is not None
     drift = 0.7 * torch.randn(NUM_SAMPLES, NUM_TOKENS, generator=torch.Generator().manual_seed(2))
     drift[:, 2:] = 0.0  # only the first tokens are of older weights
-    stale = Scored(**{field.name: getattr(whole, field.name) for field in fields(Scored)})
+    stale = Rewarded(**{field.name: getattr(whole, field.name) for field in fields(Rewarded)})
     stale = replace(stale, rollout_log_probs=(whole.old_log_probs + drift[PRESENT]) * whole.mask)
     correction = RolloutCorrectionSection(rollout_is="token")
     algorithm = AlgorithmSection(adv_estimator="rloo", rollout_correction=correction)

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn, float32, int32
+from megarl.batch import Generation, Group, Prompt, Prompts, Sample, StopReason, Turn, float32, int32
 from megarl.data.order import Position
+from megarl.distributed.sharded import Shares
 from megarl.platform.small_files import Damage
 from megarl.rollout.config import PartialSection
 from megarl.rollout.responses import of_groups
 from megarl.rollout.session import WINDOW
-from megarl.samples.in_flight import read, to_bytes
+from megarl.samples.in_flight import InFlight
 from megarl.training.partial import Drawn, Partial, draw_enough, staleness
+from tests.support.ranks import world_of_one
 
 NUM_SAMPLES = 2
 
@@ -74,7 +76,8 @@ class World:
     def _longer(self, group: Group) -> Group:
         row = group.prompt.index
 
-        def longer(sample: Generation) -> Generation:
+        def longer(sample: Sample) -> Generation:
+            assert isinstance(sample, Generation)
             number = len(sample.token_ids)
             token, version = int32([100 * row + number]), int32([self.step])
             drawn = Generation(0, token, float32([-1.0]), truncated=False, weight_versions=version)
@@ -114,7 +117,7 @@ def test_three_steps_by_hand() -> None:
     assert one.samples[0].weight_versions == int32([0, 0, 1, 2, 2])
     assert three.samples[1].weight_versions == int32([0, 0, 1, 2, 2, 2, 2, 2, 2])
     assert three.samples[1].log_probs == float32([-1.0] * 9)
-    ages = staleness(of_groups([one, three]), step=2)
+    ages = staleness(of_groups([one, three], Shares()), step=2)
     assert ages == {"rollout/staleness/mean": pytest.approx(10 / 14), "rollout/staleness/max": 2.0}
 
 
@@ -157,7 +160,8 @@ def test_every_prompt_is_trained_once_within_staleness_limit(stop_when: float) -
     last, _ = found[-1]
     assert {*learnt} | {*rows(last.in_flight)} == {*range(last.position.offset)}, "no prompt is lost"
     ages = [
-        staleness(of_groups(drawn.chosen), step=step)["rollout/staleness/max"] for step, (drawn, _) in enumerate(found)
+        staleness(of_groups(drawn.chosen, Shares()), step=step)["rollout/staleness/max"]
+        for step, (drawn, _) in enumerate(found)
     ]
     assert max(ages) == 3.0
     assert sum(drawn.metrics["rollout/wasted_tokens"] for drawn, _ in found) == 0.0
@@ -206,11 +210,41 @@ def carried_groups() -> tuple[Group, ...]:
     return (*groups, replace(groups[0], samples=(unknown,)))
 
 
+def kept(
+    directory: Path, groups: tuple[Group, ...], opened: Callable[[Prompts], Prompts] | None = None
+) -> tuple[Group, ...]:
+    """Write groups as a checkpoint keeps them, and return what a run finds."""
+    for name, content in InFlight(groups).files().items():
+        (directory / name).write_bytes(content)
+    return found(directory, opened=opened)
+
+
+def found(
+    directory: Path, prompt_of: Callable[[int], Prompt] = prompt, opened: Callable[[Prompts], Prompts] | None = None
+) -> tuple[Group, ...]:
+    with world_of_one():
+        return InFlight.read(directory, Shares(), prompt_of, opened).groups
+
+
 def test_a_file_keeps_every_group(tmp_path: Path) -> None:
     groups = carried_groups()
     assert any(sample.token_ids for group in groups for sample in group.samples)
-    (tmp_path / "carried.parquet").write_bytes(to_bytes(groups))
-    assert read(tmp_path / "carried.parquet", prompt_of=prompt) == groups
+    assert kept(tmp_path, groups) == groups
+
+
+def test_files_of_two_replicas_keep_every_group(tmp_path: Path) -> None:
+    """The second samples of the groups are drawn by the second replica, except for those that have no tokens."""
+    groups = (*carried_groups()[:2], Group.new(prompt(7), range(NUM_SAMPLES), started=1))
+    for replica in range(2):
+        seen = [
+            tuple(each if each.sample == replica else each.seen_from_afar(1 - replica) for each in group.samples)
+            for group in groups
+        ]
+        known = tuple(replace(group, samples=samples) for group, samples in zip(groups, seen, strict=True))
+        [(name, content)] = InFlight(known, Shares(ranks=((0,), (1,)), rank=replica)).files().items()
+        (tmp_path / name).write_bytes(content)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["carried-00000.parquet", "carried-00001.parquet"]
+    assert found(tmp_path) == groups
 
 
 def test_file_keeps_episodes_and_reopens_their_prompts(tmp_path: Path) -> None:
@@ -220,14 +254,15 @@ def test_file_keeps_episodes_and_reopens_their_prompts(tmp_path: Path) -> None:
     started = replace(started, turns=(first,))
     ended = replace(started, complete=True, sample=1, turns=(first, Turn(3, 4, 2.0)), stop_reason=StopReason.FAILED)
     group = Group(prompt=prompt(9), samples=(started, replace(ended, fault="it died")), started=3)
-    (tmp_path / "carried.parquet").write_bytes(to_bytes([group]))
 
     def opened(prompts: Prompts) -> Prompts:
         return Prompts(prompts=[replace(each, token_ids=[9, 9]) for each in prompts.prompts])
 
-    [found] = read(tmp_path / "carried.parquet", prompt, opened)
-    assert found == replace(group, prompt=replace(group.prompt, token_ids=[9, 9]))
-    assert found.samples[1].stop_reason is StopReason.FAILED
+    [again] = kept(tmp_path, (group,), opened)
+    assert again == replace(group, prompt=replace(group.prompt, token_ids=[9, 9]))
+    ended = again.samples[1]
+    assert isinstance(ended, Generation)
+    assert ended.stop_reason is StopReason.FAILED
 
 
 def test_staleness_is_of_the_policys_tokens_alone() -> None:
@@ -235,13 +270,13 @@ def test_staleness_is_of_the_policys_tokens_alone() -> None:
     turns = (Turn(0, 2, 0.0, num_observed=3), Turn(5, 6, 1.0))
     versions = int32([5, 6, 0, 0, 0, 8])
     tokens = Generation(0, int32([1] * 6), float32([0.0] * 6), truncated=False, weight_versions=versions, turns=turns)
-    ages = staleness(of_groups([Group(prompt=prompt(1), samples=(tokens,), started=5)]), step=8)
+    ages = staleness(of_groups([Group(prompt=prompt(1), samples=(tokens,), started=5)], Shares()), step=8)
     assert ages == {"rollout/staleness/mean": pytest.approx((3 + 2 + 0) / 3), "rollout/staleness/max": 3.0}
 
 
 def test_other_data_and_damage_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "carried.parquet"
-    file.write_bytes(to_bytes(carried_groups()))
+    kept(tmp_path, carried_groups())
+    [file] = tmp_path.iterdir()
 
     def longer(row: int) -> Prompt:
         return replace(prompt(row), token_ids=[1, 2, 3])
@@ -251,7 +286,7 @@ def test_other_data_and_damage_are_named(tmp_path: Path) -> None:
 
     for other in (longer, gone):
         with pytest.raises(ValueError, match=r"responses to row 1 of data\.train_files.*partial\.enable=false"):
-            read(file, prompt_of=other)
+            found(tmp_path, other)
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(Damage, match="cannot be read as unfinished samples"):
-        read(file, prompt_of=prompt)
+        found(tmp_path)

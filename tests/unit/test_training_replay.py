@@ -28,8 +28,9 @@ def test_all_iterations_that_follow_the_weights(tmp_path: Path) -> None:
     keep(tmp_path, 1, 2, 3, 4)
     replay = Replay.find(tmp_path, after=2)
     assert (replay.first_step, replay.last_step) == (2, 4)
-    collected = replay.collect(Position(1, 8), Timers(), step=3)
-    assert collected.scored.scores.tolist() == [4.0] * 4
+    with world_of_one():
+        collected = replay.collect(Position(1, 8), Timers(), step=3)
+    assert collected.scored.share.scores.tolist() == [4.0] * 4
     assert collected.baselines is not None
     assert collected.baselines.tolist() == [4.5] * 4
     assert collected.position == Position(1, 8)
@@ -41,7 +42,8 @@ def test_one_file_whatever_the_weights_and_its_name(tmp_path: Path, caplog: pyte
     renamed = (tmp_path / "step_7.parquet").rename(tmp_path / "odd.parquet")
     replay = Replay.find(renamed, after=2)
     assert (replay.first_step, replay.last_step) == (6, 7)
-    assert replay.collect(Position(), Timers(), step=6).scored.scores.tolist() == [7.0] * 4
+    with world_of_one():
+        assert replay.collect(Position(), Timers(), step=6).scored.share.scores.tolist() == [7.0] * 4
     assert "odd.parquet has the samples of step 7, which were drawn with the weights after 6 steps" in caplog.text
     assert "has the weights after 2." in caplog.text
     caplog.clear()

@@ -11,7 +11,7 @@ import torch
 
 from megarl.algorithms.config import PolicyLossSection
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.batch import Experience, Marked, Prompts, Rollouts, Scored
+from megarl.batch import Experience, Marked, Prompts, Rewarded, Rollouts
 from megarl.config.policy import ActorSection
 from megarl.distributed.sharded import Sharded
 from megarl.learner.batching import Budget
@@ -64,8 +64,7 @@ def experience() -> Experience:
     advantages = torch.tensor([-1.0, -1.0, -1.0, 1.0] * 2)
     log_probs = torch.tensor([-2.0, -2.0, -2.0, -1.0] * 2)
     zeros = torch.zeros(8)
-    zero = torch.zeros(4)
-    return rollouts.extend(Scored, texts=[""] * 4, scores=zero, accuracies=zero).extend(
+    return rollouts.extend(Rewarded, scores=torch.zeros(4)).extend(
         Experience,
         old_log_probs=log_probs,
         ref_log_probs=log_probs,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megarl.batch import Prompts, Rollouts, Scored
+from megarl.distributed.sharded import Sharded
 from megarl.rewards.collective import RewardError
 from megarl.samples.store import SampleStore
 from megarl.tracking.protocol import NullTracker
@@ -18,7 +19,7 @@ from megarl.tracking.timers import Timers
 from megarl.training.validation import Validation
 from tests.support.disks import small_disk
 from tests.support.ranks import world_of_one
-from tests.support.records import answer, prompts
+from tests.support.records import alone, answer, prompts
 
 SOURCES = ["gsm8k", "math", "gsm8k"]
 SCORES = [1.0, 0.0, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]  # four to each prompt
@@ -44,21 +45,21 @@ class World(NullTracker):
     def awake(self, timers: Timers, *, step: int) -> Iterator[dict[str, float]]:
         yield {"sync/check_probs_diff_mean": 0.0}
 
-    def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
-        return answer(prompts, [1] * self.num * len(prompts.prompts))
+    def validate(self, prompts: Prompts, *, step: int) -> Sharded[Rollouts]:
+        return alone(answer(prompts, [1] * self.num * len(prompts.prompts)))
 
     def forget(self) -> None:
         pass
 
-    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
-        first, self.given = self.given, self.given + len(rollouts)
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], dict[str, float]]:
+        first, self.given = self.given, self.given + len(samples)
         scores = torch.tensor(SCORES[first : self.given])
-        texts = [f"answer {first + number}" for number in range(len(rollouts))]
+        texts = [f"answer {first + number}" for number in range(len(samples))]
         answers = [ANSWERS.get(number) for number in range(first, self.given)]
         failures = ["timeout" if number in self.failed else None for number in range(first, self.given)]
         scores[[failure is not None for failure in failures]] = math.nan
         fields = {"texts": texts, "scores": scores, "accuracies": scores, "answers": answers, "failures": failures}
-        return rollouts.extend(Scored, **fields), {
+        return samples.with_share(samples.share.extend(Scored, **fields)), {
             "reward/error_rate": first / 10,
             "reward/slowest_s": 2.0 - first,
         }

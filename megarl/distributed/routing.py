@@ -1,0 +1,136 @@
+"""Brings samples to the ranks that learn from them: point to point, with sizes that every rank knows from the index.
+
+One rank of each old share sends. One rank of each new share receives, and passes the samples on to the others of its
+share along a tree. So a token crosses once from the ranks that drew it to the ranks that learn from it.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.batch import PER_TOKEN, Rollouts
+from megarl.distributed.exchange import host_group
+from megarl.distributed.sharded import Sharded, Shares, assembled
+
+R = TypeVar("R", bound=Rollouts)
+
+
+def route(samples: Sharded[Rollouts], record: type[R], owners: Tensor, shares: Shares) -> Sharded[R]:
+    """Bring every sample to the ranks of its new share. Collective.
+
+    Args:
+        samples: `B` samples, as they are spread now.
+        record: the fields that travel. Only tensors do; other fields are None afterwards.
+        owners: `[B]` int64, the new share of each sample.
+        shares: the new shares.
+    """
+    index = samples.index
+    layout = _Layout.of(samples.share, record)
+    sending = _send(samples, layout, owners, shares)
+    places = (owners == shares.here).nonzero()[:, 0]
+    content = torch.empty(layout.num_bytes(index.num_tokens[places]), dtype=torch.uint8)
+    has_everything = samples.shares.number == 1
+    if shares.reports or has_everything:
+        content = layout.pack(assembled(_receive(samples, layout, owners, shares)))
+    if not has_everything:
+        _pass_on(content, shares)
+    for each in sending:
+        each.wait()
+    return Sharded(index=replace(index, owners=owners), share=layout.unpack(content, samples, places), shares=shares)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The tensors of a record as bytes: one tensor behind the other, those with the widest numbers first."""
+
+    record: type[Any]
+    columns: dict[str, tuple[torch.dtype, bool]]  # by name: the type of a number, and whether each token has one
+
+    @classmethod
+    def of(cls, example: Rollouts, record: type[Any]) -> "_Layout":
+        found = {}
+        for field in fields(record):
+            value = getattr(example, field.name)
+            if isinstance(value, Tensor) and field.name not in ("groups", "num_tokens"):
+                found[field.name] = (value.dtype, PER_TOKEN in field.metadata)
+        return cls(record, dict(sorted(found.items(), key=lambda column: -column[1][0].itemsize)))
+
+    def num_bytes(self, num_tokens: Tensor) -> int:
+        """Return the bytes of samples with so many tokens."""
+        total = int(num_tokens.sum())
+        counts = (total if is_per_token else len(num_tokens) for _, is_per_token in self.columns.values())
+        return sum(dtype.itemsize * count for (dtype, _), count in zip(self.columns.values(), counts, strict=True))
+
+    def pack(self, record: Rollouts) -> Tensor:
+        """Return the bytes of a record: uint8."""
+        return torch.cat([getattr(record, name).contiguous().view(torch.uint8) for name in self.columns])
+
+    def unpack(self, content: Tensor, samples: Sharded[Rollouts], places: Tensor) -> Any:
+        """Return the record of the samples at the given places (int64 `[b]`), whose bytes are given."""
+        num_tokens = samples.index.num_tokens[places]
+        sizes = [
+            dtype.itemsize * (int(num_tokens.sum()) if is_per_token else len(places))
+            for dtype, is_per_token in self.columns.values()
+        ]
+        parts = zip(self.columns.items(), content.split(sizes), strict=True)
+        tensors = {name: part.view(dtype) for (name, (dtype, _)), part in parts}
+        absent = {field.name: None for field in fields(self.record)}
+        return self.record(
+            **absent
+            | tensors
+            | {
+                "prompts": samples.index.prompts,
+                "groups": samples.index.groups[places],
+                "num_tokens": num_tokens,
+            }
+        )
+
+
+def _send(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares: Shares) -> list[Any]:
+    """Begin to send the samples of this rank's old share to the first rank of each new share that has none of them."""
+    old = samples.shares
+    sending = []
+    for share, (target, *_) in enumerate(shares.ranks if old.reports else ()):
+        chosen = ((samples.index.owners == old.here) & (owners == share)).nonzero()[:, 0]
+        if len(chosen) and target not in old.ranks[old.here]:
+            content = layout.pack(samples.share.select(samples.local(chosen)))
+            sending.append(dist.isend(content, target, group=host_group()))
+    return sending
+
+
+def _receive(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares: Shares) -> list[tuple[Tensor, Any]]:
+    """Return the samples of this rank's new share, by the share that they come from: their places, and a record."""
+    parts = []
+    coming: list[Any] = []
+    for source, (first, *_) in enumerate(samples.shares.ranks):
+        places = ((samples.index.owners == source) & (owners == shares.here)).nonzero()[:, 0]
+        if source == samples.shares.here:
+            content = layout.pack(samples.share.select(samples.local(places)))
+        else:
+            content = torch.empty(layout.num_bytes(samples.index.num_tokens[places]), dtype=torch.uint8)
+            if len(places):
+                coming.append(dist.irecv(content, first, group=host_group()))
+        parts.append((places, content))
+    for each in coming:
+        each.wait()
+    return [(places, layout.unpack(content, samples, places)) for places, content in parts]
+
+
+def _pass_on(content: Tensor, shares: Shares) -> None:
+    """Bring the bytes of a share from its first rank to its others: rank `i` gets them from `i` less its first bit."""
+    ranks = shares.ranks[shares.here]
+    place = ranks.index(shares.rank)
+    if not len(content):
+        return
+    if place:
+        source = place - (1 << (place.bit_length() - 1))
+        dist.recv(content, ranks[source], group=host_group())
+    targets = [place + (1 << bit) for bit in range(place.bit_length(), len(ranks).bit_length())]
+    sending: list[Any] = [
+        dist.isend(content, ranks[target], group=host_group()) for target in targets if target < len(ranks)
+    ]
+    for each in sending:
+        each.wait()

@@ -1,0 +1,78 @@
+"""What travels between ranks in a step: nothing that every rank receives grows with the tokens of the samples."""
+
+import json
+import os
+import pickle
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megarl.commands import train
+from tests.support.forked import Job
+from tests.support.workspace import Workspace, train_arguments
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+RUN_S = 600
+MODELS = ("megatron/core", "megarl/learner", "megarl/reshard", "megarl/weight_sync", "megarl/checkpoint")
+"""Code whose messages carry weights, gradients, activations and files."""
+
+
+def place_of_call() -> str | None:
+    """Return the function of the package that called a collective; None if it is one of `MODELS`."""
+    frames = [frame for frame in traceback.extract_stack() if "/megarl/" in frame.filename]
+    if any(part in frame.filename for frame in traceback.extract_stack() for part in MODELS):
+        return None
+    return f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else None
+
+
+def train_and_count(file: Path, arguments: list[str]) -> None:
+    """On each rank: train, and write the bytes that this rank gives to collectives, by the function that calls them."""
+    found, gather, reduce = Counter[str](), dist.all_gather_object, dist.all_reduce
+
+    def gather_and_count(results: list[Any], mine: Any, group: Any = None) -> None:
+        place = place_of_call()
+        if place:
+            found[place] += len(pickle.dumps(mine))
+        gather(results, mine, group=group)
+
+    def reduce_and_count(tensor: Any, *args: Any, **settings: Any) -> Any:
+        place = place_of_call()
+        if place:
+            found[place] += tensor.nbytes
+        return reduce(tensor, *args, **settings)
+
+    dist.all_gather_object, dist.all_reduce = gather_and_count, reduce_and_count
+    train.main(arguments)
+    file.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_no_collective_grows_with_the_tokens(workspace: Workspace, tmp_path: Path, estimator: str) -> None:
+    found = []
+    for length in (16, 96):
+        run_dir = tmp_path / f"{length}"
+        arguments = [
+            *train_arguments(workspace, run_dir),
+            f"algorithm.adv_estimator={estimator}",
+            f"critic.model.path={workspace.model}",
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.rollout.ignore_eos=true",
+            f"data.max_response_length={length}",
+            f"trainer.rollout_data_dir={run_dir / 'samples'}",
+            "trainer.save_freq=-1",
+            "trainer.test_freq=2",
+            "trainer.total_training_steps=2",
+        ]
+        Job(2, train_and_count, tmp_path / f"bytes-{length}", arguments, log=tmp_path / f"log-{length}").finish(
+            timeout_s=RUN_S
+        )
+        found.append(json.loads((tmp_path / f"bytes-{length}.0").read_text()))
+    short, long = found
+    assert {"sharded.py:_gather", "exchange.py:together"} <= short.keys()
+    grown = {place: (short.get(place, 0), num) for place, num in long.items() if num > 1.1 * short.get(place, 0)}
+    assert not grown

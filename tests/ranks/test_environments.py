@@ -1,0 +1,114 @@
+"""Episodes on several ranks: each replica plays and scores its own, and all ranks tell the same of them."""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megarl.batch import Generation, Prompts, StopReason, Turn, float32, int32
+from megarl.environments.config import EnvironmentSection
+from megarl.environments.episodes import Episodes
+from megarl.environments.host import DONE
+from megarl.environments.scoring import EpisodeScorer
+from megarl.rewards.collective import RewardError
+from megarl.rollout.responses import as_rollouts
+from megarl.sandbox.pool import ScoringResult
+from tests.support.ranks import RankPool
+from tests.support.records import prompts
+from tests.support.spread import spread
+
+pytestmark = pytest.mark.ranks
+
+ASKED: list[Any] = [*prompts([2, 3]).prompts]
+OWNERS = [[0, 1, 1, 0], [1] * 4]  # the rank that has each episode; the first may have none
+
+
+def episode(place: int, *, fault: str | None = None) -> Generation:
+    """Return an episode of two turns with an observation of `place + 1` tokens in between."""
+    end = 3 + place
+    return Generation(
+        prompt=place // 2,
+        token_ids=int32(range(10 * place, 10 * place + end + 1)),
+        log_probs=float32([-1.0] * (end + 1)),
+        truncated=False,
+        weight_versions=int32([0] * (end + 1)),
+        turns=(Turn(0, 2, 1.0, num_observed=place + 1), Turn(end, end + 1, float(place))),
+        stop_reason=StopReason.FAILED if fault else StopReason.DONE,
+        fault=fault,
+    )
+
+
+def scored(on_failure: Any, owners: Sequence[int] | None) -> Any:
+    """Return texts, scores, metrics and warnings of this rank; or the error. The environment fails on two episodes."""
+    faults = [None, "lost", "late", None]
+    episodes = [episode(place, fault=fault) for place, fault in enumerate(faults)]
+    record = as_rollouts(Prompts(prompts=ASKED), [0, 0, 1, 1], episodes, n=2)
+    warned = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megarl.rewards.collective")
+    logger.addHandler(handler)
+    tokenizer: Any = SimpleNamespace(decode=str)
+    try:
+        samples, metrics = EpisodeScorer(EnvironmentSection(on_failure=on_failure), tokenizer).score(
+            spread(record, owners)
+        )
+    except RewardError as error:
+        return str(error)
+    finally:
+        logger.removeHandler(handler)
+    return list(samples.share.texts), samples.share.scores.tolist(), metrics, warned
+
+
+@pytest.mark.parametrize("owners", OWNERS)
+@pytest.mark.parametrize("on_failure", ["mask", "score"])
+def test_ranks_score_own_episodes_and_report_together(pool: RankPool, on_failure: str, owners: list[int]) -> None:
+    [(*columns, metrics, warned)] = pool.run(1, scored, on_failure, None)
+    ranks = pool.run(2, scored, on_failure, owners)
+    assert len(warned) == 2 and metrics["episode/stop/failed"] == 0.5
+    for rank, (*found, of_all, _) in enumerate(ranks):
+        mine = [sample for sample, owner in enumerate(owners) if owner == rank]
+        np.testing.assert_equal(found, [[column[sample] for sample in mine] for column in columns])
+        assert of_all == metrics
+    assert [of_rank[-1] for of_rank in ranks] == [warned, []]
+
+
+@pytest.mark.parametrize("owners", OWNERS)
+def test_failed_environment_may_stop_every_rank(pool: RankPool, owners: list[int]) -> None:
+    [message] = pool.run(1, scored, "stop", None)
+    assert message.startswith("the environment failed on sample 1 (data row 0): lost; ")
+    assert pool.run(2, scored, "stop", owners) == [message] * 2
+
+
+def answered(numbers: Sequence[int]) -> list[tuple[float, str | None]]:
+    """Play so many episodes on each replica of one rank; return what this replica's earn, and how they end."""
+
+    def submit(prompt: Any, number: int, responses: list[str], observations: list[str]) -> Future[ScoringResult]:
+        answer = Future[ScoringResult]()
+        answer.set_result(ScoringResult(seconds=0.0, numbers={"score": float(responses[0]), DONE: 1.0}))
+        return answer
+
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    here = dist.get_rank()
+    environments: Any = SimpleNamespace(section=EnvironmentSection(), written=lambda ids: str(ids[0]), submit=submit)
+    episodes = Episodes(environments, count(), max_tokens=20, group=groups[here])
+    said = [
+        Generation(0, int32([10 * here + sample]), float32([-1.0]), truncated=False, sample=sample, complete=False)
+        for sample in range(numbers[here])
+    ]
+    for each in said:
+        episodes.ask(ASKED[0], each)
+    return [(each.turns[-1].reward, each.stop_reason) for each in episodes.answer(said)]
+
+
+def test_each_replica_gets_answers_of_its_own(pool: RankPool) -> None:
+    """Episodes of two replicas may have the same numbers."""
+    done = StopReason.DONE
+    assert pool.run(2, answered, [2, 3]) == [[(0.0, done), (1.0, done)], [(10.0, done), (11.0, done), (12.0, done)]]
+    assert pool.run(2, answered, [0, 1]) == [[], [(10.0, done)]]
