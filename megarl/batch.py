@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Self, TypeVar
 
 import torch
@@ -22,6 +22,8 @@ R = TypeVar("R", bound="Prompts")
 S = TypeVar("S", bound="Rollouts")
 PER_TOKEN = "per token"
 """The mark of fields with a number for each token."""
+BLOCK = 1 << 16
+"""Places in the rows of a block."""
 
 
 def int32(values: Iterable[int] = ()) -> "array[int]":
@@ -244,6 +246,18 @@ class Rollouts(Prompts):
         """Return the column `[N]` that is laid out in `rows` `[B, T]`."""
         return flat(rows, self.num_tokens)
 
+    def row_blocks(self, *columns: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Yield blocks of neighbouring samples: which they are, and the rows `[b, T]` of each column.
+
+        The rows of a block fit into the cache of a processor, however many samples there are. Without samples there is
+        one block, which is empty.
+        """
+        lengths = self.num_tokens.tolist()
+        ends = [0, *accumulate(lengths)]
+        for first, last in pairwise(_cuts(lengths)):
+            samples, tokens = slice(first, last), slice(ends[first], ends[last])
+            yield samples, [in_rows(column[tokens], self.num_tokens[samples]) for column in columns]
+
     def sums(self, column: Tensor) -> Tensor:
         """Return the sum of a column over each sample, `[B]` float64. It depends on no other sample."""
         if not len(self):
@@ -431,6 +445,18 @@ def counted_from(starts: Tensor, counts: Tensor) -> Tensor:
     """Return `starts[i], starts[i] + 1, ...`, `counts[i]` numbers for each `i`, end to end: int64."""
     ends = counts.cumsum(0)
     return torch.arange(int(counts.sum())) + (starts - ends + counts).repeat_interleave(counts)
+
+
+def _cuts(lengths: Sequence[int]) -> list[int]:
+    """Return the first samples of blocks whose rows have at most `BLOCK` places, and the number of samples."""
+    cuts = [0]
+    width = 0
+    for place, length in enumerate(lengths):
+        width = max(width, length)
+        if place > cuts[-1] and width * (place + 1 - cuts[-1]) > BLOCK:
+            cuts.append(place)
+            width = length
+    return [*cuts, len(lengths)]
 
 
 def in_rows(column: Tensor, num_tokens: Tensor) -> Tensor:

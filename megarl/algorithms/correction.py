@@ -58,13 +58,14 @@ def accepted(weights: Tensor, mask: Tensor, *, lower: float, upper: float) -> Te
 def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Return the sums that `mismatch_means` needs, of each sample: `[B]` float64 tensors, zero without a token."""
     log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
+    ratio = bounded_exp(log_ratio)
     lengths = mask.sum(-1).clamp(min=1)
     training = -masked(log_probs, mask).double().sum(-1) / lengths
     rollout = -masked(rollout_log_probs, mask).double().sum(-1) / lengths
     of_tokens = {
         "kl": -log_ratio,
-        "k3_kl": bounded_exp(log_ratio) - log_ratio - 1.0,
-        "chi2_token": bounded_exp(log_ratio) ** 2,
+        "k3_kl": ratio - log_ratio - 1.0,
+        "chi2_token": ratio.square(),
     }
     of_sequences = {
         "training_log_ppl": training,

@@ -211,7 +211,7 @@ def clip_cov(
         old_log_probs: `[b, T]` of the policy before this step's updates.
         advantages: `[b, T]`.
         mask: `[b, T]` bool.
-        chosen: `[b, T]` bool: see `covariance.clip_cov_tokens`, which chooses from a complete mini-batch.
+        chosen: `[b, T]` bool: chosen from a complete mini-batch, see `training.marks`.
         clip_low: how far the ratio may fall below 1.
         clip_high: how far the ratio may rise above 1.
     """
@@ -234,7 +234,7 @@ def kl_cov(
         old_log_probs: `[b, T]` of the policy before this step's updates.
         advantages: `[b, T]`.
         mask: `[b, T]` bool.
-        chosen: `[b, T]` bool: see `covariance.kl_cov_tokens`, which chooses from a complete mini-batch.
+        chosen: `[b, T]` bool: chosen from a complete mini-batch, see `training.marks`.
         kl_coef: weight of the penalty.
     """
     log_ratio = masked(log_probs, mask) - masked(old_log_probs, mask)

@@ -25,8 +25,9 @@ from megarl.models.source import Source
 from megarl.platform.errors import UserError
 from megarl.tracking.config import TrainerSection
 from megarl.training.custom import CustomLoss
+from megarl.training.marks import mark
 from megarl.training.minibatches import MiniBatches
-from megarl.training.objectives import ActorObjective, CriticObjective, mark
+from megarl.training.objectives import ActorObjective, CriticObjective
 from megarl.training.ptx import Supervision
 from megarl.training.roles import FrozenPolicies, Model, Updates
 from megarl.training.skips import Skips
@@ -105,7 +106,7 @@ def make_actor(
         budget=make_budget(config, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size),
         updates=replace(
             _updates(config, "actor", actor, objective),
-            prepare=partial(mark, section=actor),
+            prepare=partial(mark, settings=actor.policy_loss),
             against=_against(reference, config.kl_of_loss, actor.kl_loss_js_beta),
             supervision=supervision,
         ),

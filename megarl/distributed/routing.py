@@ -30,16 +30,20 @@ def route(samples: Sharded[Rollouts], record: type[R], owners: Tensor, shares: S
     index = samples.index
     layout = _Layout.of(samples.share, record)
     sending = _send(samples, layout, owners, shares)
-    places = (owners == shares.here).nonzero()[:, 0]
-    content = torch.empty(layout.num_bytes(index.num_tokens[places]), dtype=torch.uint8)
-    has_everything = samples.shares.number == 1
-    if shares.reports or has_everything:
-        content = layout.pack(assembled(_receive(samples, layout, owners, shares)))
-    if not has_everything:
+    if shares.reports or samples.shares.number == 1:
+        share = assembled(_receive(samples, layout, owners, shares))
+    if samples.shares.number > 1 and len(shares.ranks[shares.here]) > 1:
+        places = (owners == shares.here).nonzero()[:, 0]
+        content = (
+            layout.pack(share)
+            if shares.reports
+            else torch.empty(layout.num_bytes(index.num_tokens[places]), dtype=torch.uint8)
+        )
         _pass_on(content, shares)
+        share = layout.unpack(content, samples, places)
     for each in sending:
         each.wait()
-    return Sharded(index=replace(index, owners=owners), share=layout.unpack(content, samples, places), shares=shares)
+    return Sharded(index=replace(index, owners=owners), share=share, shares=shares)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ Invariant: numbers of a token are computed on the ranks that have its sample. Nu
 numbers of all samples, which every rank has, so no result depends on how the samples are spread.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -143,15 +146,30 @@ def _advantages(
         of_tokens = of_samples[samples.mine, 0].repeat_interleave(share.num_tokens)
         found = [masked(of_tokens, share.mask)]
     else:
-        rows = {"token_rewards": share.rows(rewards), "mask": share.rows(share.mask)}
-        rows |= {} if values is None else {"values": share.rows(values)}
-        rows |= {} if baselines is None else {"baselines": baselines[samples.mine]}
-        found = list(map(share.flat, estimates_of(function, rows, keys)))
+        columns = {"token_rewards": rewards, "mask": share.mask} | ({} if values is None else {"values": values})
+        greedy = None if baselines is None else baselines[samples.mine]
+        found = _row_by_row(partial(estimates_of, function, kwargs=keys), share, columns, greedy)
     advantages, *more = found
     if algorithm.estimator.whitens:
         center, var = moments(samples, advantages)
         advantages = whiten(advantages, share.mask, mean=center, var=var)
     return advantages, more[0] if more else torch.zeros_like(rewards)
+
+
+def _row_by_row(
+    estimate: Callable[[Mapping[str, Tensor]], Sequence[Tensor]],
+    share: Rewarded,
+    columns: Mapping[str, Tensor],
+    baselines: Tensor | None,
+) -> list[Tensor]:
+    """Return the columns `[n]` that `estimate` makes of each sample alone. `baselines` are `[b]`."""
+    blocks = []
+    for block, rows in share.row_blocks(*columns.values()):
+        tensors = dict(zip(columns, rows, strict=True))
+        if baselines is not None:
+            tensors["baselines"] = baselines[block]
+        blocks.append([flat(found, share.num_tokens[block]) for found in estimate(tensors)])
+    return [torch.cat(of_blocks) for of_blocks in zip(*blocks, strict=True)]
 
 
 def _custom_advantages(
@@ -214,13 +232,16 @@ def mismatch_metrics(samples: Sharded[Rewarded], old_log_probs: Tensor) -> Metri
     difference = (old_log_probs.exp() - share.rollout_log_probs.exp()).abs()
     middle, largest, _ = extent(samples, difference)
     _, var = moments(samples, difference)
-    sums = mismatch_sums(*map(share.rows, (old_log_probs, share.rollout_log_probs, share.mask)))
-    of_samples = samples.gather(torch.stack([*sums.values()], dim=-1)).unbind(-1)
+    columns = (old_log_probs, share.rollout_log_probs, share.mask)
+    blocks = [mismatch_sums(*rows) for _, rows in share.row_blocks(*columns)]
+    names = [*blocks[0]]
+    sums = torch.cat([torch.stack([*block.values()], dim=-1) for block in blocks])
+    of_samples = samples.gather(sums).unbind(-1)
     return {
         "training/rollout_probs_diff_max": largest,
         "training/rollout_probs_diff_mean": middle,
         "training/rollout_probs_diff_std": float(var.sqrt()),
-    } | mismatch_means(dict(zip(sums, of_samples, strict=True)))
+    } | mismatch_means(dict(zip(names, of_samples, strict=True)))
 
 
 def _critic_metrics(experience: Sharded[Experience]) -> Metrics:

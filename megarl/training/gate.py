@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.correction import token_mismatch
-from megarl.batch import Rollouts
+from megarl.batch import Rollouts, flat
 from megarl.distributed.exchange import together
 from megarl.distributed.selection import kth_largest
 from megarl.distributed.sharded import Index, Sharded
@@ -90,9 +90,8 @@ class Gate:
         assert share.rollout_log_probs is not None, "samples without the engine's log-probabilities"
         limit = self.limit(healthy)
         sampled = _drawn_after(share, step)
-        mismatch, comparable = token_mismatch(log_probs, share.rollout_log_probs, sampled)
-        of_samples = (_means(share.rows(mismatch), share.rows(comparable)), share.sums(comparable))
-        means, num_comparable = samples.gather(torch.stack(of_samples, dim=-1)).unbind(-1)
+        mismatch, comparable, of_share = _mismatches(share, log_probs, sampled)
+        means, num_comparable = samples.gather(torch.stack([of_share, share.sums(comparable)], dim=-1)).unbind(-1)
         if not num_comparable.any():
             _report_blindness(samples, log_probs, sampled, step=step)
         kept = means <= FAR_OUT * limit
@@ -171,11 +170,24 @@ def _report_blindness(samples: Sharded[Rollouts], log_probs: Tensor, sampled: Te
         )
 
 
+def _mismatches(share: Rollouts, log_probs: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mismatch of each token, which tokens have one (both `[n]`), and the means of samples, `[b]`."""
+    assert share.rollout_log_probs is not None
+    found = []
+    for samples, rows in share.row_blocks(log_probs, share.rollout_log_probs, sampled):
+        mismatch, comparable = token_mismatch(*rows)
+        num_tokens = share.num_tokens[samples]
+        found.append((flat(mismatch, num_tokens), flat(comparable, num_tokens), _means(mismatch, comparable)))
+    tokens, judged, means = (torch.cat(of_blocks) for of_blocks in zip(*found, strict=True))
+    return tokens, judged, means
+
+
 def _means(mismatch: Tensor, comparable: Tensor) -> Tensor:
     """Return the `[n]` means over the comparable of `[n, m]` tokens without the largest; 0 for rows without others."""
     counts = comparable.sum(-1)
     free = (counts // 100).clamp(min=FREE_TOKENS)
-    largest = mismatch.topk(min(int(free.max()), mismatch.shape[1])).values
+    most = int(free.max()) if len(free) else 0
+    largest = mismatch.topk(min(most, mismatch.shape[1])).values
     largest = largest.where(torch.arange(largest.shape[1]) < free[:, None], 0.0)
     return (mismatch.sum(-1) - largest.sum(-1)).clamp(min=0.0) / (counts - free).clamp(min=1)
 

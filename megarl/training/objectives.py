@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megarl.algorithms import losses
 from megarl.algorithms.calls import arguments_of
 from megarl.algorithms.config import LOSSES, LossAggregation
-from megarl.algorithms.covariance import clip_cov_tokens, kl_cov_tokens, token_covariances
 from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.losses import (
     PolicyLoss,
@@ -35,7 +33,6 @@ from megarl.algorithms.masked import masked
 from megarl.batch import Experience, Marked, Preferences, Rollouts
 from megarl.config.custom_functions import LOSS_ARGUMENTS
 from megarl.config.policy import ActorSection, CriticSection
-from megarl.distributed.sharded import Sharded
 from megarl.training.custom import CustomLoss
 
 Contribution = tuple[Tensor, dict[str, Tensor]]
@@ -94,7 +91,7 @@ def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection)
 def policy_loss(
     outputs: PolicyOutputs, micro: Experience, section: ActorSection, custom: CustomLoss | None = None
 ) -> PolicyLoss:
-    """Return the loss of type `policy_loss.loss_mode` for a mini-batch that `mark` has prepared."""
+    """Return the loss of type `policy_loss.loss_mode` for a mini-batch that `marks.mark` has prepared."""
     old_log_probs = outputs.log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
     tensors = (outputs.log_probs, old_log_probs, micro.advantages * micro.weights, micro.mask)
     given = dict(zip(LOSS_ARGUMENTS, map(micro.rows, tensors), strict=True))
@@ -108,29 +105,6 @@ def policy_loss(
     chosen = {"chosen": micro.rows(micro.marked)} if isinstance(micro, Marked) else {}
     result: PolicyLoss = function(**arguments_of(function, given | chosen | settings))
     return result
-
-
-def mark(minibatch: Sharded[Experience], section: ActorSection) -> Sharded[Experience]:
-    """Mark the tokens that the loss treats differently. Return the mini-batch itself if the loss treats all alike.
-
-    Collective: the choice is of all tokens of the mini-batch, so every rank gets two numbers of each of them.
-    """
-    settings = section.policy_loss
-    if not LOSSES[settings.loss_mode].chooses:
-        return minibatch
-    share = minibatch.share
-    assert share.old_log_probs is not None, "covariances without the old log-probabilities"
-    columns = (share.old_log_probs, share.advantages, share.mask)
-    old_log_probs, advantages, mask = map(minibatch.gather_tokens, columns)
-    mask = mask.to(torch.bool)
-    covariances = token_covariances(old_log_probs, advantages, mask)
-    if settings.loss_mode == "clip_cov":
-        marked = clip_cov_tokens(
-            covariances, mask, ratio=settings.clip_cov_ratio, lower=settings.clip_cov_lb, upper=settings.clip_cov_ub
-        )
-    else:
-        marked = kl_cov_tokens(covariances, mask, ratio=settings.kl_cov_ratio)
-    return minibatch.with_share(share.extend(Marked, marked=minibatch.share_of(marked)))
 
 
 @dataclass(frozen=True)

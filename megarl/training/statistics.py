@@ -27,9 +27,11 @@ def extent(samples: Sharded[Rollouts], column: Tensor) -> tuple[float, float, fl
     """Return mean, largest and smallest over the tokens of the policy. `column` `[n]` is of this rank's share."""
     share = samples.share
     values = column[share.mask].double()
-    counts = share.num_learnt()
-    found = [torch.segment_reduce(values, kind, lengths=counts) for kind in ("sum", "max", "min")]
-    sums, largest, smallest = samples.gather(torch.stack(found, dim=-1)).unbind(-1)
+    found = torch.zeros(len(share), 3, dtype=torch.float64)
+    if len(share):  # torch refuses to reduce no segment
+        of_kinds = [torch.segment_reduce(values, kind, lengths=share.num_learnt()) for kind in ("sum", "max", "min")]
+        found = torch.stack(of_kinds, dim=-1)
+    sums, largest, smallest = samples.gather(found).unbind(-1)
     has_tokens = samples.index.num_learnt > 0
     middle = float(sums.sum() / num_tokens(samples))
     return middle, float(largest[has_tokens].max()), float(smallest[has_tokens].min())
@@ -56,3 +58,17 @@ def mean(samples: Sharded[Rollouts], column: Tensor) -> float:
 def num_tokens(samples: Sharded[Rollouts]) -> int:
     """Return the number of tokens of the policy; 1 instead of 0."""
     return max(int(samples.index.num_learnt.sum()), 1)
+
+
+def numbers_of(samples: Sharded[Rollouts], marked: Tensor) -> tuple[Tensor, int]:
+    """Number the marked tokens (`[n]` bool of this rank's share) of all samples, in their order. Collective.
+
+    Returns:
+        The number of each marked token, `[n]` int64, which means nothing for other tokens; and how many are marked.
+    """
+    share = samples.share
+    own = share.sums(marked)
+    of_all = samples.gather(own)
+    before = (of_all.cumsum(0) - of_all)[samples.mine] - (own.cumsum(0) - own)
+    starts = before.to(torch.int64).repeat_interleave(share.num_tokens)
+    return marked.cumsum(0) - 1 + starts, int(of_all.sum())

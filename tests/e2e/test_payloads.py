@@ -51,14 +51,17 @@ def train_and_count(file: Path, arguments: list[str]) -> None:
     file.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("estimator", ["gae", "grpo"])
-def test_no_collective_grows_with_the_tokens(workspace: Workspace, tmp_path: Path, estimator: str) -> None:
+@pytest.mark.parametrize(("estimator", "loss_mode"), [("gae", "clip_cov"), ("grpo", "kl_cov")])
+def test_no_collective_grows_with_the_tokens(
+    workspace: Workspace, tmp_path: Path, estimator: str, loss_mode: str
+) -> None:
     found = []
     for length in (16, 96):
         run_dir = tmp_path / f"{length}"
         arguments = [
             *train_arguments(workspace, run_dir),
             f"algorithm.adv_estimator={estimator}",
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}",
             f"critic.model.path={workspace.model}",
             "actor_rollout_ref.rollout.n=4",
             "actor_rollout_ref.rollout.ignore_eos=true",

@@ -6,7 +6,7 @@ from megarl.batch import Experience, Rewarded
 from megarl.config.policy import ActorSection
 from megarl.training.estimate import estimate
 from megarl.training.interfaces import Metrics
-from megarl.training.objectives import mark
+from megarl.training.marks import mark
 from tests.support.records import alone
 
 
@@ -18,4 +18,4 @@ def estimate_alone(scored: Rewarded, *given: Any, **settings: Any) -> tuple[Expe
 
 def mark_alone(minibatch: Experience, section: ActorSection) -> Experience:
     """Return what `mark` makes of a mini-batch."""
-    return mark(alone(minibatch), section).share
+    return mark(alone(minibatch), section.policy_loss).share

@@ -18,8 +18,9 @@ from megarl.learner.batching import Budget
 from megarl.learner.finite import GradientStatus
 from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import LossTerm
+from megarl.training.marks import mark
 from megarl.training.minibatches import MiniBatches
-from megarl.training.objectives import PTXObjective, mark
+from megarl.training.objectives import PTXObjective
 from megarl.training.ptx import Supervision
 from megarl.training.roles import FrozenPolicies, Model, Updates
 from tests.support.records import alone, answer, prompts
@@ -82,7 +83,7 @@ def test_every_mini_batch_is_prepared_whole() -> None:
         objective=None,
         budget=BUDGET,
         minibatches=MiniBatches(num_prompts=1, num_epochs=2, shuffle=True, seed=0),
-        prepare=partial(mark, section=section),
+        prepare=partial(mark, settings=section.policy_loss),
     )
     actor = Model(name="actor", learner=learner, budget=BUDGET, updates=updates)  # type: ignore[arg-type, var-annotated]
     metrics = actor.update(alone(experience()), step=0)
