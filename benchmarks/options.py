@@ -17,6 +17,7 @@ PHASES = "The time between training and generation: to wake the engine, to sync 
 EPISODES = "The occupancy of the engine while environments of many turns take their time."
 PLAN = "The time that one rank of thousands takes to plan its part of a sync, and the size of the plan."
 CHECKPOINT = "The time of saves and loads of checkpoints, normal and asynchronous."
+SAMPLES = "The processor time and the memory that the samples of a step take on a rank, outside of models."
 REWARDS = "The responses that one rank scores in a second, by rule and by isolation."
 NUM_RANKS = 2048
 """Ranks of the planned jobs."""
@@ -169,6 +170,16 @@ def rewards_parser() -> Arguments:
     return parser
 
 
+def samples_parser() -> Arguments:
+    """Return the options of measured samples."""
+    parser = _parser("samples", SAMPLES, "--json")
+    parser.add_argument("--samples", type=int, default=512, help="of two processes; more processes have more")
+    parser.add_argument("--tokens", type=int, default=4096, help="of each response")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 8], help="numbers of processes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
 def plan_parser() -> Arguments:
     """Return the options of measured plans."""
     parser = _parser("plan", PLAN, "--rank 1000")
@@ -214,5 +225,6 @@ PARSERS: Mapping[str, tuple[str, Callable[[], Arguments]]] = {
     "plan": (PLAN, plan_parser),
     "checkpoint": (CHECKPOINT, checkpoint_parser),
     "rewards": (REWARDS, rewards_parser),
+    "samples": (SAMPLES, samples_parser),
 }
 """Measurement -> its description and its options."""
