@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import megarl
 from megarl.commands import train
 from tests.support.forked import Job
 from tests.support.workspace import Workspace, train_arguments
@@ -18,16 +19,18 @@ from tests.support.workspace import Workspace, train_arguments
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 RUN_S = 600
+PACKAGE = f"{Path(megarl.__file__).parent}/"
 MODELS = ("megatron/core", "megarl/learner", "megarl/reshard", "megarl/weight_sync", "megarl/checkpoint")
 """Code whose messages carry weights, gradients, activations and files."""
 
 
 def place_of_call() -> str | None:
     """Return the function of the package that called a collective; None if it is one of `MODELS`."""
-    frames = [frame for frame in traceback.extract_stack() if "/megarl/" in frame.filename]
-    if any(part in frame.filename for frame in traceback.extract_stack() for part in MODELS):
+    stack = traceback.extract_stack()
+    if any(part in frame.filename for frame in stack for part in MODELS):
         return None
-    return f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else None
+    callers = [frame for frame in stack if frame.filename.startswith(PACKAGE)]
+    return f"{Path(callers[-1].filename).name}:{callers[-1].name}" if callers else None
 
 
 def train_and_count(file: Path, arguments: list[str]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import PER_TOKEN, Experience, Prompt, Prompts, Rollouts
@@ -107,8 +108,9 @@ def experience() -> Experience:
 
 
 def alone(record: R) -> Sharded[R]:
-    """Return the samples of a record as if this rank had all of them."""
-    return shard(record, torch.zeros(len(record), dtype=torch.int64), Shares())
+    """Return the samples of a record of which every rank has all."""
+    shares = Shares.everywhere() if dist.is_initialized() else Shares()
+    return shard(record, torch.zeros(len(record), dtype=torch.int64), shares)
 
 
 def in_parts(record: R, *, num_prompts: int) -> list[R]:
