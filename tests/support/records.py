@@ -108,7 +108,7 @@ def experience() -> Experience:
 
 
 def alone(record: R) -> Sharded[R]:
-    """Return the samples of a record of which every rank has all."""
+    """Return the samples of a record that every rank has."""
     shares = Shares.everywhere() if dist.is_initialized() else Shares()
     return shard(record, torch.zeros(len(record), dtype=torch.int64), shares)
 
