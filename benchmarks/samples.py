@@ -130,7 +130,7 @@ class Actor:
         self._minibatches = MiniBatches(num_prompts=1 << 20, num_epochs=1, shuffle=True, seed=1)
 
     def take(self, samples: Sharded[Rewarded], *, step: int) -> Sharded[Rewarded]:
-        """Bring the samples to the ranks that learn from them, none of which has drawn them."""
+        """Bring the samples to the ranks that learn from them. A rank learns from no sample that it has drawn."""
         index = samples.index
         number = self._shares.number
         owners = torch.empty_like(index.owners)

@@ -64,9 +64,7 @@ class _Layout:
 
     def num_bytes(self, num_tokens: Tensor) -> int:
         """Return the bytes of samples with so many tokens."""
-        total = int(num_tokens.sum())
-        counts = (total if is_per_token else len(num_tokens) for _, is_per_token in self.columns.values())
-        return sum(dtype.itemsize * count for (dtype, _), count in zip(self.columns.values(), counts, strict=True))
+        return sum(self._sizes(num_tokens))
 
     def pack(self, record: Rollouts) -> Tensor:
         """Return the bytes of a record: uint8."""
@@ -75,11 +73,7 @@ class _Layout:
     def unpack(self, content: Tensor, samples: Sharded[Rollouts], places: Tensor) -> Any:
         """Return the record of the samples at the given places (int64 `[b]`), whose bytes are given."""
         num_tokens = samples.index.num_tokens[places]
-        sizes = [
-            dtype.itemsize * (int(num_tokens.sum()) if is_per_token else len(places))
-            for dtype, is_per_token in self.columns.values()
-        ]
-        parts = zip(self.columns.items(), content.split(sizes), strict=True)
+        parts = zip(self.columns.items(), content.split(self._sizes(num_tokens)), strict=True)
         tensors = {name: part.view(dtype) for (name, (dtype, _)), part in parts}
         absent = {field.name: None for field in fields(self.record)}
         return self.record(
@@ -91,6 +85,14 @@ class _Layout:
                 "num_tokens": num_tokens,
             }
         )
+
+    def _sizes(self, num_tokens: Tensor) -> list[int]:
+        """Return the bytes of each tensor, of samples with so many tokens."""
+        total = int(num_tokens.sum())
+        return [
+            dtype.itemsize * (total if is_per_token else len(num_tokens))
+            for dtype, is_per_token in self.columns.values()
+        ]
 
 
 def _send(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares: Shares) -> list[Any]:

@@ -122,7 +122,7 @@ class Sharded(Generic[R_co]):
     def __len__(self) -> int:
         return len(self.index)
 
-    @property
+    @cached_property
     def mine(self) -> Tensor:
         """The places of this rank's samples among all: int64 `[b]`, ascending."""
         return (self.index.owners == self.shares.here).nonzero()[:, 0]

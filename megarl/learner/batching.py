@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megarl.batch import Rollouts
 from megarl.distributed.exchange import largest
-from megarl.distributed.sharded import Shares
 from megarl.learner.packed import Packed, pack_samples
 from megarl.learner.packing import pack, partition
 from megarl.learner.parallel import Mesh
@@ -41,11 +40,6 @@ class Batching:
         self._device = device
         self._balance = balance
         self._num_parts = mesh.tp_size if config.sequence_parallel else 1
-
-    @property
-    def shares(self) -> Shares:
-        """The shares of a batch."""
-        return self._mesh.shares
 
     def owners(self, lengths: Tensor, groups: Tensor) -> Tensor:
         """Return the share of each sample, `[B]` int64. The samples of a group stay together.

@@ -1,8 +1,8 @@
 """One Megatron model and, if it learns, its optimizer: `infer`, `forward_backward` and `optim_step`.
 
-Invariant: every rank calls with the same samples, of which it has its share. The learner divides the share into
-micro-batches. No split changes a result: objectives return contributions to the global batch, and the learner only adds
-them.
+Invariant: every rank calls with an index of the same samples, and with its own share. The learner divides the share
+into micro-batches. No split changes a result: objectives return contributions to the global batch, and the learner only
+adds them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -104,7 +104,7 @@ class Learner:
     def spread(self, record: R, *, num_together: int = 1) -> Sharded[R]:
         """Keep this rank's share of a record that every rank has. `num_together` neighbours stay together."""
         units = torch.arange(len(record)) // num_together
-        return shard(record, self.batching.owners(record.lengths(), units), self.batching.shares)
+        return shard(record, self.batching.owners(record.lengths(), units), self.mesh.shares)
 
     def infer(
         self,

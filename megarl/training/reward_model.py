@@ -53,9 +53,8 @@ class RewardModel:
             UserError: the chat template refuses a prompt. Names its data row.
             FloatingPointError: the model returned a number that is not finite.
         """
-        batching = self._learner.batching
-        owners = batching.owners(samples.index.lengths, torch.arange(len(samples)))
-        taken = route(samples, Rollouts, owners, batching.shares)
+        owners = self._learner.batching.owners(samples.index.lengths, torch.arange(len(samples)))
+        taken = route(samples, Rollouts, owners, self._learner.mesh.shares)
         sequences = on_each_rank(lambda: [self._read(taken.share, place) for place in range(len(taken.share))])
         batch = taken.with_share(scoring_batch(sequences))
         # The budget was checked for the policy's vocabulary. A sequence may be longer in this vocabulary.

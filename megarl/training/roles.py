@@ -98,7 +98,7 @@ class Model(Generic[Outputs]):
         of_step = minibatches.samples(index.groups, len(index.prompts), step=step)
         for chosen in islice(of_step, num_minibatches):
             owners[chosen] = self.learner.batching.owners(index.lengths[chosen], index.groups[chosen])
-        return route(samples, Rewarded, owners, self.learner.batching.shares)
+        return route(samples, Rewarded, owners, self.learner.mesh.shares)
 
     def infer(self, batch: Sharded[Rollouts]) -> Outputs:
         """Return the model's outputs for the response tokens of this rank's share, `[N]` float32."""
