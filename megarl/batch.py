@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 R = TypeVar("R", bound="Prompts")
 S = TypeVar("S", bound="Rollouts")
@@ -266,12 +267,21 @@ class Rollouts(Prompts):
 
     def num_learnt(self) -> Tensor:
         """Return the number of tokens of the policy in each sample: `[B]` int64."""
-        return self.sums(self.mask).to(torch.int64)
+        return self.num_tokens if bool(self.mask.all()) else self.sums(self.mask).to(torch.int64)
 
-    def token_places(self, samples: Tensor) -> Tensor:
-        """Return where the columns have the tokens of the given samples (int64 indices `[b]`), in their order."""
-        starts = self.num_tokens.cumsum(0) - self.num_tokens
-        return counted_from(starts[samples], self.num_tokens[samples])
+    def pieces(self, column: Tensor) -> tuple[Tensor, ...]:
+        """Return the part of a column `[N]` that belongs to each sample: views."""
+        return column.split(self.num_tokens.tolist())
+
+    def tokens_of(self, samples: Tensor, column: Tensor) -> Tensor:
+        """Return the part of a column `[N]` that belongs to the given samples (int64 indices `[b]`), in their order."""
+        pieces = self.pieces(column)
+        return torch.cat([column[:0], *(pieces[sample] for sample in samples.tolist())])
+
+    def on_tokens(self, numbers: Tensor) -> Tensor:
+        """Return the column `[N]` with a number of each sample, `[B]`, on each of its tokens."""
+        counts = self.num_tokens.tolist()
+        return torch.cat([numbers[:0], *(number.expand(count) for number, count in zip(numbers, counts, strict=True))])
 
     def response_ids(self, sample: int) -> Tensor:
         """Return the response tokens of a sample, those of its environment included: int32."""
@@ -310,12 +320,11 @@ class Rollouts(Prompts):
 
     def select(self, samples: Tensor) -> Self:
         """Return only the given samples (int64 indices `[b]`), in that order. Prompts are kept."""
-        places = self.token_places(samples)
         chosen = samples.tolist()
         listed = {"sequences": self.sequences, "stop_reasons": self.stop_reasons, "faults": self.faults}
         values: dict[str, Any] = {name: each and [each[sample] for sample in chosen] for name, each in listed.items()}
         values |= {name: numbers[samples] for name, numbers in self._per_sample()}
-        values |= {name: column[places] for name, column in self.columns()}
+        values |= {name: self.tokens_of(samples, column) for name, column in self.columns()}
         return self._with(values)
 
     def of_prompts(self, places: Sequence[int]) -> Self:
@@ -327,8 +336,8 @@ class Rollouts(Prompts):
 
     def without_responses(self, samples: Tensor) -> Self:
         """Remove the response tokens of the given samples (bool `[B]`), so that nothing learns from them."""
-        kept = ~samples.repeat_interleave(self.num_tokens)
-        columns = {name: column[kept] for name, column in self.columns()}
+        kept = (~samples).nonzero()[:, 0]
+        columns = {name: self.tokens_of(kept, column) for name, column in self.columns()}
         return self._with(columns | {"num_tokens": self.num_tokens * ~samples})
 
     def laid_out(self, move: Callable[[Tensor], Tensor]) -> Self:
@@ -461,21 +470,12 @@ def _cuts(lengths: Sequence[int]) -> list[int]:
 
 def in_rows(column: Tensor, num_tokens: Tensor) -> Tensor:
     """Lay a column `[N]` out as `[B, T]`, with zeros behind each sample's `num_tokens`. Keeps the gradient."""
-    shape = (len(num_tokens), longest(num_tokens))
-    places = row_places(num_tokens)
-    return column.new_zeros(shape[0] * shape[1]).index_copy(0, places, column).view(shape)
+    if not len(num_tokens):
+        return column.view(0, 0)
+    return pad_sequence(column.split(num_tokens.tolist()), batch_first=True)
 
 
 def flat(rows: Tensor, num_tokens: Tensor) -> Tensor:
     """Return the column `[N]` that is laid out in `rows` `[B, T]`, of samples of so many tokens."""
-    return rows.flatten()[row_places(num_tokens)]
-
-
-def longest(num_tokens: Tensor) -> int:
-    """Return `T`, the largest number of tokens of a sample."""
-    return int(num_tokens.max()) if len(num_tokens) else 0
-
-
-def row_places(num_tokens: Tensor) -> Tensor:
-    """Return the place of each token in rows of `T` places, `[N]` int64."""
-    return counted_from(torch.arange(len(num_tokens)) * longest(num_tokens), num_tokens)
+    pieces = [row[:count] for row, count in zip(rows, num_tokens.tolist(), strict=True)]
+    return torch.cat([rows.new_empty(0), *pieces])

@@ -6,6 +6,7 @@ the losses of any split of a mini-batch over micro-batches and ranks add up to t
 Shapes: `b` sequences of a micro-batch, `T` response tokens; `[b, T]` tensors are float32, `mask` is bool.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -25,10 +26,10 @@ class PolicyOutputs:
     entropy: Tensor | None = None  # [N] nats, of the whole next-token distribution; None: not asked for
     kl: Tensor | None = None  # [N] nats, exact, from the reference, over the whole vocabulary; None: not asked for
 
-    def select(self, tokens: Tensor) -> "PolicyOutputs":
-        """Return the outputs for the given tokens (int64 indices)."""
-        entropy, kl = (None if numbers is None else numbers[tokens] for numbers in (self.entropy, self.kl))
-        return PolicyOutputs(log_probs=self.log_probs[tokens], entropy=entropy, kl=kl)
+    def map(self, change: Callable[[Tensor], Tensor]) -> "PolicyOutputs":
+        """Return what `change` makes of each column."""
+        entropy, kl = (None if numbers is None else change(numbers) for numbers in (self.entropy, self.kl))
+        return PolicyOutputs(log_probs=change(self.log_probs), entropy=entropy, kl=kl)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,6 +136,8 @@ class Sharded(Generic[R_co]):
 
     def select(self, samples: Tensor) -> "Sharded[R_co]":
         """Return only the given samples (int64 indices `[K]`), in that order."""
+        if self._are_all(samples):
+            return self
         return replace(self, index=self.index.select(samples), share=self.share.select(self.local(samples)))
 
     def of_prompts(self, places: Sequence[int]) -> "Sharded[R_co]":
@@ -146,9 +148,13 @@ class Sharded(Generic[R_co]):
         index = replace(chosen, prompts=[self.index.prompts[place] for place in places], groups=number[chosen.groups])
         return replace(self, index=index, share=self.share.of_prompts(places))
 
-    def token_places(self, samples: Tensor) -> Tensor:
-        """Return the places in the share's columns of the given samples' tokens, as far as this rank has them."""
-        return self.share.token_places(self.local(samples))
+    def tokens_of(self, samples: Tensor, column: Tensor) -> Tensor:
+        """Return the part of a column `[n]` of the share that belongs to the given samples (int64 indices `[K]`)."""
+        return column if self._are_all(samples) else self.share.tokens_of(self.local(samples), column)
+
+    def _are_all(self, samples: Tensor) -> bool:
+        """Return whether the given samples are all of them, in their order."""
+        return torch.equal(samples, torch.arange(len(self)))
 
     def with_share(self, share: S) -> "Sharded[S]":
         """Return the same samples with another record of this rank's."""

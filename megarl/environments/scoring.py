@@ -47,10 +47,10 @@ class EpisodeScorer:
 
     def text(self, rollouts: Rollouts, sample: int) -> str:
         """Return an episode for people: each observation is in lines of its own, after `>>>`."""
-        places = rollouts.token_places(torch.tensor([sample]))
-        spans, sizes = rollouts.mask[places].unique_consecutive(return_counts=True)
+        spans, sizes = rollouts.pieces(rollouts.mask)[sample].unique_consecutive(return_counts=True)
+        tokens = rollouts.response_ids(sample).split(sizes.tolist())
         pieces = []
-        for is_policy, piece in zip(spans.tolist(), rollouts.responses[places].split(sizes.tolist()), strict=True):
+        for is_policy, piece in zip(spans.tolist(), tokens, strict=True):
             text = self._tokenizer.decode(piece.tolist())
             pieces.append(text if is_policy else f"\n>>> {text.strip()}\n")
         return "".join(pieces)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import Divergence
-from megarl.batch import Rollouts, row_places
+from megarl.batch import Rollouts
 from megarl.distributed.sharded import Sharded
 from megarl.learner.batching import Batching, Budget
 from megarl.learner.offload import Offload
@@ -127,8 +127,8 @@ class ForwardPass:
         if outputs:  # only the last pipeline stage has any
             rows = torch.cat([numbers.flatten(1) for numbers in outputs], dim=1).cpu()  # the host waits once
             parts = rows.split([numbers[0].numel() for numbers in outputs], dim=1)
-            for micro_batch, part in zip(micro_batches, parts, strict=True):
-                samples = micro_batch.row.samples
-                places = row_places(share.num_tokens[samples])
-                joined[:, share.token_places(samples)] = part[:, places]
+            places = joined.split(share.num_tokens.tolist(), dim=1)
+            for micro_batch, numbers, part in zip(micro_batches, outputs, parts, strict=True):
+                for sample, row in zip(micro_batch.row.samples.tolist(), part.view_as(numbers).unbind(1), strict=True):
+                    places[sample].copy_(row[:, : places[sample].shape[1]])
         return self._head.as_outputs(list(joined), with_entropy=with_entropy)

@@ -143,7 +143,7 @@ def _advantages(
     if algorithm.estimator.compares:
         numbers = {"scores": totals.to(torch.float32), "groups": index.groups, "lengths": index.num_learnt}
         (of_samples,) = estimates_of(function, numbers | {"mask": torch.ones(len(index), 1, dtype=torch.bool)}, keys)
-        of_tokens = of_samples[samples.mine, 0].repeat_interleave(share.num_tokens)
+        of_tokens = share.on_tokens(of_samples[samples.mine, 0])
         found = [masked(of_tokens, share.mask)]
     else:
         columns = {"token_rewards": rewards, "mask": share.mask} | ({} if values is None else {"values": values})

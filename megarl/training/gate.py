@@ -195,7 +195,7 @@ def _means(mismatch: Tensor, comparable: Tensor) -> Tensor:
 def _mean(samples: Sharded[Rollouts], mismatch: Tensor, comparable: Tensor, kept: Tensor) -> float:
     """Return the same mean over all comparable tokens of the kept samples (bool `[B]`) together. Collective."""
     share = samples.share
-    tokens = comparable & kept[samples.mine].repeat_interleave(share.num_tokens)
+    tokens = comparable & share.on_tokens(kept[samples.mine])
     count = int(samples.gather(share.sums(tokens)).sum())
     free = min(max(count // 100, FREE_TOKENS), count)
     if free == count:

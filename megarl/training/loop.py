@@ -4,7 +4,9 @@ This code is the same on every rank. The implementations of the interfaces know 
 and which engine generated a sample.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -98,14 +100,10 @@ class RefAndValues:
     ref_log_probs: Tensor | None  # [n] float32; None: there is no reference
     values: Tensor | None  # [n] float32; None: there is no critic
 
-    def select(self, tokens: Tensor) -> "RefAndValues":
-        """Return the outputs on the given tokens (int64 indices)."""
-        ref_log_probs = self.ref_log_probs
-        values = self.values
-        return RefAndValues(
-            ref_log_probs=None if ref_log_probs is None else ref_log_probs[tokens],
-            values=None if values is None else values[tokens],
-        )
+    def map(self, change: Callable[[Tensor], Tensor]) -> "RefAndValues":
+        """Return what `change` makes of each column."""
+        ref_log_probs, values = (x if x is None else change(x) for x in (self.ref_log_probs, self.values))
+        return RefAndValues(ref_log_probs=ref_log_probs, values=values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +183,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
         if len(checked.rows) < len(samples):
             gradient.discard()
             gradient = None
-            others = others.select(samples.token_places(checked.rows))
+            others = others.map(partial(samples.tokens_of, checked.rows))
     else:
         with timers("old_log_prob"):
             outputs = job.actor.infer(samples)
@@ -225,7 +223,7 @@ def check_against_engine(
     if job.gate and samples.share.rollout_log_probs is not None:
         passed = job.gate.check(samples, outputs.log_probs, mismatches, step=step)
         rows = passed.rows
-        outputs = outputs.select(samples.token_places(rows))
+        outputs = outputs.map(partial(samples.tokens_of, rows))
         samples = samples.select(rows)
         metrics = metrics | passed.metrics
         mismatches = passed.healthy

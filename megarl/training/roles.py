@@ -169,8 +169,9 @@ class FrozenPolicies:
         """Return the log-probabilities of the response tokens of this rank's share, `[N]` float32."""
         shares = self.models.shares(batch.index)
         read = [model.infer(batch.select(samples)).log_probs for model, samples in shares]
-        order = torch.cat([batch.token_places(samples) for _, samples in shares]).argsort()
-        return PolicyOutputs(log_probs=torch.cat(read)[order])
+        order = torch.cat([samples for _, samples in shares])
+        log_probs = batch.select(order).tokens_of(order.argsort(), torch.cat(read))
+        return PolicyOutputs(log_probs=log_probs)
 
     def against(self, divergence: Divergence) -> ReferenceDivergence:
         """Return the divergence from these policies."""

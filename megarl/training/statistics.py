@@ -70,5 +70,5 @@ def numbers_of(samples: Sharded[Rollouts], marked: Tensor) -> tuple[Tensor, int]
     own = share.sums(marked)
     of_all = samples.gather(own)
     before = (of_all.cumsum(0) - of_all)[samples.mine] - (own.cumsum(0) - own)
-    starts = before.to(torch.int64).repeat_interleave(share.num_tokens)
+    starts = share.on_tokens(before.to(torch.int64))
     return marked.cumsum(0) - 1 + starts, int(of_all.sum())

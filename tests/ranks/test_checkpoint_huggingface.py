@@ -98,13 +98,12 @@ def test_transformers_reads_actor_and_critic(saved: tuple[Path, tuple[Any, Any]]
     batch = experience()
     for number in range(len(batch)):
         prompt, response = batch.prompt_of(number), batch.response_ids(number)
-        places = batch.token_places(torch.tensor([number]))
         found = log_probs(policy, prompt, response.tolist(), temperature=1.0)
-        torch.testing.assert_close(found, log_probs_of_actor[places], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, batch.pieces(log_probs_of_actor)[number], rtol=1e-4, atol=1e-4)
         tokens = torch.tensor([[*prompt.token_ids, *response.tolist()]])
         with torch.no_grad():
             values = critic.score(critic.model(tokens).last_hidden_state)[0, len(prompt.token_ids) - 1 : -1, 0]
-        torch.testing.assert_close(values, values_of_critic[places], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(values, batch.pieces(values_of_critic)[number], rtol=1e-4, atol=1e-4)
     assert values_of_critic.abs().max() > 1e-3  # the head has learnt: it started as zeros
 
 

@@ -208,7 +208,7 @@ def test_too_many_consecutive_skips_end_run_everywhere(
     assert poisoned["scores"] == POISON
     assert poisoned["prompt_ids"] == list(bad.prompt_of(2).token_ids)
     assert poisoned["responses"] == bad.response_ids(2).tolist()
-    assert poisoned["advantages"] == bad.advantages[bad.token_places(torch.tensor([2]))].tolist()
+    assert poisoned["advantages"] == bad.pieces(bad.advantages)[2].tolist()
 
 
 def many(run_dir: Path) -> None:

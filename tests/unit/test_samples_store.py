@@ -46,7 +46,7 @@ def scored(lengths: list[int], *, seed: int = 0) -> Scored:
 def as_episodes(record: Scored) -> Scored:
     """Return the record with two tokens of an environment in its third sample."""
     observed = torch.zeros_like(record.mask)
-    observed[record.token_places(torch.tensor([2]))[1:3]] = True
+    record.pieces(observed)[2][1:3] = True
     said = record.mask & ~observed
     return replace(
         record,

@@ -128,7 +128,7 @@ def check_split(name: str, mode: str, whole: Experience, owners: list[int]) -> N
     parts = []
     for rank in range(3):
         samples = torch.tensor([sample for sample, owner in enumerate(owners) if owner == rank], dtype=torch.int64)
-        x_part = x_parts[whole.token_places(samples)]
+        x_part = whole.tokens_of(samples, x_parts)
         parts.append(contribution(name, x_part, whole.select(samples), totals, mode))
     loss_of_parts = torch.stack([part_loss for part_loss, _ in parts]).sum()
     (gradient_of_parts,) = torch.autograd.grad(loss_of_parts, x_parts)
