@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start many processes, which compile what they import if no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-peers docs quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-oldest test-faults hollow test-hollow test-cuda test-te clean
+.PHONY: help setup setup-peers docs quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-oldest test-faults hollow test-hollow-core test-hollow test-cuda test-te clean
 
 help:
 	@echo "make setup        .venv with exactly requirements/cpu.lock (PYTHON=... chooses the interpreter)"
@@ -65,8 +65,10 @@ test-e2e: setup
 	$(PYTEST) -m "not long" tests/e2e
 
 # In one session, whose ranks are forked from one process. Short tests come last, so both processes end together.
+# Where `make hollow` has built the hollow device, a few tests run on it too.
 test: check
 	$(PYTEST) -m "not long" tests/e2e tests/ranks tests/unit
+	@[ ! -e build/hollow/built ] || $(MAKE) --no-print-directory test-hollow-core
 
 test-long: setup
 	$(PYTEST) -m long tests/e2e tests/cluster
@@ -113,8 +115,10 @@ test-te: setup build/transformer_engine/built hollow
 # The sanitizer and an interpreted update take minutes on a busy machine.
 ON_HOLLOW := tests/hollow/run .venv-cuda/bin/python -m pytest --timeout 900 -n 2 $(BY_FILE)
 CASE := tests/hollow/test_learner.py::test_learner_on_cuda_matches_learner_on_cpu
+test-hollow-core: hollow
+	$(ON_HOLLOW) tests/hollow/test_device_memory.py "$(CASE)[alone-policy]"
 test-hollow: hollow
-	$(ON_HOLLOW) $(patsubst %,tests/hollow/test_%.py,device_memory nccl graphs solid) \
+	$(ON_HOLLOW) $(patsubst %,tests/hollow/test_%.py,device_memory nccl graphs solid counters engine_counters) \
 		"$(CASE)[alone-policy]" "$(CASE)[tensor-data-offloaded-policy]" tests/hollow/test_engine.py
 
 # At the end it prints the branches that only CUDA takes and whether they ran, and fails if too few did.
@@ -123,8 +127,8 @@ test-cuda: setup hollow
 	$(BIN)/python -m pytest tests/hollow/test_engine.py
 	@rm -rf "$(LINES)" build/hollow/check
 	HOLLOW_LINES="$(LINES)" $(ON_HOLLOW) tests/gpu tests/hollow
-	HOLLOW_LINES="$(LINES)" $(BIN)/python scripts/gpu_check.py --hollow --out build/hollow/check \
-		--stages train-0.5b-grpo,verify-llama,resume
+	printf '%s\n' train-0.5b-grpo,resume verify- | HOLLOW_LINES="$(LINES)" xargs -P 2 -I{} \
+		$(BIN)/python scripts/gpu_check.py --hollow --out build/hollow/check --stages {}
 	$(BIN)/python -m tests.hollow.branches "$(LINES)"
 
 N := 1

