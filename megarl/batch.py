@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Self, TypeVar
 
@@ -267,14 +268,25 @@ class Rollouts(Prompts):
 
     def num_learnt(self) -> Tensor:
         """Return the number of tokens of the policy in each sample: `[B]` int64."""
-        return self.num_tokens if bool(self.mask.all()) else self.sums(self.mask).to(torch.int64)
+        return self.num_tokens if self.is_all_learnt else self.sums(self.mask).to(torch.int64)
+
+    @cached_property
+    def is_all_learnt(self) -> bool:
+        """Whether every token is of the policy."""
+        return bool(self.mask.all())
 
     def pieces(self, column: Tensor) -> tuple[Tensor, ...]:
         """Return the part of a column `[N]` that belongs to each sample: views."""
         return column.split(self.num_tokens.tolist())
 
+    def are_all(self, samples: Tensor) -> bool:
+        """Return whether the given samples (int64 indices) are all of them, in their order."""
+        return torch.equal(samples, torch.arange(len(self)))
+
     def tokens_of(self, samples: Tensor, column: Tensor) -> Tensor:
         """Return the part of a column `[N]` that belongs to the given samples (int64 indices `[b]`), in their order."""
+        if self.are_all(samples):
+            return column
         pieces = self.pieces(column)
         return torch.cat([column[:0], *(pieces[sample] for sample in samples.tolist())])
 
@@ -320,6 +332,8 @@ class Rollouts(Prompts):
 
     def select(self, samples: Tensor) -> Self:
         """Return only the given samples (int64 indices `[b]`), in that order. Prompts are kept."""
+        if self.are_all(samples):
+            return self
         chosen = samples.tolist()
         listed = {"sequences": self.sequences, "stop_reasons": self.stop_reasons, "faults": self.faults}
         values: dict[str, Any] = {name: each and [each[sample] for sample in chosen] for name, each in listed.items()}

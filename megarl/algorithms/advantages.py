@@ -31,9 +31,9 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
         Rewards `[B, T]`.
     """
     assert scores.shape == mask.shape[:1], f"{tuple(scores.shape)} scores for a mask of {tuple(mask.shape)}"
-    tokens_left = mask.flip(-1).cumsum(-1).flip(-1)
-    is_last = mask & (tokens_left == 1)
-    return torch.where(is_last, scores[:, None], 0.0) - kl_coef * masked(kl, mask)
+    place = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
+    last = (mask * place).amax(-1, keepdim=True) if mask.numel() else mask.new_zeros(len(mask), 1, dtype=torch.int32)
+    return torch.where(mask & (place == last), scores[:, None], 0.0) - kl_coef * masked(kl, mask)
 
 
 def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -277,16 +277,22 @@ class _Unmasked:
 
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
-        rows = mask.nonzero()[:, 0]
-        places = mask.cumsum(-1)[mask] - 1
-        self.moved = (rows, places)
+        self.moved: tuple[Tensor, Tensor] | None = None  # None: they are at the beginning already
+        if (mask[:, 1:] & ~mask[:, :-1]).any():
+            rows = mask.nonzero()[:, 0]
+            places = mask.cumsum(-1)[mask] - 1
+            self.moved = (rows, places)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the values of the unmasked tokens at the beginning of each row, followed by zeros."""
+        if self.moved is None:
+            return masked(x, self.mask)
         return torch.zeros_like(x).index_put(self.moved, x[self.mask])
 
     def scatter(self, gathered: Tensor) -> Tensor:
         """Return gathered values at their own places, and zeros under the mask."""
+        if self.moved is None:
+            return masked(gathered, self.mask)
         return torch.zeros_like(gathered).masked_scatter(self.mask, gathered[self.moved])
 
 
@@ -296,9 +302,10 @@ def _discounted_sums(x: Tensor, discount: float) -> Tensor:
     The sums of 1, 2, 4, ... terms are added elementwise, so a row's result does not depend on the rows and the padding
     beside it.
     """
+    x = x.clone()
     num_terms = 1
     while num_terms < x.shape[-1]:
-        x = x + discount**num_terms * _later(x, num_terms)
+        x[..., :-num_terms] += discount**num_terms * x[..., num_terms:]
         num_terms *= 2
     return x
 

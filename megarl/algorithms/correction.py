@@ -57,15 +57,16 @@ def accepted(weights: Tensor, mask: Tensor, *, lower: float, upper: float) -> Te
 
 def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Return the sums that `mismatch_means` needs, of each sample: `[B]` float64 tensors, zero without a token."""
-    log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
+    trainer, engine = (masked(numbers, mask).double() for numbers in (log_probs, rollout_log_probs))
+    log_ratio = trainer - engine  # zero under the mask
     ratio = bounded_exp(log_ratio)
-    lengths = mask.sum(-1).clamp(min=1)
-    training = -masked(log_probs, mask).double().sum(-1) / lengths
-    rollout = -masked(rollout_log_probs, mask).double().sum(-1) / lengths
+    lengths = mask.sum(-1)
+    training = -trainer.sum(-1) / lengths.clamp(min=1)
+    rollout = -engine.sum(-1) / lengths.clamp(min=1)
     of_tokens = {
         "kl": -log_ratio,
         "k3_kl": ratio - log_ratio - 1.0,
-        "chi2_token": ratio.square(),
+        "chi2_token": masked(ratio.square(), mask),
     }
     of_sequences = {
         "training_log_ppl": training,
@@ -77,10 +78,10 @@ def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) ->
         "ppl_ratio": (training - rollout).exp(),
         "chi2_seq": bounded_exp(log_ratio.sum(-1)) ** 2,
     }
-    has_tokens = mask.any(-1).double()
+    has_tokens = (lengths > 0).double()
     return (
-        {"num_tokens": mask.sum(-1).double(), "num_sequences": has_tokens}
-        | {name: masked(x, mask).sum(-1) for name, x in of_tokens.items()}
+        {"num_tokens": lengths.double(), "num_sequences": has_tokens}
+        | {name: x.sum(-1) for name, x in of_tokens.items()}
         | {name: x * has_tokens for name, x in of_sequences.items()}
     )
 
@@ -108,11 +109,11 @@ def token_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
     """`min(d^2, 1) / 2` of every token with `d = log_probs - rollout_log_probs`, and which tokens have one.
 
     Returns:
-        `[B, T]` float64, zero elsewhere; `[B, T]` bool: under the mask, and finite on both sides.
+        `[B, T]` float32, zero elsewhere; `[B, T]` bool: under the mask, and finite on both sides.
     """
     difference = _log_ratio(log_probs, rollout_log_probs, mask)
     judged = mask & difference.isfinite()
-    return masked(difference.square().clamp(max=1.0) / 2, judged), judged
+    return masked((difference.square().clamp(max=1.0) / 2).to(torch.float32), judged), judged
 
 
 def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from megarl.distributed.exchange import host_group
 
-DIGIT_BITS = 11  # of a number's 64 bits that one round decides
-_LOWEST = -1 << 63  # of signed integers
+DIGIT_BITS = 11  # of a number's bits that one round decides
 
 
 def kth_largest(numbers: Tensor, k: int, *, counts: bool) -> float:
@@ -16,13 +15,16 @@ def kth_largest(numbers: Tensor, k: int, *, counts: bool) -> float:
     Numbers have keys: integers in the same order. The digits of the wanted key follow from counts, the highest first.
 
     Args:
-        numbers: `[n]` float64 of this rank, none NaN.
+        numbers: `[n]` float32 or float64 of this rank, none NaN.
         k: from 1 to the number of all numbers.
         counts: True on exactly one of the ranks that have the same numbers.
     """
-    left = _key(numbers.view(torch.int64)) ^ _LOWEST if counts else torch.empty(0, dtype=torch.int64)
+    num_bits = 8 * numbers.element_size()
+    integers = {32: torch.int32, 64: torch.int64}[num_bits]
+    lowest = torch.iinfo(integers).min
+    left = _key(numbers.view(integers)) ^ lowest if counts else torch.empty(0, dtype=integers)
     found = 0
-    for shift in range(63 - 63 % DIGIT_BITS, -1, -DIGIT_BITS):
+    for shift in range((num_bits - 1) // DIGIT_BITS * DIGIT_BITS, -1, -DIGIT_BITS):
         digits = (left >> shift) & ((1 << DIGIT_BITS) - 1)
         histogram = torch.bincount(digits, minlength=1 << DIGIT_BITS)
         if dist.is_initialized():
@@ -32,14 +34,15 @@ def kth_largest(numbers: Tensor, k: int, *, counts: bool) -> float:
         k -= int(at_least[digit] - histogram[digit])
         left = left[digits == digit]
         found |= digit << shift
-    found &= (1 << 64) - 1  # the highest digit has bits to spare, which repeat the sign
-    key = torch.tensor([found - (1 << 64) if found >> 63 else found]) ^ _LOWEST
-    return float(_key(key).view(torch.float64))
+    found &= (1 << num_bits) - 1  # the highest digit has bits to spare, which repeat the sign
+    signed = found - (1 << num_bits) if found >> (num_bits - 1) else found
+    return float(_key(torch.tensor([signed], dtype=integers) ^ lowest).view(numbers.dtype))
 
 
 def _key(bits: Tensor) -> Tensor:
-    """Return signed integers in the order of float64 numbers, from their bits; or the bits, from such integers.
+    """Return signed integers in the order of floating-point numbers, from their bits; or the bits, from such integers.
 
     Bits of negative numbers without the sign are in the opposite order.
     """
-    return bits ^ ((bits >> 63) & ~_LOWEST)
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)

@@ -136,8 +136,6 @@ class Sharded(Generic[R_co]):
 
     def select(self, samples: Tensor) -> "Sharded[R_co]":
         """Return only the given samples (int64 indices `[K]`), in that order."""
-        if self._are_all(samples):
-            return self
         return replace(self, index=self.index.select(samples), share=self.share.select(self.local(samples)))
 
     def of_prompts(self, places: Sequence[int]) -> "Sharded[R_co]":
@@ -150,11 +148,7 @@ class Sharded(Generic[R_co]):
 
     def tokens_of(self, samples: Tensor, column: Tensor) -> Tensor:
         """Return the part of a column `[n]` of the share that belongs to the given samples (int64 indices `[K]`)."""
-        return column if self._are_all(samples) else self.share.tokens_of(self.local(samples), column)
-
-    def _are_all(self, samples: Tensor) -> bool:
-        """Return whether the given samples are all of them, in their order."""
-        return torch.equal(samples, torch.arange(len(self)))
+        return self.share.tokens_of(self.local(samples), column)
 
     def with_share(self, share: S) -> "Sharded[S]":
         """Return the same samples with another record of this rank's."""

@@ -58,7 +58,8 @@ def estimate(
         kl = _divergence(old_log_probs, ref_log_probs, exact_kl, mask, algorithm)
     if share.turn_rewards is None:
         scores = response_rewards(share, algorithm.overlong_buffer)
-        rewards = share.flat(token_rewards(scores, share.rows(kl), share.rows(mask), kl_coef=kl_coef or 0.0))
+        function = partial(estimates_of, token_rewards, kwargs={"kl_coef": kl_coef or 0.0})
+        [rewards] = _row_by_row(function, share, {"kl": kl, "mask": mask}, scores=scores)
     else:
         rewards = masked(share.turn_rewards - (kl_coef or 0.0) * kl, mask)
     # The KL of a sample is the mean of its tokens, so that long responses do not weigh more in the KL controller.
@@ -147,8 +148,8 @@ def _advantages(
         found = [masked(of_tokens, share.mask)]
     else:
         columns = {"token_rewards": rewards, "mask": share.mask} | ({} if values is None else {"values": values})
-        greedy = None if baselines is None else baselines[samples.mine]
-        found = _row_by_row(partial(estimates_of, function, kwargs=keys), share, columns, greedy)
+        greedy = {} if baselines is None else {"baselines": baselines[samples.mine]}
+        found = _row_by_row(partial(estimates_of, function, kwargs=keys), share, columns, **greedy)
     advantages, *more = found
     if algorithm.estimator.whitens:
         center, var = moments(samples, advantages)
@@ -160,14 +161,12 @@ def _row_by_row(
     estimate: Callable[[Mapping[str, Tensor]], Sequence[Tensor]],
     share: Rewarded,
     columns: Mapping[str, Tensor],
-    baselines: Tensor | None,
+    **of_samples: Tensor,
 ) -> list[Tensor]:
-    """Return the columns `[n]` that `estimate` makes of each sample alone. `baselines` are `[b]`."""
+    """Return the columns `[n]` that `estimate` makes of each sample alone, from `columns` and numbers `[b]`."""
     blocks = []
     for block, rows in share.row_blocks(*columns.values()):
-        tensors = dict(zip(columns, rows, strict=True))
-        if baselines is not None:
-            tensors["baselines"] = baselines[block]
+        tensors = dict(zip(columns, rows, strict=True)) | {name: numbers[block] for name, numbers in of_samples.items()}
         blocks.append([flat(found, share.num_tokens[block]) for found in estimate(tensors)])
     return [torch.cat(of_blocks) for of_blocks in zip(*blocks, strict=True)]
 

@@ -187,9 +187,10 @@ def _means(mismatch: Tensor, comparable: Tensor) -> Tensor:
     counts = comparable.sum(-1)
     free = (counts // 100).clamp(min=FREE_TOKENS)
     most = int(free.max()) if len(free) else 0
-    largest = mismatch.topk(min(most, mismatch.shape[1])).values
+    largest = mismatch.topk(min(most, mismatch.shape[1])).values.double()
     largest = largest.where(torch.arange(largest.shape[1]) < free[:, None], 0.0)
-    return (mismatch.sum(-1) - largest.sum(-1)).clamp(min=0.0) / (counts - free).clamp(min=1)
+    total = mismatch.sum(-1, dtype=torch.float64)
+    return (total - largest.sum(-1)).clamp(min=0.0) / (counts - free).clamp(min=1)
 
 
 def _mean(samples: Sharded[Rollouts], mismatch: Tensor, comparable: Tensor, kept: Tensor) -> float:
@@ -200,7 +201,7 @@ def _mean(samples: Sharded[Rollouts], mismatch: Tensor, comparable: Tensor, kept
     free = min(max(count // 100, FREE_TOKENS), count)
     if free == count:
         return 0.0
-    border = kth_largest(mismatch[tokens], free, counts=samples.shares.reports)
+    border = kth_largest(mismatch if tokens.all() else mismatch[tokens], free, counts=samples.shares.reports)
     below = tokens & (mismatch < border)
     of_samples = samples.gather(torch.stack([share.sums(mismatch * below), share.sums(below)], dim=-1))
     total, num_below = of_samples.sum(0).tolist()

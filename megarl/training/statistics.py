@@ -26,7 +26,7 @@ def token_spread(name: str, samples: Sharded[Rollouts], column: Tensor) -> Metri
 def extent(samples: Sharded[Rollouts], column: Tensor) -> tuple[float, float, float]:
     """Return mean, largest and smallest over the tokens of the policy. `column` `[n]` is of this rank's share."""
     share = samples.share
-    values = column[share.mask].double()
+    values = (column if share.is_all_learnt else column[share.mask]).double()
     found = torch.zeros(len(share), 3, dtype=torch.float64)
     if len(share):  # torch refuses to reduce no segment
         of_kinds = [torch.segment_reduce(values, kind, lengths=share.num_learnt()) for kind in ("sum", "max", "min")]

@@ -93,16 +93,18 @@ def test_marked_tokens_are_numbered_in_order(pool: RankPool) -> None:
     assert sorted(by_place) == whole().mask.nonzero()[:, 0].tolist()
 
 
-def largest(numbers: list[list[float]]) -> list[float]:
-    mine: Tensor = torch.tensor(numbers[dist.get_rank()], dtype=torch.float64)
-    return [kth_largest(mine, k, counts=True) for k in range(1, sum(map(len, numbers)) + 1)]
+def largest(numbers: list[Tensor]) -> list[float]:
+    return [kth_largest(numbers[dist.get_rank()], k, counts=True) for k in range(1, sum(map(len, numbers)) + 1)]
 
 
-def test_every_rank_finds_the_kth_largest(pool: RankPool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_every_rank_finds_the_kth_largest(pool: RankPool, dtype: torch.dtype) -> None:
     """Signs, zeros, infinities, equal numbers and ranks without a number."""
-    numbers = [[3.0, -1e300, 0.0, 5e-324], [], [3.0, float("inf"), -2.5, float("-inf")], [-5e-324, 1.0, 3.0]]
-    expected = sorted((x for of_rank in numbers for x in of_rank), reverse=True)
-    assert pool.run(4, largest, numbers) == [expected] * 4
+    limits = torch.finfo(dtype)
+    tiny = limits.smallest_normal / 2
+    of_ranks = [[3.0, limits.min, 0.0, tiny], [], [3.0, float("inf"), -2.5, float("-inf")], [-tiny, 1.0, 3.0]]
+    numbers = [torch.tensor(of_rank, dtype=dtype) for of_rank in of_ranks]
+    assert pool.run(4, largest, numbers) == [sorted(torch.cat(numbers).tolist(), reverse=True)] * 4
 
 
 def estimated(samples: Sharded[Any], estimator: str) -> list[Any]:

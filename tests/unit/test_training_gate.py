@@ -46,7 +46,7 @@ def check(
 def test_token_mismatch_is_half_squared_difference_and_bounded() -> None:
     says, heard = torch.tensor([[-1.0, -2.0, -9.0, -1.0, float("nan")]]), torch.tensor([[-1.2, -2.0, -1.0, -3.0, -1.0]])
     mismatch, judged = token_mismatch(says, heard, torch.tensor([[True, True, True, False, True]]))
-    torch.testing.assert_close(mismatch, torch.tensor([[0.02, 0.0, 0.5, 0.0, 0.0]], dtype=torch.float64))
+    torch.testing.assert_close(mismatch, torch.tensor([[0.02, 0.0, 0.5, 0.0, 0.0]]))
     assert judged.tolist() == [[True, True, True, False, False]]
 
 
