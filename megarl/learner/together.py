@@ -18,7 +18,6 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megarl.learner.overlap import is_awaited
 from megarl.learner.weight_gradient import WeightGradient
 
 
@@ -53,8 +52,6 @@ class ProductByExpert(torch.autograd.Function):
 
 def _of_weight(weight: Tensor, grad_out: Tensor, hidden: Tensor) -> Tensor | None:
     """Return what autograd has to add to the gradient of an expert's weight."""
-    if is_awaited(weight):
-        return grad_out.t() @ hidden
     total = WeightGradient(weight)
     if len(hidden):
         total.add(grad_out, hidden)
@@ -90,7 +87,7 @@ class ExpertsTogether(SequentialMLP):
 
         Megatron computes a rank's only expert so; here the projections are those of all experts.
         """
-        counts = tokens_per_expert.tolist()
+        counts = tokens_per_expert.tolist()  # Megatron's dispatcher has brought them to the host
         first, second = (
             Projection([getattr(expert, name) for expert in self.local_experts], counts)
             for name in ("linear_fc1", "linear_fc2")

@@ -1,5 +1,7 @@
 """The gradient of a weight that a function of ours computes, added straight to where Megatron sums it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,18 @@ class WeightGradient:
             self._sum.addmm_(grad_output.T.float(), hidden.float())
 
     def to_return(self) -> Tensor | None:
-        """Return what autograd still has to add to the weight's gradient: zeros if a hook waits for the weight."""
+        """Return what autograd takes for the weight's gradient: nothing, if the gradient is added and no hook waits.
+
+        A hook of Megatron that waits for a gradient drops it unread, as the weight's mark demands. So the gradient is
+        an alias of the weight, which takes neither memory nor a kernel. The weight of a tied head has no such mark:
+        its hook waits for the embedding's gradient, and reads that.
+        """
+        weight: Any = self._weight
         if not self._is_added:
-            return self._sum.to(self._weight.dtype)
-        return torch.zeros_like(self._weight) if is_awaited(self._weight) else None
+            return self._sum.to(weight.dtype)
+        if not is_awaited(weight) or getattr(weight, "zero_out_wgrad", False):
+            return None
+        assert weight.grad is None, "autograd would add to the weight itself"
+        weight.grad_added_to_main_grad = True
+        alias: Tensor = weight.detach()
+        return alias

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.learner.fused import has_transformer_engine
 from tests.support.learners import ACTOR, make_test_learner, outputs_of_all, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
@@ -15,6 +16,7 @@ from tests.support.tiny import write_checkpoint
 
 pytestmark = pytest.mark.gpu
 
+WAITS = {"contributions.py": 1, "clip_grads.py": 1, "forward.py": 1}
 OFFLOADED = {"optimizer_offload": True, "grad_offload": True, "param_offload": True}
 
 
@@ -51,11 +53,11 @@ def test_ranks_that_overlap_learn_as_one(tmp_path: Path) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def waits(source: Path, max_tokens: int) -> Counter[str]:
+def waits(source: Path, section: dict[str, Any], max_tokens: int) -> Counter[str]:
     """Return how often each file makes the host wait for the device in an update and a forward pass."""
     from megarl.learner.batching import Budget
 
-    learner, batch = make_test_learner(source, {"dtype": "bfloat16"}), experience()
+    learner, batch = make_test_learner(source, section), experience()
     budget = Budget(max_tokens=max_tokens, max_sequences=None)
 
     def work() -> None:
@@ -71,9 +73,15 @@ def waits(source: Path, max_tokens: int) -> Counter[str]:
     return Counter(Path(found.filename).name for found in caught if "synchronizing CUDA" in str(found.message))
 
 
-def test_host_waits_follow_passes_not_micro_batches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # attention takes other kernels
+def test_host_waits_follow_passes_not_micro_batches(tmp_path: Path, dtype: str, num_ranks: int) -> None:
+    if (num_devices := torch.cuda.device_count()) < num_ranks:
+        pytest.skip(f"needs {num_ranks} devices, and this machine has {num_devices}")
     source = write_checkpoint(tmp_path, "qwen2")
+    section = {"dtype": dtype, "context_parallel_size": num_ranks}
     with RankPool("cuda") as pool:
-        [few] = pool.run(1, waits, source, 1000)
-        [many] = pool.run(1, waits, source, 24)
+        few, many = (pool.run(num_ranks, waits, source, section, max_tokens) for max_tokens in (1000, 24))
     assert many == few
+    if not has_transformer_engine():
+        assert few == [WAITS] * num_ranks

@@ -1,16 +1,19 @@
 """A learner on CUDA has the numbers of a learner on the CPU, in every split: loss, gradient, weights after an update.
 
 The CPU is that of the same build of torch. Kernels are not tested: the CPU computes both sides. The tests are of
-everything around them: devices, types, shapes, offload, groups and collectives, and the branches that only CUDA takes.
+everything around them: devices, types, shapes, offload, groups and collectives, and lines for CUDA.
 """
 
 import multiprocessing
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.learners import learner_outputs
 from tests.support.ranks import RankPool
@@ -21,7 +24,9 @@ pytestmark = pytest.mark.hollow
 TENSOR, PIPELINE, CONTEXT, EXPERT = (
     {f"{name}_parallel_size": 2} for name in ("tensor_model", "pipeline_model", "context", "expert_model")
 )
+VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
 OFFLOADED = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+FOUR_LAYERS = {"num_hidden_layers": 4}
 SPLITS: dict[str, tuple[str, int, dict[str, Any]]] = {  # variant, world size, section
     "alone": ("qwen3-tied", 1, {}),
     "offloaded": ("qwen3-tied", 1, OFFLOADED),
@@ -33,17 +38,47 @@ SPLITS: dict[str, tuple[str, int, dict[str, Any]]] = {  # variant, world size, s
     "experts": ("qwen3_moe", 2, EXPERT),
     "latent": ("deepseek_v3", 2, TENSOR),
 }
+OTHER_SPLITS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "virtual": ("qwen3-tied", 2, VIRTUAL),
+    "virtual-data": ("qwen3-tied", 4, VIRTUAL),
+    "tensor-without-sequence": ("qwen3-tied", 2, TENSOR | {"sequence_parallel": False}),
+    "experts-context": ("qwen3_moe", 2, EXPERT | CONTEXT),
+    "experts-data": ("qwen3_moe", 4, EXPERT),
+    **{field: ("qwen3-tied", 1, {field: True}) for field in OFFLOADED},
+    **{variant: (variant, 1, {}) for variant in ("llama", "qwen2", "mixtral", "qwen2_moe", "deepseek_v2")},
+}
+
+
+@dataclass(frozen=True)
+class OnCPU:
+    """Checkpoints, and what learners on the CPU give on them. Each is made once."""
+
+    pool: RankPool
+    directory: Path
+    _outputs: dict[tuple[Path, str], dict[str, Any]] = field(default_factory=dict)
+
+    def checkpoint(self, variant: str, **overrides: Any) -> Path:
+        """Return a checkpoint of a variant."""
+        directory = self.directory / "-".join(map(str, (variant, *overrides.values())))
+        return directory if directory.exists() else write_checkpoint(directory, variant, **overrides)
+
+    def outputs(self, checkpoint: Path, role: str) -> dict[str, Any]:
+        """Return the outputs of a learner on one rank."""
+        key = checkpoint, role
+        if key not in self._outputs:
+            [self._outputs[key]] = self.pool.run(1, learner_outputs, checkpoint, role, {}, 24)
+        return self._outputs[key]
 
 
 @pytest.fixture(scope="module")
-def on_cpu() -> Iterator[RankPool]:
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnCPU]:
     """A process that sees no device: torch asks the device for its stream even in an update on the CPU."""
     with pytest.MonkeyPatch.context() as patch, RankPool() as pool:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setattr(pool, "_context", multiprocessing.get_context("spawn"))
         pool.run(1, torch.cuda.device_count)
         patch.delenv("CUDA_VISIBLE_DEVICES")
-        yield pool
+        yield OnCPU(pool, tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")
@@ -53,29 +88,29 @@ def on_cuda() -> Iterator[RankPool]:
 
 
 # `learner_outputs` writes into the head of a value model, which is not there while parameters are offloaded.
-CASES = [(name, "policy") for name in SPLITS] + [(name, "value") for name in SPLITS if "offloaded" not in name]
+CASES = [
+    *((name, "policy") for name in SPLITS),
+    *((name, "value") for name in SPLITS if "offloaded" not in name),
+    *((name, "policy") for name in OTHER_SPLITS),
+]
 
 
 @pytest.mark.parametrize(("name", "role"), CASES)
-def test_learner_on_cuda_matches_learner_on_cpu(
-    tmp_path: Path, on_cpu: RankPool, on_cuda: RankPool, name: str, role: str
-) -> None:
-    check(tmp_path, on_cpu, on_cuda, name, role)
+def test_learner_on_cuda_matches_learner_on_cpu(on_cpu: OnCPU, on_cuda: RankPool, name: str, role: str) -> None:
+    check(on_cpu, on_cuda, name, role)
 
 
-def test_offload_works_with_expandable_segments(
-    tmp_path: Path, on_cpu: RankPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offload_works_with_expandable_segments(on_cpu: OnCPU, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with RankPool("cuda") as pool:
-        check(tmp_path, on_cpu, pool, "offloaded", "policy")
+        check(on_cpu, pool, "offloaded", "policy")
 
 
-def check(directory: Path, on_cpu: RankPool, on_cuda: RankPool, name: str, role: str) -> None:
+def check(on_cpu: OnCPU, on_cuda: RankPool, name: str, role: str) -> None:
     """Compare a learner on CUDA with one on the CPU."""
-    variant, world_size, split = SPLITS[name]
-    checkpoint = write_checkpoint(directory, variant)
-    [expected] = on_cpu.run(1, learner_outputs, checkpoint, role, {}, 24)
+    variant, world_size, split = (SPLITS | OTHER_SPLITS)[name]
+    checkpoint = on_cpu.checkpoint(variant, **FOUR_LAYERS if VIRTUAL.items() <= split.items() else {})
+    expected = on_cpu.outputs(checkpoint, role)
     for found in on_cuda.run(world_size, learner_outputs, checkpoint, role, split, 24):
         assert expected["metrics"]["grad_norm"] > 0
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
@@ -84,8 +119,8 @@ def check(directory: Path, on_cpu: RankPool, on_cuda: RankPool, name: str, role:
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def numbers(outputs: Any) -> torch.Tensor:
-    return outputs if isinstance(outputs, torch.Tensor) else torch.stack([outputs.log_probs, outputs.entropy])
+def numbers(outputs: Any) -> Tensor:
+    return outputs if isinstance(outputs, Tensor) else torch.stack([outputs.log_probs, outputs.entropy])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -95,7 +130,7 @@ def test_products_of_experts_are_those_of_the_cpu(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def products_of_experts(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+def products_of_experts(device: str, dtype: torch.dtype) -> list[Tensor]:
     """Return the products of four experts, one without tokens, and the gradients of states and weights."""
     from megarl.learner.together import ProductByExpert
 
@@ -108,3 +143,27 @@ def products_of_experts(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
     out.backward(slope)
     sums = [weight.main_grad for weight in weights]  # type: ignore[attr-defined]
     return [tensor.detach().cpu() for tensor in (out, hidden.grad, *sums)]
+
+
+def attended(query: Tensor, part: Tensor) -> list[Tensor]:
+    """Return the attention of two sequences with equal keys and values, and all gradients."""
+    from megarl.learner import attention
+
+    tensors = [tensor.detach().requires_grad_() for tensor in (query, part, part)]
+    queries, keys, values = tensors
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32).cuda()
+    bounds = SimpleNamespace(cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=5, max_seqlen_kv=5)
+    out = attention._varlen(queries, keys, values, bounds, 0.25)
+    out.backward(torch.ones_like(out))
+    return [out.detach(), *(tensor.grad for tensor in tensors if tensor.grad is not None)]
+
+
+def test_torch_without_grouped_heads_attends_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11, which gets a copy of the keys and values for each query head."""
+    from megarl.learner import attention
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(8, heads, 16, generator=generator).cuda().bfloat16() for heads in (4, 2)]
+    expected = attended(*tensors)
+    monkeypatch.setattr(attention, "_groups_heads", lambda: False)
+    torch.testing.assert_close(attended(*tensors), expected, rtol=2e-2, atol=2e-2)

@@ -1,4 +1,4 @@
-"""The branches that only CUDA takes are found in the text of a file."""
+"""The lines for CUDA are found in the text of a file."""
 
 import re
 from pathlib import Path
@@ -25,13 +25,47 @@ CASES = {
     "return on_cuda() and x": [(2,)],
     "with a:\n  if on_cuda():\n    b()": [(4,)],
     "if x:\n  a()": [],
+    "with torch.cuda.stream(x):\n  a()": [(2,)],
 }
+PRIVATE = """
+def f(x):
+  if on_cuda():
+    return _first(
+      x)
+  return _g(x) if on_cuda() else _h(x)
+def _first(x):
+  'Text.'
+  return _second(x)
+def _second(x): pass
+def _g(x): pass
+def _h(x): pass
+"""
+LAUNCHER = """
+def launch(x):
+  'Text.'
+  for y in x:
+    kernel[1](y)
+@triton.jit
+def kernel(y):
+  pass
+"""
 
 
 @pytest.mark.parametrize("body", CASES)
 def test_the_lines_that_only_cuda_runs(body: str) -> None:
     text = "def f():\n" + "\n".join(f"  {line}" for line in body.splitlines())
     assert [branch.lines for branch in branches(text, "f.py")] == CASES[body]
+
+
+def test_private_functions_of_cuda_lines_are_cuda_lines() -> None:
+    found = {branch.function: branch.lines for branch in branches(PRIVATE, "f.py")}
+    assert found == {"f": (6,), "_first": (9,), "_second": (10,)}
+
+
+def test_what_launches_a_kernel_is_for_cuda() -> None:
+    assert branches(LAUNCHER, "learner/other.py") == []
+    [branch] = branches(LAUNCHER, "learner/kernels/f.py")
+    assert (branch.function, branch.lines) == ("launch", (4, 5))
 
 
 def test_deciding_packages_have_cuda_only_branches() -> None:

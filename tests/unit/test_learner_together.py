@@ -51,7 +51,7 @@ def test_grouped_expert_product_equals_separate_expert_products(counts: list[int
 
 @given(counts=COUNTS, awaited=st.booleans())
 @settings(deadline=None)
-def test_expert_gradients_accumulate_into_main_grad_without_hook(counts: list[int], awaited: bool) -> None:
+def test_expert_gradients_accumulate_into_main_grad(counts: list[int], awaited: bool) -> None:
     hidden, weights, slope = parts(counts)
     before = [numbers(ROWS, COLUMNS, seed=50 + expert) for expert in range(len(counts))]
     for weight, sums in zip(weights, before, strict=True):
@@ -60,8 +60,37 @@ def test_expert_gradients_accumulate_into_main_grad_without_hook(counts: list[in
     expected = torch.autograd.grad(one_by_one(hidden, counts, *weights), weights, slope)
     for weight, sums, gradient in zip(weights, before, expected, strict=True):
         assert (weight.grad is not None) == awaited
-        found = weight.main_grad + (weight.grad if awaited else 0)  # type: ignore[attr-defined]
-        torch.testing.assert_close(found, sums + gradient, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(weight.main_grad, sums + gradient, rtol=1e-6, atol=1e-5)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_uses", [1, 2])
+def test_awaited_gradient_takes_no_memory(num_uses: int) -> None:
+    """A weight that is used twice gets one gradient from autograd, which must not add to the weight."""
+    hidden, [weight], slope = parts([4])
+    start, seen = weight.detach().clone(), list[tuple[bool, bool]]()
+    weight.main_grad, weight.is_awaited = torch.zeros_like(weight), True  # type: ignore[attr-defined]
+
+    def hook(*_: Any) -> None:
+        assert weight.grad is not None
+        seen.append((weight.grad_added_to_main_grad, weight.grad.data_ptr() == weight.data_ptr()))  # type: ignore[attr-defined]
+        weight.grad = None
+
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node.register_hook(hook)  # type: ignore[union-attr]
+    sum(ProductByExpert.apply(hidden, [4], weight) for _ in range(num_uses)).backward(slope)
+    assert seen == [(True, num_uses == 1)]
+    torch.testing.assert_close(weight.detach(), start, rtol=0, atol=0)
+    torch.testing.assert_close(weight.main_grad, num_uses * slope.T @ hidden.detach())  # type: ignore[attr-defined]
+
+
+def test_embedding_gradient_replaces_that_of_its_tied_head() -> None:
+    hidden, [weight], slope = parts([4])
+    weight.main_grad, weight.is_awaited = torch.zeros_like(weight), True  # type: ignore[attr-defined]
+    weight.zero_out_wgrad = True  # type: ignore[attr-defined]
+    (ProductByExpert.apply(hidden, [4], weight) + 2 * weight.sum()).backward(slope)
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 2 * float(slope.sum())))
+    assert not hasattr(weight, "grad_added_to_main_grad")
 
 
 @pytest.mark.parametrize("frozen", ["states", "weights"])
