@@ -30,3 +30,17 @@ def counted() -> Iterator[Counter[str]]:
     before, found = counters(), Counter[str]()
     yield found
     found.update(counters() - before)
+
+
+class Laps:
+    """Counts from lap to lap."""
+
+    def __init__(self) -> None:
+        self.found = dict[str, Counter[str]]()
+        """What was counted in each lap, by its name."""
+        self._last = counters()
+
+    def end(self, name: str) -> None:
+        """End a lap."""
+        now = counters()
+        self.found[name], self._last = now - self._last, now

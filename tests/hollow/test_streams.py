@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.rollout.config import SamplingSection
+from tests.support.engines import PROMPTS, start, tear_down, tensors_of, write_two_checkpoints
 from tests.support.learners import ACTOR, make_test_learner, update
+from tests.support.pairs import Pair
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.tiny import write_checkpoint
@@ -69,3 +72,36 @@ def test_a_learner_waits_for_all_that_it_reads(source: Path, section: dict[str, 
     with RankPool("cuda") as pool:
         for metrics in pool.run(world_size, sanitized, learn, source, section):
             assert metrics[-1]["grad_norm"] > 0
+
+
+def sync_and_draw(pair: Pair, written: torch.Tensor | None = None) -> int:
+    """Return the number of samples that the engine draws between a sync and its sleep, while `written` is written."""
+    from megarl.weight_sync.transfer import send_weights
+
+    engine, side = pair.engine, torch.cuda.Stream()
+    with engine.receive_weights() as destination:
+        send_weights(pair.learner, destination, pair.reshard())
+    with engine.generating():
+        if written is not None:
+            with torch.cuda.stream(side):
+                written.mul_(1)
+        return len(engine.generate(PROMPTS, SamplingSection(), max_tokens=4, step=0))
+
+
+def use_engine(paths: list[Path]) -> int:
+    """Return the samples of two rounds with the sanitizer on, and then let it find a missing wait."""
+    first, _, bare = paths
+    settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2, "enforce_eager": True}
+    engine = start(bare, tensors_of(first), tp_size=1, **settings)
+    pair = Pair(make_test_learner(first, {"dtype": "bfloat16"}), engine)
+    num_samples = sum(sanitized(sync_and_draw, pair) for _ in range(2))
+    model = engine._llm.collective_rpc(lambda worker: worker.get_model())[0]
+    with pytest.raises(RuntimeError, match="CUDASanitizerErrors"):
+        sanitized(sync_and_draw, pair, model.lm_head.weight.data)
+    tear_down(engine)
+    return num_samples
+
+
+def test_an_engine_waits_for_all_that_it_reads(tmp_path: Path) -> None:
+    with RankPool("cuda") as pool:
+        assert pool.run(1, use_engine, write_two_checkpoints(tmp_path, "qwen3")) == [2 * len(PROMPTS)]

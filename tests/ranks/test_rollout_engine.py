@@ -8,7 +8,6 @@ import os
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megarl.batch import Generation, Group, Sample
+from megarl.batch import Generation, Group
 from megarl.rollout import patches
 from megarl.rollout.config import SamplingSection
 from megarl.rollout.sampling import request_params, request_seed
@@ -30,9 +29,11 @@ from tests.support.engines import (
     can_share_memory,
     check_against_rules,
     check_against_vllm,
+    draw,
     forget_parallel_state,
     generating,
     log_probs,
+    new_session,
     shared_memory_name,
     start,
     start_with_expert_parallel,
@@ -137,23 +138,14 @@ def drawn_under_two_weights(paths: list[Path]) -> list[Group]:
     """Return groups that one session begins with the first weights and another completes with the second."""
     first, second, bare = paths
     engine = start(bare, tensors_of(first), tp_size=2)
-    session = [Group.new(prompt, range(SAMPLED.n), started=0) for prompt in PROMPTS]
+    session = new_session(SAMPLED.n)
     for version, checkpoint in enumerate((first, second, second)):
         with generating(engine, tensors_of(checkpoint), version=version):
             queue = engine.open_queue(SAMPLED, max_tokens=RESPONSE, step=version, final_only=False)
-            queue.add([replace(group, samples=placed(group, place)) for place, group in enumerate(session)])
-            drawn = [*queue.run(5 if version < 2 else None), *queue.stop()]
+            session = draw(queue, session, 5 if version < 2 else None)
             assert queue.num_steps == (5 if version < 2 else RESPONSE - 2 * 5)
-        session = [
-            replace(group, samples=tuple(sample for sample in drawn if sample.prompt == place))
-            for place, group in enumerate(session)
-        ]
     tear_down(engine)
     return session
-
-
-def placed(group: Group, place: int) -> tuple[Sample, ...]:
-    return tuple(replace(sample, prompt=place) for sample in group.samples)
 
 
 def test_stopped_response_continues_under_new_weights(pool: RankPool, checkpoints: Checkpoints) -> None:

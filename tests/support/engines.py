@@ -6,6 +6,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.batch import Prompt
+from megarl.batch import Group, Prompt
 from megarl.models.architecture import read_architecture
 from megarl.models.engine import engine_layout
 from megarl.reshard.layout import Layout
@@ -40,12 +41,12 @@ PROMPTS = [
 ]
 
 
-def write_two_checkpoints(root: Path, variant: str) -> list[Path]:
+def write_two_checkpoints(root: Path, variant: str, **overrides: Any) -> list[Path]:
     """Return two checkpoints with different weights and a directory that has only their config; write them once."""
     first, second, bare = (root / f"{variant}-{name}" for name in ("first", "second", "bare"))
     if not bare.exists():
-        write_checkpoint(first, variant, seed=1)
-        write_checkpoint(second, variant, seed=3)  # seed 2 has a router whose second and third expert tie
+        write_checkpoint(first, variant, seed=1, **overrides)
+        write_checkpoint(second, variant, seed=3, **overrides)  # seed 2 has a router whose second and third expert tie
         bare.mkdir()
         shutil.copy(first / "config.json", bare)
     return [first, second, bare]
@@ -70,6 +71,21 @@ def generating(engine: Any, tensors: dict[str, Tensor], *, version: int = 0) -> 
             weights.close(param)
     with engine.generating():
         yield
+
+
+def new_session(num_samples: int) -> list[Group]:
+    """Return a group of samples of each prompt, without tokens."""
+    return [Group.new(prompt, range(num_samples), started=0, place=place) for place, prompt in enumerate(PROMPTS)]
+
+
+def draw(queue: Any, session: Sequence[Group], num_steps: int | None = None) -> list[Group]:
+    """Draw the samples of a session for so many steps, or to the end. Those that are stopped keep their tokens."""
+    queue.add(session)
+    drawn = sorted([*queue.run(num_steps), *queue.stop()], key=lambda each: each.sample)
+    return [
+        replace(group, samples=tuple(each for each in drawn if each.prompt == place))
+        for place, group in enumerate(session)
+    ]
 
 
 def index_valued(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
