@@ -50,6 +50,7 @@ from megarl.platform.screen import Screen
 from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
 from megarl.rollout.responses import of_groups
+from megarl.rollout.window import Window, exchange
 from megarl.samples.in_flight import NOTHING, InFlight
 from megarl.tracking.protocol import NullTracker
 from megarl.tracking.timers import Timers
@@ -67,6 +68,8 @@ ROUNDING = 1e-8  # of the log-probabilities between engine and trainer
 DRAWN_BYTES = 13  # of a token as an engine draws it: the token, its log-probability and version, and the mask
 SHARE_BYTES = DRAWN_BYTES + 24  # and the outputs of models
 REPEATS = 3
+EXCHANGES = 100
+FINISHED = 4
 UNUSED: Any = None  # parts of a job that a single step does not touch
 
 
@@ -199,6 +202,7 @@ def measure(case: Case) -> dict[str, Any]:
         "ns_per_token_of_share": seconds / share * 1e9,
         "peak_over_share": max(rank["peak_bytes"] for rank in ranks) / (share * SHARE_BYTES),
         "times_each_token_crosses": sum(rank["sent_bytes"] for rank in ranks) / (num_tokens * DRAWN_BYTES),
+        "us_per_exchange": max(rank["exchange_cpu_s"] for rank in ranks) * 1e6,
     }
 
 
@@ -218,9 +222,23 @@ def _work(rank: int, case: Case, directory: Path) -> None:
             start = time.process_time()
             take_step(job, progress, Timers(), step=STEP)
             seconds.append(time.process_time() - start)
-    found = {"cpu_s": min(seconds), "sent_bytes": sent["bytes"] / REPEATS, "peak_bytes": peak["bytes"]}
+    found = {
+        "cpu_s": min(seconds),
+        "sent_bytes": sent["bytes"] / REPEATS,
+        "peak_bytes": peak["bytes"],
+        "exchange_cpu_s": _exchange_seconds(rank, case.num_processes),
+    }
     (directory / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def _exchange_seconds(rank: int, num_processes: int) -> float:
+    """Return the processor time of an exchange of windows, in which each replica has finished `FINISHED` samples."""
+    finished = [Elsewhere(number, 0, rank, 100, 100, 0, True, False, True) for number in range(FINISHED)]
+    start = time.process_time()
+    for _ in range(EXCHANGES):
+        exchange(lambda: Window(finished), range(num_processes))
+    return (time.process_time() - start) / EXCHANGES
 
 
 def _job(case: Case, shares: Shares) -> Job:
@@ -273,7 +291,14 @@ def _resident(name: str) -> int:
 
 def _show(found: dict[str, Any], console: Screen) -> None:
     table = Table(
-        "processes", "samples", "estimator", "ns a token", "ns a token of the share", "peak / share", "crosses"
+        "processes",
+        "samples",
+        "estimator",
+        "ns a token",
+        "ns a token of the share",
+        "peak / share",
+        "crosses",
+        "us an exchange",
     )
     for case in found["cases"]:
         table.add_row(
@@ -284,6 +309,7 @@ def _show(found: dict[str, Any], console: Screen) -> None:
             f"{case['ns_per_token_of_share']:.0f}",
             f"{case['peak_over_share']:.1f}",
             f"{case['times_each_token_crosses']:.2f}",
+            f"{case['us_per_exchange']:.0f}",
         )
     console.print(table)
     for title in ("machine", "versions", "command"):

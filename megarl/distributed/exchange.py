@@ -2,7 +2,8 @@
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -48,12 +49,19 @@ def wait_for_all() -> None:
 
 def largest(here: int) -> int:
     """Return the largest of the numbers of all ranks, on each. `seconds_waited` counts the time."""
+    found = torch.tensor(here)
+    with waiting():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=host_group())
+    return int(found)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Count the time of the block in `seconds_waited`."""
     global _waited
     start = time.perf_counter()
-    found = torch.tensor(here)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=host_group())
+    yield
     _waited += time.perf_counter() - start
-    return int(found)
 
 
 def seconds_waited() -> float:

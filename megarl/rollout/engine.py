@@ -29,6 +29,7 @@ from megarl.rollout.release import check_release, installed_release
 from megarl.rollout.replica_queue import Finished, Replica, ReplicaQueue
 from megarl.rollout.requests import RequestParams
 from megarl.rollout.sampling import Sampling
+from megarl.rollout.window import Window, exchange
 
 if TYPE_CHECKING:
     from megarl.rollout.destination import EngineWeights
@@ -180,6 +181,10 @@ class RolloutEngine:
         yield
         self._has_weights = False
         self._sleep()
+
+    def exchange(self, work: Callable[[], Window]) -> list[Window]:
+        """Work with this rank's replica, and return the windows of all replicas, as `window.exchange` does."""
+        return exchange(work, range(self.tp_rank, dist.get_world_size(), self.tp_size))
 
     def on_all_ranks(self, generate: Callable[[], T]) -> list[T]:
         """Return what `generate` returns on each replica, in their order, on every rank. Collective.

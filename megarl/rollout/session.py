@@ -17,7 +17,7 @@ same requests reach the engine at the same step. A replica that has no other sam
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.platform import progress
@@ -26,19 +26,10 @@ from megarl.distributed import watchdog
 from megarl.environments.episodes import Episodes
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.replica_queue import ReplicaQueue
+from megarl.rollout.window import Window
 
 WINDOW = 16
 """Engine steps between two exchanges."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """The work of one replica between two exchanges."""
-
-    finished: Sequence[Sample]
-    num_steps: int = 0
-    num_running: int = 0  # samples that were drawn at once, summed over the steps
-    waiting: Sequence[int] = ()  # groups without room
 
 
 @dataclass(frozen=True)
@@ -118,7 +109,7 @@ class SamplingSession:
             return complete
         if self._episodes:
             self._take_answers(self._episodes)
-        windows = self._on_all_ranks(lambda: self._run(num_steps))
+        windows = self._engine.exchange(lambda: self._run(num_steps))
         self._num_steps += max(window.num_steps for window in windows)
         self._num_running += sum(window.num_running for window in windows)
         for replica, window in enumerate(windows):
@@ -140,7 +131,7 @@ class SamplingSession:
 
         Turns of episodes that wait for their answers get them.
         """
-        for window in self._on_all_ranks(lambda: Window(self._queue.stop())):
+        for window in self._engine.exchange(lambda: Window(self._queue.stop())):
             self._note(window.finished)
         if self._episodes and self._waiting:
             for window in self._answers(self._episodes, self._waiting):
@@ -158,23 +149,10 @@ class SamplingSession:
         slots = self._num_steps * len(self._loads) * min(self._num_slots, self._most)
         return self._num_running / slots if slots else 1.0
 
-    def _on_all_ranks(self, work: Callable[[], Window]) -> list[Window]:
-        """Return the work of each replica; that of other replicas without its tokens."""
-        mine = self._engine.replica
-        done = list[Window]()
-
-        def told() -> Window:
-            window = work()
-            done.append(window)
-            return replace(window, finished=[sample.seen_from_afar(mine) for sample in window.finished])
-
-        windows = self._engine.on_all_ranks(told)
-        return [*windows[:mine], *done, *windows[mine + 1 :]]
-
     def _answers(self, episodes: Episodes, waiting: Sequence[Waiting]) -> list[Window]:
         """Return the episodes after the answers to their turns, by replica."""
         mine = [each.sample for each in waiting if isinstance(each.sample, Generation)]
-        return self._on_all_ranks(lambda: Window(episodes.answer(mine)))
+        return self._engine.exchange(lambda: Window(episodes.answer(mine)))
 
     def _home(self, group: Group) -> int | None:
         """Return the replica that has tokens of the open samples of a group; None if they have none."""

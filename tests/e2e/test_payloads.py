@@ -21,35 +21,41 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 RUN_S = 600
 PACKAGE = f"{Path(megarl.__file__).parent}/"
 MODELS = ("megatron/core", "megarl/learner", "megarl/reshard", "megarl/weight_sync", "megarl/checkpoint")
-"""Code whose messages carry weights, gradients, activations and files."""
+ROUTING = "megarl/distributed/routing"
+"""Code whose messages carry weights, gradients, activations and files, and the code that brings tokens to ranks."""
 
 
 def place_of_call() -> str | None:
     """Return the function of the package that called a collective; None if it is one of `MODELS`."""
     stack = traceback.extract_stack()
-    if any(part in frame.filename for frame in stack for part in MODELS):
+    if any(part in frame.filename for frame in stack for part in (*MODELS, ROUTING)):
         return None
     callers = [frame for frame in stack if frame.filename.startswith(PACKAGE)]
     return f"{Path(callers[-1].filename).name}:{callers[-1].name}" if callers else None
 
 
 def train_and_count(file: Path, arguments: list[str]) -> None:
-    """On each rank: train, and write the bytes that this rank gives to collectives, by the function that calls them."""
-    found, gather, reduce = Counter[str](), dist.all_gather_object, dist.all_reduce
+    """On each rank: train, and write the bytes of the largest message by the function that sends it."""
+    found, gather, reduce, send = Counter[str](), dist.all_gather_object, dist.all_reduce, dist.isend
 
-    def gather_and_count(results: list[Any], mine: Any, group: Any = None) -> None:
+    def note(num_bytes: int) -> None:
         place = place_of_call()
         if place:
-            found[place] += len(pickle.dumps(mine))
+            found[place] = max(found[place], num_bytes)
+
+    def gather_and_note(results: list[Any], mine: Any, group: Any = None) -> None:
+        note(len(pickle.dumps(mine)))
         gather(results, mine, group=group)
 
-    def reduce_and_count(tensor: Any, *args: Any, **settings: Any) -> Any:
-        place = place_of_call()
-        if place:
-            found[place] += tensor.nbytes
+    def reduce_and_note(tensor: Any, *args: Any, **settings: Any) -> Any:
+        note(tensor.nbytes)
         return reduce(tensor, *args, **settings)
 
-    dist.all_gather_object, dist.all_reduce = gather_and_count, reduce_and_count
+    def send_and_note(tensor: Any, *args: Any, **settings: Any) -> Any:
+        note(tensor.nbytes)
+        return send(tensor, *args, **settings)
+
+    dist.all_gather_object, dist.all_reduce, dist.isend = gather_and_note, reduce_and_note, send_and_note
     train.main(arguments)
     file.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(found))
 
@@ -79,6 +85,6 @@ def test_no_collective_grows_with_the_tokens(
         )
         found.append(json.loads((tmp_path / f"bytes-{length}.0").read_text()))
     short, long = found
-    assert {"sharded.py:_gather", "exchange.py:together"} <= short.keys()
+    assert {"sharded.py:_gather", "exchange.py:together", "all_gather.py:all_gather"} <= short.keys()
     grown = {place: (short.get(place, 0), num) for place, num in long.items() if num > 1.1 * short.get(place, 0)}
     assert not grown

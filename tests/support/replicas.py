@@ -14,6 +14,7 @@ from megarl.distributed import sharded
 from megarl.distributed.sharded import Shares
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.episodes import Answer, proceed
+from megarl.rollout.window import Window
 
 THREAD = local()  # its `replica`
 ONE_TOKEN = Generation(0, int32([1]), float32([-1.0]), truncated=False, weight_versions=int32([0]))
@@ -74,10 +75,13 @@ class Engine:
     def shares(self) -> Shares:
         return Shares(ranks=tuple((replica,) for replica in range(self.num_replicas)), rank=self.replica)
 
-    def on_all_ranks(self, generate: Callable[[], Any]) -> list[Any]:
+    def exchange(self, work: Callable[[], Window]) -> list[Window]:
         self.num_exchanges += 1
         THREAD.replica = self.replica
-        return self.replicas.exchange(generate())
+        mine = work()
+        afar = self.replicas.exchange((mine.counts(), mine.content()))
+        windows = [Window.from_afar(*said, replica=replica) for replica, said in enumerate(afar)]
+        return [*windows[: self.replica], mine, *windows[self.replica + 1 :]]
 
 
 @dataclass
