@@ -67,7 +67,7 @@ def _head(results: Results, num_devices: int) -> Iterator[str]:
         yield (
             f"On {num_devices} GPU{'s' if num_devices > 1 else ''}, {len(done)} of {len(stages())} stages succeeded. "
             f"Failed: {', '.join(failed) or 'none'}. Not run as stages: {', '.join(missing) or 'none'}. "
-            "[h200.md](h200.md) tells what ran besides."
+            "[h200.md](h200.md) describes other runs."
         )
     found = _found(results, "doctor")
     if found:

@@ -46,7 +46,7 @@ def test_step_is_shown_without_sync_check_beside_floor() -> None:
     }
     lines = page(results, num_devices=1).splitlines()
     assert (
-        f"On 1 GPU, 1 of {len(stages())} stages succeeded. Failed: resume. Not run: doctor, tests-learner"
+        f"On 1 GPU, 1 of {len(stages())} stages succeeded. Failed: resume. Not run as stages: doctor, tests-learner"
         in "\n".join(lines)
     )
     assert "| 0.5b | ppo | 4.2 | 8.4 | 8.0 | 1.90 | 25.0% | - | 70.0 |" in lines
