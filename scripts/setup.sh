@@ -183,7 +183,8 @@ LEFT_OUT+='|^nvidia-(nvjitlink|nvvm|cuda-cupti|cuda-nvrtc|cuda-nvcc|cuda-cccl)==
 
 find_python_312() {
     local candidate
-    for candidate in "${PYTHON_312:-$python}" python3.12 "$HOME"/.pyenv/versions/3.12*/bin/python3.12; do
+    for candidate in "${PYTHON_312:-$python}" "$(readlink -f .venv-cuda/bin/python)" python3.12 \
+        "$HOME"/.pyenv/versions/3.12*/bin/python3.12; do
         if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
             command -v "$candidate"
             return
