@@ -12,7 +12,7 @@ from megarl.batch import Elsewhere, Generation, Sample, float32, int32
 from megarl.distributed.all_gather import all_gather
 from megarl.distributed.exchange import on_each_rank, waiting
 
-NUM_COUNTS = 5
+NUM_COUNTS = 4
 KNOWN = ("prompt", "sample", "num_tokens", "num_learnt", "num_turns", "has_log_probs", "truncated", "complete")
 """The fields of a sample that other replicas know."""
 
@@ -28,7 +28,7 @@ class Window:
 
     def counts(self) -> list[int]:
         """Return `NUM_COUNTS` numbers: those that size the content first."""
-        return [len(self.finished), len(self.waiting), self.num_steps, self.num_running, False]
+        return [len(self.finished), len(self.waiting), self.num_steps, self.num_running]
 
     def content(self) -> Tensor:
         """Return what other replicas know of the samples, and the groups without room: int64."""
@@ -38,7 +38,7 @@ class Window:
     @classmethod
     def from_afar(cls, counts: Sequence[int], content: Tensor, *, replica: int) -> "Window":
         """Return the window of another replica, from its counts and its content."""
-        num_finished, _, num_steps, num_running, _ = counts
+        num_finished, _, num_steps, num_running = counts
         size = num_finished * len(KNOWN)
         finished = [_from_afar(row, replica=replica) for row in content[:size].view(-1, len(KNOWN)).tolist()]
         return cls(finished, num_steps=num_steps, num_running=num_running, waiting=content[size:].tolist())
@@ -65,10 +65,11 @@ def exchange(work: Callable[[], Window], ranks: Sequence[int]) -> list[Window]:
             raise
         failure = error
     with waiting():
-        mine = torch.tensor([*window.counts()[:-1], failure is not None], dtype=torch.int64)
-        counts = [of_replica.tolist() for of_replica in all_gather(mine, ranks, [NUM_COUNTS] * len(ranks))]
-    if any(has_failed for *_, has_failed in counts):
+        mine = torch.tensor([failure is not None, *window.counts()], dtype=torch.int64)
+        gathered = torch.stack(all_gather(mine, ranks, [1 + NUM_COUNTS] * len(ranks)))
+    if gathered[:, 0].any():
         on_each_rank(partial(_raise, failure))
+    counts = gathered[:, 1:].tolist()
     sizes = [num_finished * len(KNOWN) + num_waiting for num_finished, num_waiting, *_ in counts]
     contents = all_gather(window.content(), ranks, sizes)
     here = ranks.index(dist.get_rank())

@@ -37,7 +37,7 @@ class Laps:
 
     def __init__(self) -> None:
         self.found = dict[str, Counter[str]]()
-        """What was counted in each lap, by its name."""
+        """The counts of each lap, by its name."""
         self._last = counters()
 
     def end(self, name: str) -> None:

@@ -23,8 +23,8 @@ COUNTED = [
     *("copies_on_device", "copies_to_device", "copies_to_host", "pageable_copies", "blocking_copies"),
     *("waits_for_stream", "waits_for_event", "waits_for_device"),
 ]
-# What has no bar must not happen. Triton's kernels are interpreted here, and what torch would compile runs operation by
-# operation: the numbers of kernels are for comparison with themselves.
+# A request without a bar is a fault. Triton's kernels are interpreted here, and what torch would compile runs operation
+# by operation: the numbers of kernels are for comparison with themselves.
 PER_ROUND: dict[str, Bars] = {
     # vLLM copies the nine buffers of this model to the host and back, and the memory that it calls runtime: it pins
     # that memory's copy once.
