@@ -6,8 +6,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.workload import Workload
+from megarl.planning.machine import EngineCost, Lengths
 from megarl.planning.planner import Planner
-from megarl.planning.seconds import EngineCost, Lengths
 from megarl.planning.traffic import Links
 from megarl.platform.peaks import Peaks
 from megarl.tracking.names import STEP_SECONDS, TIMING

@@ -28,9 +28,9 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         find_architectures(load_config(typed["configuration"], world_size=None, check_paths=False))
         silence_imports()
         # Models that are not found are reported before torch and Megatron-Core are imported.
+        from megarl.planning.machine import EngineCost, Lengths
         from megarl.planning.planner import Planner
         from megarl.planning.report import show, to_dict
-        from megarl.planning.seconds import EngineCost, Lengths
         from megarl.planning.traffic import Links
         from megarl.platform.peaks import Peaks
 
@@ -39,7 +39,13 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             device_bytes=typed["gpu_memory"],
             ranks_per_node=typed["gpus_per_node"],
             host_bytes=typed["host_memory"],
-            links=Links(inside=typed["intra_node_bandwidth"], between=typed["inter_node_bandwidth"]),
+            links=Links(
+                inside=typed["intra_node_bandwidth"],
+                between=typed["inter_node_bandwidth"],
+                domain=typed["nvlink_domain"],
+                inside_latency=typed["latency_us"][0] / 1e6,
+                between_latency=typed["latency_us"][1] / 1e6,
+            ),
             peaks=Peaks(
                 flops_per_second=speeds.pop(None), bytes_per_second=typed["memory_bandwidth"], narrow_flops=speeds
             ),

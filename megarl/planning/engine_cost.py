@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megarl.planning.seconds import EngineCost
+from megarl.planning.machine import EngineCost
 from megarl.platform.errors import UserError
 from megarl.platform.quiet import silence_imports
 

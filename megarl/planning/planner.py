@@ -16,8 +16,9 @@ from megarl.models.config import CheckpointSection
 from megarl.models.hub import config_place, read_model
 from megarl.planning.advice import PARTIAL, WORTHWHILE, Remedy, Shortfall, faster, host_remedies, remedies, shortfalls
 from megarl.planning.host import HostMemory, host_memory
+from megarl.planning.machine import EngineCost, Lengths, Machine
 from megarl.planning.memory import RankMemory, fullest_rank
-from megarl.planning.seconds import EngineCost, Lengths, Machine, StepTime, step_time
+from megarl.planning.seconds import StepTime, step_time
 from megarl.planning.traffic import Links, SyncTraffic, sync_traffic
 from megarl.planning.workload import Workload, workload_of
 from megarl.platform.peaks import PUBLISHED, Peaks

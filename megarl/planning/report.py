@@ -52,6 +52,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             "lengths": asdict(plan.lengths),
             "peaks": asdict(plan.machine.peaks),
             "seconds": dict(plan.time.seconds),
+            "generation": asdict(plan.time.generation),
             "total": plan.time.total,
             "flops": plan.time.flops,
             "mfu": plan.time.mfu,
@@ -86,8 +87,8 @@ def show(plan: Plan, console: Screen) -> None:
     console.print(f"gathering full tensors on every rank would receive {_gb(plan.traffic.gathered_mean)} GB{ratio}")
     console.print(_time_table(plan))
     _show_host(plan, console)
-    for better in _cheaper(plan):
-        console.print(labelled("note:", better, "yellow"))
+    for note in (*_bounds(plan), *_cheaper(plan)):
+        console.print(labelled("note:", note, "yellow"))
     for shortfall in plan.shortfalls:
         short = f"{shortfall.phase}: {_gb(shortfall.num_bytes)} GB short:"
         console.print(labelled(short, shortfall.reason, "red"))
@@ -195,6 +196,26 @@ def _cells(traffic: SyncTraffic) -> Iterator[str]:
     yield _gb(traffic.inside_max)
     yield _gb(traffic.between_max)
     yield f"{traffic.seconds:.3f}"
+
+
+def _bounds(plan: Plan) -> Iterator[str]:
+    """Yield what keeps generation from the speed of the devices."""
+    found = plan.time.generation
+    if found.at_once < found.slots:
+        yield (
+            f"generation is bound by the KV cache: a replica draws {found.at_once:,} of its {found.wanted:,} samples "
+            "at a time. A larger share of the device (rollout.gpu_memory_utilization), a larger replica "
+            "(rollout.tensor_model_parallel_size) or more replicas make room"
+        )
+    elif found.slots < found.wanted:
+        yield f"generation is bound by rollout.max_num_seqs={found.slots:,}: a replica has {found.wanted:,} samples"
+    sums = found.messages + found.latency
+    if sums > found.decoding:
+        yield (
+            f"generation is bound by the size of a replica: sums between its ranks take {sums:.2f} of "
+            f"{found.total:.2f} s, {found.latency:.2f} of it for latency. A smaller "
+            "rollout.tensor_model_parallel_size waits less"
+        )
 
 
 def _cheaper(plan: Plan) -> Iterator[str]:

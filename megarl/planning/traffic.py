@@ -18,10 +18,13 @@ from megarl.weight_sync.plan import actor_placement, sampler_placement
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Bytes per second and direction between one rank and the others."""
+    """The links from a rank to the others: bytes per second and direction, and the seconds of a message of no size."""
 
-    inside: float  # its node
-    between: float  # nodes
+    inside: float  # to the ranks of its domain
+    between: float  # to other ranks
+    domain: int | None = None  # neighbouring ranks that fast links connect; None: those of a node
+    inside_latency: float = 0.0
+    between_latency: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +34,9 @@ class SyncTraffic:
     received_max: int
     received_mean: int
     sent_max: int
-    inside_max: int  # received from the own node
+    inside_max: int  # received from the own domain
     inside_mean: int
-    between_max: int  # received from other nodes
+    between_max: int  # received from other domains
     between_mean: int
     gathered_mean: int  # what a rank would receive if every rank put all full tensors together
     seconds: float
@@ -64,7 +67,7 @@ def sync_traffic(workload: Workload, *, ranks_per_node: int, links: Links, data_
         ranks_per_node=ranks_per_node,
         bucket_bytes=rollout.sync.bucket_megabytes << 20,
         two_level=rollout.sync.two_level,
-    ).traffic()
+    ).traffic(domain=links.domain or ranks_per_node)
     inside = traffic.received - traffic.crossing
     full = sum(math.prod(shape) * source[name].dtype.itemsize for name, shape in hf_shapes(workload.policy).items())
     return SyncTraffic(

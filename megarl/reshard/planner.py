@@ -205,13 +205,17 @@ class TransferSchedule:
         param = np.repeat(np.arange(len(kind_of)), num_parts)
         return param[order], (np.repeat(first_part, num_parts) + number)[order]
 
-    def traffic(self) -> Traffic:
-        """Return what travels in all waves together."""
+    def traffic(self, *, domain: int | None = None) -> Traffic:
+        """Return what travels in all waves together, and what of it crosses from a domain of so many ranks to another.
+
+        `domain` None: a node.
+        """
+        domain = domain or self._ranks_per_node
         total = np.zeros((3, self.world_size), dtype=np.int64)
         params_of_part = np.bincount(self.part_of, minlength=len(self._kind_of_part)).tolist()
         for routes, num_params in zip(chain(*self.hops), params_of_part * len(self.hops), strict=True):
             size = routes.num_bytes * routes.travels * num_params
-            between = routes.sender // self._ranks_per_node != routes.reader // self._ranks_per_node
+            between = routes.sender // domain != routes.reader // domain
             total[0] += routes.per_rank(routes.sender, size)
             total[1] += routes.per_rank(routes.reader, size)
             total[2] += routes.per_rank(routes.reader, size * between)

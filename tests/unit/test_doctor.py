@@ -24,7 +24,7 @@ from megarl.commands.doctor import (
     torchvision_findings,
 )
 from megarl.planning import engine_cost
-from megarl.planning.seconds import EngineCost
+from megarl.planning.machine import EngineCost
 from megarl.platform.finding import Finding, show
 from megarl.platform.installed import NOT_INSTALLED, bytecode_findings, import_findings
 from megarl.platform.patching import Patch

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from megarl.commands.cli.kinds import Amount, EngineMilliseconds, MeanLengths
+from megarl.commands.cli.kinds import Amount, EngineMilliseconds, LinkMicroseconds, MeanLengths
 from megarl.commands.plan import main
 from tests.support.hollow import write_hollow
 
@@ -72,6 +72,37 @@ def test_2048_ranks_with_experts(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["grid"]["num_ranks"] == 2048
     assert plan["sync"]["ratio"] == pytest.approx(30.6, abs=0.1)
     assert all(option["sync"] is None for option in plan["options"])  # an engine of 16 ranks has no room for the model
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        (
+            ["actor_rollout_ref.rollout.gpu_memory_utilization=0.3"],
+            "the KV cache: a replica draws 304 of its 1,024 samples",
+        ),
+        (["actor_rollout_ref.rollout.max_num_seqs=16"], "rollout.max_num_seqs=16: a replica has 1,024 samples"),
+        (["--lengths", "256,512", "--latency-us", "500,500"], "the size of a replica: sums between its ranks take"),
+    ],
+)
+def test_bound_of_generation_is_noted(options: list[str], bound: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def notes(*arguments: str) -> str:
+        main([*SMALL, LLAMA_8B, *arguments])
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "note: generation is bound" not in notes("--lengths", "256,512")
+    assert f"note: generation is bound by {bound}" in notes(*options)
+
+
+def test_domain_of_fast_links_may_span_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    def sync(*options: str) -> dict:
+        main([EXAMPLE, "--json", *options])
+        return json.loads(capsys.readouterr().out)["sync"]
+
+    nodes, rack = sync(), sync("--nvlink-domain", "64")
+    assert nodes["between_max"] > 0 and rack["between_max"] == 0
+    assert rack["received_max"] == nodes["received_max"] == rack["inside_max"]
+    assert rack["seconds"] < nodes["seconds"]
 
 
 def test_a_reward_model_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,3 +171,10 @@ def test_engine_step_cost_is_three_numbers(faulty: str) -> None:
     assert EngineMilliseconds().convert("9,0.25,0.5", None, None) == (9.0, 0.25, 0.5)
     with pytest.raises(click.BadParameter, match=f"'{faulty}' is not STEP,LAYER,SAMPLE"):
         EngineMilliseconds().convert(faulty, None, None)
+
+
+@pytest.mark.parametrize("faulty", ["2", "2,15,3", "a,b", "-2,15"])
+def test_latency_of_links_is_two_numbers(faulty: str) -> None:
+    assert LinkMicroseconds().convert("2,15.5", None, None) == (2.0, 15.5)
+    with pytest.raises(click.BadParameter, match=f"'{faulty}' is not INSIDE,BETWEEN"):
+        LinkMicroseconds().convert(faulty, None, None)

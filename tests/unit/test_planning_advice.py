@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megarl.planning.advice import PARTIAL, WORTHWHILE, Remedy
+from megarl.planning.machine import Lengths
 from megarl.planning.planner import Plan, Planner, Saving
-from megarl.planning.seconds import Lengths
 from megarl.planning.traffic import Links
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"

@@ -8,9 +8,9 @@ import pytest
 from benchmarks.cases import MODELS
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.models.flops import Tokens, forward_flops
+from megarl.planning.machine import EngineCost, Lengths
 from megarl.planning.movement import forward_bytes
 from megarl.planning.planner import Plan, Planner
-from megarl.planning.seconds import EngineCost, Lengths
 from megarl.planning.traffic import Links
 from megarl.platform.peaks import Peaks
 
@@ -26,6 +26,7 @@ def plan(
     ranks_per_node: int | None = None,
     engine: EngineCost | None = None,
     lengths: Lengths | None = None,
+    links: Links | None = None,
 ) -> Plan:
     """Plan PPO with 256 prompts of 256 tokens and responses of 1,024 on one device, or as `overrides` say."""
     directory.mkdir(exist_ok=True)
@@ -42,7 +43,7 @@ def plan(
         arguments,
         device_bytes=141 * 10**9,
         ranks_per_node=ranks_per_node,
-        links=Links(inside=NVLINK, between=45e9),
+        links=links or Links(inside=NVLINK, between=45e9),
         peaks=PEAKS,
         engine=engine,
         lengths=lengths,
@@ -116,6 +117,22 @@ def test_links_between_nodes_are_slower(tmp_path: Path) -> None:
     states = plan(tmp_path, *eight).memory.states["actor"]
     moved = (states.gradients + states.weights) * 7 / 8
     assert between - inside == pytest.approx(moved * (1 / 45e9 - 1 / NVLINK))
+
+
+TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("domain", "messages"),
+    [(None, [2, 1]), (4, [2, 1]), (8, [3, 0]), (1, [0, 3]), (72, [3, 0])],
+)
+def test_sums_take_latency_of_tree_of_messages(tmp_path: Path, domain: int | None, messages: list[int]) -> None:
+    """Eight ranks on two nodes. A replica of the engine is all of them."""
+    slow = Links(inside=NVLINK, between=NVLINK, domain=domain, inside_latency=3e-6, between_latency=50e-6)
+    arguments = ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", f"{TENSOR}=8")
+    found = plan(tmp_path, *arguments, model="llama-200m", links=slow).time.generation
+    inside, between = messages
+    assert found.latency == pytest.approx(1024 * 14 * 2 * 2 * (inside * 3e-6 + between * 50e-6))
 
 
 def test_exact_kl_loss_runs_reference_in_every_epoch(tmp_path: Path) -> None:

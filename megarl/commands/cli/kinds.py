@@ -78,6 +78,20 @@ class EngineMilliseconds(click.ParamType[tuple[float, float, float]]):
         return step, layer, sample
 
 
+class LinkMicroseconds(click.ParamType[tuple[float, float]]):
+    """The time of a message of no size, to a rank of the same domain and to another."""
+
+    name = "microseconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
+        """Parse `2,15`."""
+        match = re.fullmatch(",".join([r"\s*(\d+\.?\d*)\s*"] * 2), value)
+        if not match:
+            self.fail(f"{value!r} is not INSIDE,BETWEEN, two numbers of microseconds such as 2,15", param, ctx)
+        inside, between = map(float, match.groups())
+        return inside, between
+
+
 class Checkpoint(click.ParamType[Path]):
     """The directory of a checkpoint, or of a run that has checkpoints."""
 

@@ -7,7 +7,15 @@ import click
 
 from megarl.commands.cli import completion
 from megarl.commands.cli.command import CONTEXT, Command, Commands, Relay
-from megarl.commands.cli.kinds import Amount, Checkpoint, EngineMilliseconds, MeanLengths, PeakTflops, RunDirectory
+from megarl.commands.cli.kinds import (
+    Amount,
+    Checkpoint,
+    EngineMilliseconds,
+    LinkMicroseconds,
+    MeanLengths,
+    PeakTflops,
+    RunDirectory,
+)
 from megarl.platform.log import LEVELS, set_level
 
 TRAINS = "Train"
@@ -148,7 +156,7 @@ PLAN = Command(
         default="400GB/s",
         show_default=True,
         metavar="AMOUNT",
-        help="Bandwidth from a rank to the ranks of its node, per direction.",
+        help="Bandwidth from a rank to the ranks of its NVLink domain, per direction.",
     ),
     click.Option(
         ["--inter-node-bandwidth"],
@@ -156,7 +164,21 @@ PLAN = Command(
         default="45GB/s",
         show_default=True,
         metavar="AMOUNT",
-        help="Bandwidth from a rank to other nodes, per direction.",
+        help="Bandwidth from a rank to other domains, per direction.",
+    ),
+    click.Option(
+        ["--nvlink-domain"],
+        type=click.IntRange(min=1),
+        metavar="RANKS",
+        help="Neighbouring ranks that NVLink connects, also over nodes: 72 of a GB200 NVL72  [default: a node's]",
+    ),
+    click.Option(
+        ["--latency-us"],
+        type=LinkMicroseconds(),
+        default="2,15",
+        show_default=True,
+        metavar="INSIDE,BETWEEN",
+        help="Time of a message of no size within a domain, and between domains: assumed, not measured.",
     ),
     click.Option(
         ["--lengths"],
