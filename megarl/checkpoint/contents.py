@@ -6,6 +6,7 @@ global_step_40/state.json      the state of the run except its models (`State`)
               /inputs.json     the files that it reads, by size and checksum
               /versions.json   the packages that matter
               /models.json     the sizes of its models
+              /random_states.pt  the generators of each rank
               /mlflow_run_id   its run in MLflow
               /wandb_run_id    its run in W&B
 """
@@ -16,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 import yaml
 
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.checkpoint.manifest import find_altered
 from megarl.checkpoint.state import State
-from megarl.distributed.exchange import on_first_rank, together
+from megarl.distributed.exchange import on_first_rank
 from megarl.learner.checkpoint import check_files
 from megarl.learner.randomness import read_random_states
 from megarl.platform.files import inside
@@ -36,7 +36,7 @@ MODELS_FILE = "models.json"
 CODE_FILE = "code.json"
 INPUTS_FILE = "inputs.json"
 HUGGINGFACE_FILES = ("huggingface/config.json", "huggingface/model.safetensors.index.json")
-RNG = "rng"
+RANDOM_STATES = "random_states.pt"
 MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -73,7 +73,6 @@ def find_damage(checkpoint: Path) -> str | None:
         return altered
     try:
         on_first_rank(lambda: _check_small_files(checkpoint))
-        together(lambda: read_random_states(checkpoint / RNG, rank=dist.get_rank()))
     except Damage as damage:
         return str(damage)
     return None
@@ -86,6 +85,7 @@ def _check_small_files(checkpoint: Path) -> None:
         check_files(directory)
     for name in HUGGINGFACE_FILES:
         _read_optional(checkpoint / name, dict[str, Any])
+    read_random_states(checkpoint / RANDOM_STATES)
 
 
 def _read_optional(path: Path, shape: type[T]) -> T | None:

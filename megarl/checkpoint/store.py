@@ -1,7 +1,7 @@
 """A run's checkpoints on disk: complete or absent, the latest by name, the oldest removed, the best kept.
 
     RUN_DIR/global_step_40/{actor,critic}/   Megatron's shards: weights, optimizer, schedule
-                          /rng/rank_0.pt     generator states of each rank
+                          /random_states.pt  generator states of each rank
                           /huggingface/      config and tokenizer, for export; with `save_huggingface` the weights too
                           /huggingface_critic/  with `save_huggingface`, the critic as a classifier
                           /state.json        the state of the run except its models (`State`)
@@ -26,11 +26,10 @@ from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megarl.checkpoint.background import Background, Task, run_blocking
-from megarl.checkpoint.contents import RNG
+from megarl.checkpoint.contents import RANDOM_STATES
 from megarl.checkpoint.directory import (
     HUGGINGFACE,
     STATE_FILE,
@@ -49,7 +48,7 @@ from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.learner.checkpoint import Writing, load_learner, save_learner
 from megarl.learner.learner import Learner
-from megarl.learner.randomness import random_states, read_random_states, set_random_states, states_file
+from megarl.learner.randomness import read_random_states, set_random_states, write_random_states
 from megarl.learner.staging import Staging
 from megarl.models.architecture import hf_shapes
 from megarl.platform.files import explained, remedy, write_whole
@@ -150,7 +149,7 @@ class CheckpointStore:
         on_first_rank(lambda: _make_empty(part, list(self.learners)))
         require_space(part, self.num_bytes)
         writings = [save_learner(learner, part / name, self._staging) for name, learner in self.learners.items()]
-        together(lambda: _write_random_states(states_file(part / RNG, rank=dist.get_rank())))
+        write_random_states(part / RANDOM_STATES)
         on_first_rank(lambda: self._write_small_files(part, state))
         together(lambda: _write_files(part, state.files))
         if self._export:
@@ -170,9 +169,9 @@ class CheckpointStore:
         """Load learners and random generators from `checkpoint`; return its state. Collective. Raises Damage."""
         for name, learner in self.learners.items():
             load_learner(learner, checkpoint / name)
-        states = read_random_states(checkpoint / RNG, rank=dist.get_rank())
-        if states:
-            set_random_states(states)
+        of_ranks = read_random_states(checkpoint / RANDOM_STATES)
+        if dist.get_rank() < len(of_ranks):  # the run that saved them may have had fewer ranks
+            set_random_states(of_ranks[dist.get_rank()])
         self._needed.add(checkpoint)
         state = State.read(checkpoint)
         self._best = state.best_step
@@ -219,15 +218,10 @@ def _write_all(writings: Sequence[Writing]) -> None:
 
 def _make_empty(part: Path, names: list[str]) -> None:
     shutil.rmtree(part, ignore_errors=True)
-    for name in (*names, RNG, HUGGINGFACE):
+    for name in (*names, HUGGINGFACE):
         (part / name).mkdir(parents=True)
 
 
 def _write_files(part: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         write_whole(part / name, content)
-
-
-def _write_random_states(path: Path) -> None:
-    with path.open("wb") as file:  # given a path, torch does not say why it cannot write
-        torch.save(random_states(), file)

@@ -3,15 +3,16 @@
 Only dropout draws from Megatron's generators, if `override_transformer_config` asks for dropout.
 """
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch import Tensor
 
+from megarl.distributed.exchange import host_group, on_first_rank
 from megarl.learner.objects import read_objects
 from megarl.platform.device import on_cuda
 from megarl.platform.small_files import Damage
@@ -35,24 +36,32 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def states_file(directory: Path, *, rank: int) -> Path:
-    """Return the file of a rank's states in a directory."""
-    return directory / f"rank_{rank}.pt"
+def write_random_states(path: Path) -> None:
+    """Write the states of all ranks to a file. Collective; the first rank writes."""
+    is_first = dist.get_rank() == 0
+    of_ranks: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+    dist.gather_object(random_states(), of_ranks, group=host_group())
+
+    def write() -> None:
+        with path.open("wb") as file:  # given a path, torch does not say why it cannot write
+            torch.save(of_ranks, file)
+
+    on_first_rank(write)
 
 
-def read_random_states(directory: Path, *, rank: int) -> Mapping[str, Any] | None:
-    """Return the saved states of a rank; None if the run that saved them had no such rank. Raises Damage."""
-    path = states_file(directory, rank=rank)
-    if not os.path.lexists(path):
-        return None
-    states = read_objects(path)
-    cpu = states.get("cpu") if isinstance(states, dict) else None
-    if not (_is_state(cpu) and cpu.shape == torch.get_rng_state().shape and _is_state(states.get("cuda", cpu))):
-        raise Damage.in_content(path, "it has no state of torch's generators")
-    of_groups = states.get("megatron", {})
-    if not (isinstance(of_groups, dict) and all(map(_is_state, of_groups.values()))):
-        raise Damage.in_content(path, "it has no states of Megatron's generators")
-    return states
+def read_random_states(path: Path) -> Sequence[Mapping[str, Any]]:
+    """Return the saved states of each rank. Raises Damage."""
+    of_ranks = read_objects(path)
+    if not isinstance(of_ranks, list):
+        raise Damage.in_content(path, "it is no list of the ranks")
+    for states in of_ranks:
+        cpu = states.get("cpu") if isinstance(states, dict) else None
+        if not (_is_state(cpu) and cpu.shape == torch.get_rng_state().shape and _is_state(states.get("cuda", cpu))):
+            raise Damage.in_content(path, "it has no state of torch's generators")
+        of_groups = states.get("megatron", {})
+        if not (isinstance(of_groups, dict) and all(map(_is_state, of_groups.values()))):
+            raise Damage.in_content(path, "it has no states of Megatron's generators")
+    return of_ranks
 
 
 def _is_state(value: Any) -> TypeGuard[Tensor]:

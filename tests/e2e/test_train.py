@@ -95,7 +95,7 @@ def test_the_small_script_trains_validates_and_saves(small_run: tuple[Path, str]
     checkpoint = run_dir / "global_step_2"
     state = State.read(checkpoint)
     assert (state.step, state.kl_coef, state.position) == (2, 0.001, Position(epoch=1))
-    for part in ("actor/.metadata", "critic/.metadata", "rng/rank_0.pt", "rng/rank_1.pt"):
+    for part in ("actor/.metadata", "critic/.metadata", "random_states.pt"):
         assert (checkpoint / part).is_file(), part
     assert AutoTokenizer.from_pretrained(checkpoint / "huggingface").eos_token_id == 2
     policy = AutoModelForCausalLM.from_pretrained(checkpoint / "huggingface")

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
+from megarl.checkpoint.contents import RANDOM_STATES
 from megarl.samples.store import PLACE
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.metrics import describe
@@ -15,7 +16,7 @@ from megarl.tracking.metrics import describe
 PASSING = ("time", "timing_s/", "perf/", "sync/check", "reward/slowest_s")
 """Prefixes of metrics that differ between equal runs: those of the clock, and of the checks when a run starts."""
 LINE = {"step", "time"}  # keys of a line that are no metrics
-PARTS = ("actor", "critic", "rng")  # of a checkpoint: weights, optimizers, schedules, random generators
+PARTS = ("actor", "critic")  # of a checkpoint: weights, optimizers, schedules
 INDEX = ".metadata"  # of the files of a part; torch gives every save an id of its own
 
 
@@ -43,6 +44,9 @@ def differences(expected: Path, found: Path, *, step: int) -> list[str]:
         for name in sorted(mine & theirs):
             if not _same(expected / place / name, found / place / name):
                 said.append(f"{place}/{name} is another")
+    generators = f"global_step_{step}/{RANDOM_STATES}"
+    if not _same(expected / generators, found / generators):
+        said.append(f"{generators} is another")
     return said
 
 

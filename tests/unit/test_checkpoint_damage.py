@@ -46,7 +46,7 @@ FILES = (
         RUN_ID_FILE,
         MANIFEST_FILE,
     ),
-    *("actor/.metadata", "actor/common.pt", "actor/metadata.json", "actor/__0_0.distcp", "rng/rank_0.pt"),
+    *("actor/.metadata", "actor/common.pt", "actor/metadata.json", "actor/__0_0.distcp", "random_states.pt"),
     *("huggingface/config.json", "huggingface/model.safetensors.index.json"),
 )
 HOSTILE = {

@@ -18,7 +18,7 @@ from megarl.checkpoint.store import CheckpointStore
 from tests.support.faulty_filesystem import FaultyFileSystem
 
 WAITS = (0.0, 0.0)
-FILES = ["huggingface/config.json", "rng/rank_0.pt", "state.json"]
+FILES = ["huggingface/config.json", "random_states.pt", "state.json"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,7 +110,8 @@ def test_closing_run_waits_for_mirror(tmp_path: Path, is_async: bool) -> None:
 
 def test_transient_upload_failure_is_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     FaultyFileSystem.arm(
-        faults={"state.json": 2, MANIFEST_FILE: 1, LATEST_FILE: 2}, shortened={"there/global_step_1/rng/rank_0.pt": 2}
+        faults={"state.json": 2, MANIFEST_FILE: 1, LATEST_FILE: 2},
+        shortened={"there/global_step_1/random_states.pt": 2},
     )
     assert save(start(tmp_path), 1)["checkpoint/mirror_failures"] == 0.0
     assert intact(tmp_path / "there") == ["global_step_1"]
@@ -118,7 +119,7 @@ def test_transient_upload_failure_is_retried(tmp_path: Path, caplog: pytest.LogC
     assert not caplog.records
 
 
-@pytest.mark.parametrize("file", ["rng/rank_0.pt", MANIFEST_FILE, LATEST_FILE])
+@pytest.mark.parametrize("file", ["random_states.pt", MANIFEST_FILE, LATEST_FILE])
 def test_failing_upload_is_reported_and_retried_after_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
