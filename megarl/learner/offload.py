@@ -31,6 +31,10 @@ class RestingMemory:
             self._rests[name] = torch.empty_like(tensor, device="cpu", pin_memory=on_cuda())
         return self._rests[name].copy_(tensor, non_blocking=True)
 
+    def parked(self, name: Hashable) -> torch.Tensor:
+        """Return the copy that was parked last."""
+        return self._rests[name]
+
 
 class Offload:
     """Moves parts of one model to the device for the duration of a block, and back to the host afterwards."""
@@ -65,7 +69,10 @@ class Offload:
         try:
             yield
         finally:
-            self._move_parameters("cpu")
+            if self._optimizer is None:
+                self._drop_parameters()
+            else:
+                self._move_parameters("cpu")
 
     @contextmanager
     def everything(self) -> Iterator[None]:
@@ -117,6 +124,12 @@ class Offload:
                     parameter.data = self._host.park((chunk, name), parameter.data)
                 else:
                     parameter.data = parameter.data.to(local_device(), non_blocking=True, copy=True)
+
+    def _drop_parameters(self) -> None:
+        """Return to the parameters that rest on the host. No optimizer has changed those on the device."""
+        for chunk, model in enumerate(self._models):
+            for name, parameter in model.named_parameters():
+                parameter.data = self._host.parked((chunk, name))
 
     def _move_gradients(self, device: str) -> None:
         if self._optimizer is not None:

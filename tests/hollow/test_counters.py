@@ -115,6 +115,24 @@ def test_logits_are_kept_if_device_memory_suffices(tmp_path: Path) -> None:
     assert metrics == metrics_without_memory
 
 
+def read_twice(source: Path) -> tuple[int, list[int]]:
+    """Return the bytes of an offloaded model that never learns, and what each of two passes brings to the host."""
+    from megarl.learner.batching import Budget
+
+    learner = make_test_learner(source, {"dtype": "bfloat16", "param_offload": True}, optim=None)
+    found = []
+    for _ in range(2):
+        with counted() as of_pass:
+            learner.infer(learner.spread(experience()), Budget(max_tokens=1000, max_sequences=None))
+        found.append(of_pass["bytes_to_host"])
+    return sum(parameter.nbytes for model in learner.modules for parameter in model.parameters()), found
+
+
+def test_frozen_parameters_never_return_to_the_host(tmp_path: Path, pool: RankPool) -> None:
+    [(num_bytes, to_host)] = pool.run(1, read_twice, write_checkpoint(tmp_path, "qwen2"))
+    assert max(to_host) < num_bytes / 100
+
+
 def test_host_calls_are_counted_including_unimplemented_ones() -> None:
     left, host = torch.ones(4, 4, device="cuda"), torch.ones(4, 4)
     torch.cuda.synchronize()
