@@ -12,6 +12,7 @@ from megarl.rollout.patches.process import (
     random_state_kept,
     start_isolated,
 )
+from megarl.rollout.patches.ranks import skip_ranks
 from megarl.rollout.patches.rotary import rotate_heads_correctly
 from megarl.rollout.patches.shared_memory import name_channels, name_message_queues
 
@@ -32,3 +33,4 @@ def mend_cpu_build(channels: str | None) -> None:
     name_channels(channels)
     rotate_heads_correctly()
     normalize_by_kernels()
+    skip_ranks()
