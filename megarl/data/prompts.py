@@ -6,7 +6,7 @@ two integers. Only the check of all rows, which tokenises every prompt, is divid
 
 from collections.abc import Iterator, Sequence
 
-from megarl.batch import Prompt, Prompts
+from megarl.batch import Prompt, Prompts, int32
 from megarl.data.census import Census
 from megarl.data.columns import BY_SOURCE, Needs, PromptColumns
 from megarl.data.config import DataSection
@@ -60,7 +60,7 @@ class PromptDataset:
         token_ids = self._cut(row, self._encode(row))
         return Prompt(
             index=number,
-            token_ids=token_ids,
+            token_ids=int32(token_ids),
             text=self._tokenizer.decode(token_ids),
             data_source=self._columns.source(row),
             ground_truth=self._columns.ground_truth(row),
@@ -71,7 +71,7 @@ class PromptDataset:
 
     def as_read(self, prompt: Prompt) -> str:
         """Describe how the model reads the first prompt."""
-        return as_read("the first prompt", prompt.raw_prompt, prompt.token_ids, self._tokenizer)
+        return as_read("the first prompt", prompt.raw_prompt, list(prompt.token_ids), self._tokenizer)
 
     def _stays(self, row: DataRow) -> bool:
         """Return whether a row is kept. Raises UserError for an invalid row."""

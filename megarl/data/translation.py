@@ -50,7 +50,7 @@ class Translation:
         """Return the reader's tokens of a sample, and the place of the last one before each token of the response."""
         prompt = batch.prompt_of(sample)
         response = batch.response_ids(sample).tolist()
-        before = [] if self.writer.templates(prompt.raw_prompt) else prompt.token_ids
+        before = [] if self.writer.templates(prompt.raw_prompt) else list(prompt.token_ids)
         try:
             read_prompt = encode_prompt(prompt.raw_prompt, self.reader)
         except UserError as error:

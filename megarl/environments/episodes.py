@@ -198,7 +198,7 @@ class Environments:
                 "messages: make both alike"
             )
         token_ids = encode_prompt(observation, self.tokenizer)
-        return replace(prompt, token_ids=token_ids, text=self.tokenizer.decode(token_ids))
+        return replace(prompt, token_ids=int32(token_ids), text=self.tokenizer.decode(token_ids))
 
 
 @dataclass

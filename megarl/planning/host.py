@@ -26,8 +26,9 @@ LEARNING_FIELDS: Mapping[str, int] = MappingProxyType(
     {**{"old_log_probs": 4, "ref_log_probs": 4, "values": 4}, **{"advantages": 4, "returns": 4, "weights": 4}}
 )
 """The same for the columns that `megarl.batch.Experience` adds, on the ranks that learn from the token."""
-PROMPT_TOKEN_BYTES = 8 + 32
-"""Bytes of a token of a prompt: a Python integer in a list."""
+PROMPT_TOKEN_BYTES = 4 + 2 * 5
+"""Bytes of a token of a prompt: the token, and about five letters of the text, as it was given and as a model reads it.
+"""
 IN_FLIGHT_TOKEN_BYTES = 4 + 4 + 4
 """Bytes of a response token that continues: the token, its log-probability and its version."""
 

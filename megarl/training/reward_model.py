@@ -73,7 +73,7 @@ class RewardModel:
         response = rollouts.response_ids(sample).tolist()
         if self._decoder is None:
             return self._reader.fit([*prompt.token_ids, *response])
-        prefix = [] if self._reader.tokenizer.templates(prompt.raw_prompt) else prompt.token_ids
+        prefix = [] if self._reader.tokenizer.templates(prompt.raw_prompt) else list(prompt.token_ids)
         text = self._decoder.written(response, ends=self._ends, before=prefix)
         try:
             return self._reader.encode(prompt.raw_prompt, text)

@@ -213,7 +213,7 @@ def test_episodes_outlive_the_processes_that_played_them(tmp_path: Path) -> None
         twice = episodes.answer(said)
     assert (tmp_path / "mark").exists()
     assert LETTERS.decode(twice[1].token_ids) == "b1:bc2:c"
-    assert LETTERS.decode(twice[0].token_ids).endswith(f"2:die {tmp_path / 'mark'}")
+    assert LETTERS.decode(list(twice[0].token_ids)).endswith(f"2:die {tmp_path / 'mark'}")
 
 
 def test_an_episode_continues_in_a_later_session() -> None:

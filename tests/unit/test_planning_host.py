@@ -58,8 +58,8 @@ def test_the_shipped_plan_of_llama_3_70b() -> None:
 
 
 def test_records_of_deepseek_v3() -> None:
-    """2,048 prompts with 8 responses: 13 bytes a token of 64 replicas, 37 of 128 shares, and prompts in Python."""
-    prompts = 2048 * 1024 * 40
+    """2,048 prompts with 8 responses: 13 bytes a token of 64 replicas, 37 of 128 shares, and prompts."""
+    prompts = 2048 * 1024 * 14
     assert plan(DEEPSEEK).host.parts["records"] == 8 * (8 * 7168 * (2048 * 13 // 64 + 2048 * 37 // 128) + prompts)
 
 
@@ -70,7 +70,7 @@ def test_responses_that_continue_are_records_too() -> None:
     without = plan(DEEPSEEK).host.parts["records"]
     for stop_when, num_in_flight in (("0.5", 2048), ("64", 2047)):
         found = plan(DEEPSEEK, partial % stop_when, correction).host.parts["records"]
-        assert found - without == 8 * (8 * 7168 * (num_in_flight * 12 // 64) + num_in_flight * 1024 * 40)
+        assert found - without == 8 * (8 * 7168 * (num_in_flight * 12 // 64) + num_in_flight * 1024 * 14)
 
 
 def test_every_field_of_tokens_is_counted() -> None:
