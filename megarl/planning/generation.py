@@ -14,7 +14,7 @@ SUMS_OF_LAYER = 2  # over the tensor-parallel ranks, in a forward pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class GenerationTime:
     """The samples that a replica draws at once, and the seconds of what it does."""
 
     wanted: int  # samples of a replica that are open at once
@@ -32,7 +32,7 @@ class Generation:
         return self.prompts + self.decoding + self.messages + self.latency + self.host
 
 
-def generation_time(workload: Workload, memory: RankMemory, machine: Machine, lengths: Lengths) -> Generation:
+def generation_time(workload: Workload, memory: RankMemory, machine: Machine, lengths: Lengths) -> GenerationTime:
     """Return the time of a replica: prompts at once, then token by token for as many samples as its cache holds.
 
     Weights are read in each step, keys and values for each token. A sample that ends makes room for none: the replica
@@ -61,7 +61,7 @@ def generation_time(workload: Workload, memory: RankMemory, machine: Machine, le
     num_steps = rounds * (lengths.response if rollout.partial.enable else lengths.steps)
     read = num_steps * _touched(a, memory.engine.weights, at_once) + rounds * lengths.response * cached
     of_step = bytes_between_layers(a, num_tokens=at_once, size=tp, dtype=rollout.dtype)
-    return Generation(
+    return GenerationTime(
         wanted=wanted,
         slots=slots,
         at_once=at_once,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megarl.models.flops import UPDATE, Tokens, feed_forward_share, forward_flops
 from megarl.models.grid import Grid
 from megarl.planning.activations import PhaseWork
-from megarl.planning.generation import SUMS_OF_LAYER, Generation, bytes_between_layers, generation_time
+from megarl.planning.generation import SUMS_OF_LAYER, GenerationTime, bytes_between_layers, generation_time
 from megarl.planning.machine import Lengths, Machine
 from megarl.planning.memory import RankMemory
 from megarl.planning.movement import forward_bytes
@@ -30,7 +30,7 @@ class StepTime:
     """The least seconds of the phases of a step, and their FLOPs over all ranks."""
 
     seconds: Mapping[str, float]  # by phase, under the names of `timing_s/*`
-    generation: Generation  # the parts of `gen`
+    generation: GenerationTime  # the parts of `gen`
     flops: int
     peak: float  # FLOP/s of all ranks
 

@@ -6,7 +6,7 @@ from megarl.rollout import patches
 from megarl.rollout.patches.ranks import GATHER, skip_ranks
 
 
-def test_log_probs_of_drawn_tokens_are_those_of_vllm() -> None:
+def test_drawn_log_probs_equal_those_of_vllm() -> None:
     patches.prepare_environment()
     from vllm.v1.sample.sampler import Sampler
 
