@@ -7,7 +7,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.data.permutation import permuted
 from megarl.platform.errors import UserError
+
+MOST_DRAWN = 1 << 16
+"""Rows whose order is drawn as a whole. The order of more rows is computed as far as it is taken."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,15 @@ class Order:
         """Return rows `start .. stop` of an epoch's order."""
         if not self._shuffle:
             return range(start, stop)
-        rows: list[int] = self._permutation(epoch)[start:stop].tolist()
-        return rows
+        key = (self._seed, epoch, 0)
+        if self.num_rows > MOST_DRAWN:
+            places = np.arange(start, stop, dtype=np.int64)
+            return list(map(int, permuted(places, self.num_rows, key=key)))
+        return list(map(int, self._permutation(key)[start:stop]))
 
-    def _draw(self, epoch: int) -> NDArray[np.int64]:
+    def _draw(self, key: tuple[int, ...]) -> NDArray[np.int64]:
         """Return the order of all rows in an epoch."""
-        return np.random.default_rng((self._seed, epoch, 0)).permutation(self.num_rows)
+        return np.random.default_rng(key).permutation(self.num_rows)
 
     def _require(self, count: int) -> None:
         if count > self.num_rows:

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.order import Order, Position
+from megarl.data.order import MOST_DRAWN, Order, Position
+from megarl.data.permutation import permuted
 
 
 def order(num_rows: int, batch_size: int, *, shuffle: bool = True, seed: int = 1) -> Order:
@@ -70,6 +71,35 @@ def test_every_row_once_per_epoch_whatever_the_portions(num_rows: int, data: st.
 def test_epoch_is_one_permutation_of_all_rows() -> None:
     taken, _ = walk(order(9, 3, seed=7), Position(3), [3, 3, 3])
     assert sum(taken, []) == np.random.default_rng((7, 3)).permutation(9).tolist()
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**32 - 1), st.integers(0, 5))
+def test_permutation_has_every_number_once(count: int, seed: int, epoch: int) -> None:
+    everything = permuted(np.arange(count), count, key=(seed, epoch))
+    assert sorted(everything) == list(range(count))
+    some = np.arange(0, count, 7)
+    assert (permuted(some, count, key=(seed, epoch)) == everything[some]).all()
+
+
+def test_numbers_are_spread_evenly() -> None:
+    """Each tenth of a permutation has a tenth of each tenth of the numbers, within five standard deviations."""
+    count = 200_000
+    numbers = permuted(np.arange(count), count, key=(1, 0))
+    table = np.histogram2d(np.arange(count), numbers, bins=10)[0]
+    assert np.abs(table - count / 100).max() < 5 * (count / 100) ** 0.5
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 5 / count**0.5
+
+
+def test_an_epoch_of_more_rows_than_are_drawn() -> None:
+    num_rows = MOST_DRAWN + 3
+    taken, end = walk(order(num_rows, 1), Position(), [MOST_DRAWN, 3])
+    assert sorted(sum(taken, [])) == list(range(num_rows)) and end == Position(1)
+    assert taken[0][:100] != walk(order(num_rows, 1), Position(1), [100])[0][0]
+
+
+def test_batches_of_ten_billion_rows() -> None:
+    rows, end = order(10**10, 1024).take(Position(2, 5 * 10**9))
+    assert len(set(rows)) == 1024 and max(rows) > 9 * 10**9 and end == Position(2, 5 * 10**9 + 1024)
 
 
 def test_epochs_differ_and_are_repeatable() -> None:
