@@ -43,12 +43,12 @@ class Counts:
 
 
 class Census:
-    """Counts the rows that a rank checks, and judges those of all ranks."""
+    """Counts the rows that a rank checks, and concludes from those of all ranks."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Count rows that `tokenizer` reads."""
         self._tokenizer = tokenizer
-        self._counts = Counts()
+        self.counts = Counts()
 
     def see(self, prompt: Any, *responses: str) -> None:
         """Count a row without faults."""
@@ -56,7 +56,7 @@ class Census:
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"] or ""
         is_templated = self._tokenizer.templates(prompt)
         is_written = self._begins_with_token(text) or (is_templated and opens_a_turn(text))
-        self._counts += Counts(
+        self.counts += Counts(
             rows=1,
             spelling=name is not None,
             written=is_written,
@@ -65,13 +65,16 @@ class Census:
             end=shown(text[-_SHOWN:]) if is_written else None,
         )
 
-    def conclude(self) -> str:
-        """Return a line about the rows that all ranks have seen; empty if there is nothing to say. Collective.
+    def conclude_together(self) -> str:
+        """Conclude from the rows that all ranks have seen. Collective. Raises as `conclude` does."""
+        return self.conclude(reduce(Counts.__add__, together(lambda: self.counts)))
+
+    def conclude(self, counts: Counts) -> str:
+        """Return a line about all rows; empty if there is nothing to say.
 
         Raises:
             UserError: a template has written most of the prompts, and the configuration would read them otherwise.
         """
-        counts = reduce(Counts.__add__, together(lambda: self._counts))
         remedies = list(self._remedies(counts))
         if 2 * counts.written > counts.rows and remedies:
             raise UserError(

@@ -179,7 +179,7 @@ class _Keys:
         while waiting:
             before, states = waiting.pop()
             by_rest = defaultdict[frozenset[_Step], list[_Step]](list)
-            for step in {step for state in states for step in self.after(state)}:
+            for step in dict.fromkeys(step for state in states for step in self.after(state)):
                 by_rest[frozenset(self.after(step.state))].append(step)
             for rest, steps in by_rest.items():
                 if rest:

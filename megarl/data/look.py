@@ -1,9 +1,8 @@
 """Checks all rows before training starts, so that no fault appears only when a row is reached."""
 
-from collections.abc import Callable
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
@@ -12,41 +11,64 @@ from megarl.platform.errors import UserError
 
 SHOWN_FAULTS = 20
 
-
-def select_rows(rows: Rows, keeps: Callable[[DataRow], bool]) -> NDArray[np.int64]:
-    """Return the numbers of the rows that `keeps` accepts; each rank checks a share of the rows. Collective.
-
-    Raises:
-        UserError: on every rank, if `keeps` raises for some rows; names the first of them.
-    """
-
-    def check(share: range) -> tuple[list[int], list[str], int]:
-        kept = list[int]()
-        faults = list[str]()
-        num_faults = 0
-        for number in share:
-            try:
-                if _is_kept(rows, number, keeps):
-                    kept.append(number)
-            except UserError as error:
-                num_faults += 1
-                if num_faults <= SHOWN_FAULTS:
-                    faults.append(str(error))
-        return kept, faults, num_faults
-
-    shares = in_shares(len(rows), check)
-    faults = [fault for _, of_share, _ in shares for fault in of_share][:SHOWN_FAULTS]
-    others = sum(num for _, _, num in shares) - len(faults)
-    if others:
-        faults.append(f"... and {others} more")
-    if faults:
-        raise UserError("\n".join(faults))
-    return np.concatenate([np.array(kept, np.int64) for kept, _, _ in shares])
+T = TypeVar("T")
 
 
-def _is_kept(rows: Rows, number: int, keeps: Callable[[DataRow], bool]) -> bool:
-    row = rows[number]
+@dataclass
+class RowFaults:
+    """The faults of some rows: the first as messages, and the number of all."""
+
+    shown: list[str] = field(default_factory=list)
+    number: int = 0
+
+    def add(self, message: str) -> None:
+        """Count a fault."""
+        self.number += 1
+        if self.number <= SHOWN_FAULTS:
+            self.shown.append(message)
+
+
+def check_each(rows: Rows, numbers: range, check: Callable[[DataRow], T], faults: RowFaults) -> Iterator[tuple[int, T]]:
+    """Yield the number of each row that `check` accepts, with its result; add the others to `faults`."""
+    for number in numbers:
+        try:
+            row = rows[number]
+            result = _checked(rows, number, row, check)
+        except UserError as error:
+            faults.add(str(error))
+        else:
+            yield number, result
+
+
+def _checked(rows: Rows, number: int, row: DataRow, check: Callable[[DataRow], T]) -> T:
     try:
-        return keeps(row)
+        return check(row)
     except UserError as error:
         raise UserError(f"{rows.place(number)}, {error}") from error
+
+
+def raise_faults(found: Iterable[RowFaults]) -> None:
+    """Raise a UserError that names the first faults of all shares of the rows; return if there is none."""
+    shares = list(found)
+    shown = [message for share in shares for message in share.shown][:SHOWN_FAULTS]
+    others = sum(share.number for share in shares) - len(shown)
+    if others:
+        shown.append(f"... and {others} more")
+    if shown:
+        raise UserError("\n".join(shown))
+
+
+def check_rows(rows: Rows, check: Callable[[DataRow], None]) -> None:
+    """Check all rows; each rank checks a share of them. Collective.
+
+    Raises:
+        UserError: on every rank, if `check` raises for some rows; names the first of them.
+    """
+
+    def check_share(share: range) -> RowFaults:
+        faults = RowFaults()
+        for _ in check_each(rows, share, check, faults):
+            pass
+        return faults
+
+    raise_faults(in_shares(len(rows), check_share))

@@ -7,7 +7,7 @@ import torch
 from megarl.batch import Prompt, Rollouts
 from megarl.data.census import Census
 from megarl.data.config import SFTDataSection
-from megarl.data.look import select_rows
+from megarl.data.look import check_rows
 from megarl.data.messages import as_read, encode_prompt, text_faults
 from megarl.data.order import Order
 from megarl.data.rows import Rows
@@ -41,8 +41,8 @@ class PairStream:
             len(self._rows), batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
         )
         self._census = Census(tokenizer)
-        select_rows(self._rows, self._is_pair)
-        self._remark = self._census.conclude()
+        check_rows(self._rows, self._check)
+        self._remark = self._census.conclude_together()
 
     @property
     def num_pairs(self) -> int:
@@ -72,10 +72,9 @@ class PairStream:
         """Yield every pair once, in file order; the last batch may be smaller."""
         return map(self._record, self._order.once_through())
 
-    def _is_pair(self, row: DataRow) -> bool:
+    def _check(self, row: DataRow) -> None:
         self._encode(row)
         self._census.see(row[self._section.prompt_key], row[self._section.response_key])
-        return True
 
     def _encode(self, row: DataRow) -> tuple[list[int], list[int]]:
         """Return the ids of prompt and response. Raises UserError for an invalid row."""

@@ -1,4 +1,4 @@
-"""A random permutation of many numbers, of which a part is computed without the rest."""
+"""A random order of many numbers; any part of it is computed without the rest."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ def permuted(places: NDArray[np.int64], count: int, *, key: tuple[int, ...]) -> 
         key: whole numbers that choose the permutation, none negative.
     """
     half = np.uint64(max(1, -(-(count - 1).bit_length() // 2)))
-    rounds = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
+    rounds = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64).astype(np.uint64)
     found = _network(places.astype(np.uint64), half, rounds)
     outside = found >= count
     while outside.any():

@@ -10,7 +10,7 @@ from megarl.batch import Preferences
 from megarl.data.census import Census
 from megarl.data.config import PreferenceDataSection
 from megarl.data.conversations import Conversations, scoring_batch
-from megarl.data.look import select_rows
+from megarl.data.look import check_rows
 from megarl.data.messages import as_read, text_faults
 from megarl.data.order import Order
 from megarl.data.rows import Rows
@@ -35,8 +35,8 @@ class PreferenceStream:
             len(self._rows), batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
         )
         self._census = Census(reader.tokenizer)
-        select_rows(self._rows, self._is_pair)
-        self._remark = self._census.conclude()
+        check_rows(self._rows, self._check)
+        self._remark = self._census.conclude_together()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -64,7 +64,7 @@ class PreferenceStream:
         """Yield every pair once, in file order; the last batch may be smaller."""
         return map(self._record, self._order.once_through())
 
-    def _is_pair(self, row: DataRow) -> bool:
+    def _check(self, row: DataRow) -> None:
         for key in (self._section.chosen_key, self._section.rejected_key):
             for fault in text_faults(row[key], may_be_empty=False):
                 raise UserError(f"column {key}: {fault}")
@@ -74,7 +74,6 @@ class PreferenceStream:
             raise UserError(f"column {self._section.margin_key}: a number is expected, not {margin!r}")
         responses = (row[key] for key in (self._section.chosen_key, self._section.rejected_key))
         self._census.see(row[self._section.prompt_key], *responses)
-        return True
 
     def _margin(self, row: DataRow) -> Any:
         return 0.0 if self._section.margin_key is None else row[self._section.margin_key]

@@ -1,29 +1,43 @@
 """Prompts from data files, in an order that is a pure function of seed and position.
 
 Every rank reads the same files and takes the same prompts from the same position without communication; a position is
-two integers. Only the check of all rows, which tokenises every prompt, is divided among the ranks.
+two integers. The ranks of a host divide the check of all rows, which encodes every prompt; later its tokens are read.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
-from megarl.batch import Prompt, Prompts, int32
+from megarl.batch import Prompt, Prompts
 from megarl.data.census import Census
 from megarl.data.columns import BY_SOURCE, Needs, PromptColumns
 from megarl.data.config import DataSection
-from megarl.data.look import select_rows
+from megarl.data.encoded import EncodedPrompt, encode_once
 from megarl.data.messages import as_read, encode_prompt, frame, plain_text
 from megarl.data.order import Order, Position
+from megarl.data.remembered import digest_of
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
+from megarl.distributed.exchange import on_first_rank
 from megarl.platform.errors import UserError
+
+_READ = (
+    "prompt_key",
+    "max_prompt_length",
+    "truncation",
+    "filter_overlong_prompts",
+    "reward_fn_key",
+    "prompt_id_key",
+    "max_prompt_id_length",
+)
+"""Keys of the section that decide which rows are valid, and their tokens."""
 
 
 class PromptDataset:
     """The prompts of data files, with the ground truth for the reward.
 
     The tokenizer decides whether a prompt goes through the chat template; if not, its text is encoded with the special
-    tokens that the tokenizer adds to a text. Prompts are read and tokenised when they are taken; the constructor checks
-    all of them once, on all ranks together. `num_filtered` prompts are dropped.
+    tokens that the tokenizer adds to a text. The constructor checks and encodes all prompts, unless an earlier run on
+    this host has done so with the same files, tokenizer and keys. `num_filtered` prompts are dropped.
     """
 
     def __init__(
@@ -45,23 +59,23 @@ class PromptDataset:
         self._columns = PromptColumns(section=section, needs=needs)
         self._rows = self._columns.open(files)
         self._census = Census(tokenizer)
-        self._kept = select_rows(self._rows, self._stays)
-        if not len(self._kept):
+        digest = on_first_rank(lambda: self._digest(files, needs))
+        self._encoded = encode_once(self._rows, self._encode, self._census, digest=digest)
+        if not len(self._encoded):
             raise UserError(f"every prompt is longer than data.max_prompt_length={section.max_prompt_length}: raise it")
-        self.num_filtered = len(self._rows) - len(self._kept)
-        self.remark = self._census.conclude()
+        self.num_filtered = len(self._rows) - len(self._encoded)
+        self.remark = self._census.conclude(self._encoded.counts)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._encoded)
 
     def __getitem__(self, index: int) -> Prompt:
-        number = int(self._kept[index])
+        number = int(self._encoded.rows[index])
         row = self._rows[number]
-        token_ids = self._cut(row, self._encode(row))
         return Prompt(
             index=number,
-            token_ids=int32(token_ids),
-            text=self._tokenizer.decode(token_ids),
+            token_ids=self._encoded.token_ids(index),
+            text=self._encoded.text(index),
             data_source=self._columns.source(row),
             ground_truth=self._columns.ground_truth(row),
             extra_info=self._columns.extra_info(row) | self._raw(row),
@@ -73,31 +87,38 @@ class PromptDataset:
         """Describe how the model reads the first prompt."""
         return as_read("the first prompt", prompt.raw_prompt, list(prompt.token_ids), self._tokenizer)
 
-    def _stays(self, row: DataRow) -> bool:
-        """Return whether a row is kept. Raises UserError for an invalid row."""
+    def _digest(self, files: str | Sequence[str], needs: Needs) -> str | None:
+        """Return a name for the tokens of all prompts; None if they are those of this run alone."""
+        tokenizer = self._tokenizer.digest
+        if tokenizer is None:
+            return None
+        names = [files] if isinstance(files, str) else list(files)
+        return digest_of(names, [tokenizer, asdict(needs), {key: getattr(self._section, key) for key in _READ}])
+
+    def _encode(self, row: DataRow) -> EncodedPrompt | None:
+        """Return the prompt of a row; None if it is too long and dropped. Raises UserError for an invalid row."""
         faults = list(self._columns.faults(row))
         if faults:
             raise UserError("; ".join(f"column {fault}" for fault in faults))
-        token_ids = self._encode(row)
+        token_ids = self._tokens(row)
         limit = self._section.max_prompt_length
-        length = len(token_ids)
         self._census.see(row[self._section.prompt_key])
-        if length <= limit or self._section.filter_overlong_prompts:
-            return length <= limit
-        if self._section.truncation == "error":
-            raise UserError(
-                f"column {self._section.prompt_key}: the prompt has {length} tokens, but data.max_prompt_length "
-                f"is {limit}: raise it, or set data.filter_overlong_prompts=true or data.truncation=left|right|middle"
-            )
-        self._cut(row, token_ids)
-        return True
+        if len(token_ids) > limit:
+            if self._section.filter_overlong_prompts:
+                return None
+            if self._section.truncation == "error":
+                raise UserError(
+                    f"column {self._section.prompt_key}: the prompt has {len(token_ids)} tokens, but "
+                    f"data.max_prompt_length is {limit}: raise it, or set data.filter_overlong_prompts=true or "
+                    "data.truncation=left|right|middle"
+                )
+            token_ids = self._cut(row, token_ids)
+        return EncodedPrompt(token_ids=token_ids, text=self._tokenizer.decode(token_ids))
 
     def _cut(self, row: DataRow, token_ids: list[int]) -> list[int]:
         """Cut a prompt that is too long. UserError if what every prompt needs does not fit."""
         prompt = row[self._section.prompt_key]
         limit = self._section.max_prompt_length
-        if len(token_ids) <= limit:
-            return token_ids
         begin, end = frame(prompt, token_ids, self._tokenizer)
         if begin + end >= limit:
             raise UserError(
@@ -106,7 +127,7 @@ class PromptDataset:
             )
         return truncate(token_ids, limit, self._section.truncation, begin=begin, end=end)
 
-    def _encode(self, row: DataRow) -> list[int]:
+    def _tokens(self, row: DataRow) -> list[int]:
         try:
             return encode_prompt(row[self._section.prompt_key], self._tokenizer)
         except UserError as error:

@@ -13,17 +13,22 @@ from megarl.platform.cache import cache_directory
 from megarl.platform.versions import versions
 
 _CODE = ("rewards", "data")
-_LIBRARIES = ("math-verify", "latex2sympy2_extended", "sympy", "reasoning-gym")
+_LIBRARIES = ("transformers", "tokenizers", "jinja2", "math-verify", "latex2sympy2_extended", "sympy", "reasoning-gym")
 
 
-def place_of(files: Sequence[str], question: Any) -> Path:
-    """Return the file that keeps the answer to a question, a value of JSON, about data files as they are now.
+def digest_of(files: Sequence[str], question: Any) -> str:
+    """Return a name for the answer to a question, a value of JSON, about data files as they are now.
 
     Raises UserError if a data file cannot be read.
     """
     prints = [[name, *locate(name).fingerprint()] for name in files]
     asked = json.dumps([prints, question, versions(*_LIBRARIES), _code()])
-    return cache_directory() / "rows" / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
+    return hashlib.sha256(asked.encode()).hexdigest()[:32]
+
+
+def place_of(files: Sequence[str], question: Any) -> Path:
+    """Return the file that keeps the answer to a question about data files. Raises as `digest_of` does."""
+    return cache_directory() / "rows" / f"{digest_of(files, question)}.json"
 
 
 def recall(place: Path) -> Any:

@@ -3,12 +3,14 @@
 The files that `save` writes encode and decode as this object does: training and every reader of the checkpoint agree.
 """
 
+import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from datetime import datetime
 from functools import cache, cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -261,6 +263,18 @@ class Tokenizer:
             return ""
         named = ", ".join(f"{token!r} is {own[token]} and {theirs.get(token)}" for token in differing[:MOST_NAMED])
         return f"{len(differing)} of {len(own)} differ: {named}{' ...' if len(differing) > MOST_NAMED else ''}"
+
+    @cached_property
+    def digest(self) -> str | None:
+        """A digest of all that decides on the tokens of a prompt; None if the time of the run does, too."""
+        if "strftime_now" in str(self._tokenizer.chat_template):
+            return None
+        digest = hashlib.sha256(f"{self.spelling} {self._apply_chat_template}".encode())
+        with TemporaryDirectory(prefix="megarl-tokenizer-") as name:
+            self.save(name)
+            for path in sorted(path for path in Path(name).rglob("*") if path.is_file()):
+                digest.update(f"{path.relative_to(name)} {path.stat().st_size} ".encode() + path.read_bytes())
+        return digest.hexdigest()
 
     def save(self, directory: str | Path) -> None:
         """Write files that `AutoTokenizer.from_pretrained` and `load_tokenizer` read."""

@@ -109,8 +109,10 @@ def on_each_rank(compute: Callable[[], T]) -> T:
 def on_first_rank(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Call `compute` on the first rank of `group`, by default of all, and return its result on every rank.
 
-    Raises as `together` does.
+    Without other ranks it is only called. Raises as `together` does.
     """
+    if not dist.is_initialized():
+        return compute()
     results: list[Any] = together(lambda: compute() if dist.get_rank(group) == 0 else None, group=group)
     result: T = results[0]
     return result

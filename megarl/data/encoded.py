@@ -1,0 +1,166 @@
+"""The tokens of all prompts of a data set: encoded once, by the ranks of a host together, and mapped into memory.
+
+    CACHE/prompts/DIGEST/0.arrow   the prompts that the first rank of the host encoded: row, tokens, text
+                        /0.json    what it counted among these rows
+
+The directory stays until someone deletes it, and the next run on the same files finds it. It is made under another name
+and published complete.
+"""
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megarl.batch import int32
+from megarl.data.census import Census, Counts
+from megarl.data.look import RowFaults, check_each, raise_faults
+from megarl.data.rows import Rows
+from megarl.data.table import DataRow
+from megarl.distributed.exchange import on_each_rank, on_first_rank, together
+from megarl.platform.cache import VARIABLE, cache_directory
+from megarl.platform.files import explained
+
+SCHEMA = pa.schema([("row", pa.int64()), ("token_ids", pa.list_(pa.int32())), ("text", pa.string())])
+ROWS_AT_ONCE = 4096
+"""Rows that are held as Python objects before they are written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPrompt:
+    """A prompt as the model reads it."""
+
+    token_ids: list[int]
+    text: str  # of the tokens
+
+
+class EncodedPrompts:
+    """The prompts that are kept, in the order of their rows; on disk until they are read."""
+
+    def __init__(self, directory: Path) -> None:
+        """Map the files of a directory."""
+        parts = sorted(directory.glob("*.arrow"), key=lambda path: int(path.stem))
+        tables = [pa.ipc.open_file(pa.memory_map(str(path))).read_all() for path in parts]
+        table = pa.concat_tables(tables)
+        self.rows: NDArray[np.int64] = table["row"].to_numpy()
+        self._token_ids = table["token_ids"]
+        self._texts = table["text"]
+        counts = (Counts(**json.loads(path.with_suffix(".json").read_bytes())) for path in parts)
+        self.counts = reduce(Counts.__add__, counts)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def token_ids(self, index: int) -> "array[int]":
+        """Return the tokens of a prompt."""
+        tokens = int32()
+        tokens.frombytes(self._token_ids[index].values.to_numpy().tobytes())
+        return tokens
+
+    def text(self, index: int) -> str:
+        """Return the text that the model sees."""
+        text: str = self._texts[index].as_py()
+        return text
+
+
+@dataclass(frozen=True)
+class _Host:
+    """This rank among the ranks of its host, and a name for what they make together."""
+
+    rank: int
+    num_ranks: int
+    name: str
+
+    @classmethod
+    def here(cls) -> "_Host":
+        """Return this rank's host. Collective."""
+        run = on_first_rank(lambda: uuid4().hex)
+        if not dist.is_initialized():
+            return cls(0, 1, run)
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        return cls(rank, num_ranks, f"{run}-{socket.gethostname()}-{dist.get_rank() - rank}")
+
+    def share(self, count: int) -> range:
+        """Return this rank's part of the work of the host."""
+        return range(self.rank * count // self.num_ranks, (self.rank + 1) * count // self.num_ranks)
+
+
+def encode_once(
+    rows: Rows, encode: Callable[[DataRow], EncodedPrompt | None], census: Census, *, digest: str | None
+) -> EncodedPrompts:
+    """Return the encoded prompts of all rows; encode them if this host has not kept them. Collective.
+
+    Args:
+        rows: the rows of the data files.
+        encode: returns the prompt of a row; None: the prompt is dropped. Raises UserError for an invalid row.
+        census: counts the rows that this rank encodes.
+        digest: names the files and all that decides on tokens; None: the tokens are not kept for another run.
+
+    Raises:
+        UserError: on every rank, if some rows are invalid; names the first of them.
+        WriteError: the directory cannot be written.
+    """
+    host = _Host.here()
+    kept = _directory(digest)
+    exists = kept is not None and kept.is_dir()
+    part = (kept.parent if kept else Path(tempfile.gettempdir())) / f".{host.name}.part"
+    try:
+        faults = together(lambda: RowFaults() if exists else _write(part, rows, encode, census, host))
+        raise_faults(faults[: host.num_ranks])  # each host encodes all rows
+        if kept and host.rank == 0 and not exists:
+            with suppress(OSError):  # another job has published the same
+                part.rename(kept)
+        together(lambda: None)  # it is published
+        return on_each_rank(lambda: EncodedPrompts(kept if kept and kept.is_dir() else part))
+    finally:
+        if host.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)  # what is mapped stays readable
+
+
+def _directory(digest: str | None) -> Path | None:
+    """Return where encoded prompts are kept; None if they are not, or if nothing can be written there."""
+    if digest is None:
+        return None
+    directory = cache_directory() / "prompts"
+    with suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+    return directory / digest if os.access(directory, os.W_OK) else None
+
+
+def _write(
+    part: Path, rows: Rows, encode: Callable[[DataRow], EncodedPrompt | None], census: Census, host: _Host
+) -> RowFaults:
+    """Encode this rank's share of the rows into a file. Return the faults."""
+    faults = RowFaults()
+    waiting = list[dict[str, Any]]()
+    with explained(f"{VARIABLE}={part.parent}"):
+        part.mkdir(parents=True, exist_ok=True)
+        with pa.OSFile(str(part / f"{host.rank}.arrow"), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+            for number, prompt in check_each(rows, host.share(len(rows)), encode, faults):
+                if prompt is not None:
+                    waiting.append({"row": number, "token_ids": prompt.token_ids, "text": prompt.text})
+                if len(waiting) == ROWS_AT_ONCE:
+                    _append(writer, waiting)
+            _append(writer, waiting)
+        (part / f"{host.rank}.json").write_text(json.dumps(asdict(census.counts)), encoding="utf-8")
+    return faults
+
+
+def _append(writer: pa.RecordBatchFileWriter, waiting: list[dict[str, Any]]) -> None:
+    writer.write_batch(pa.RecordBatch.from_pylist(waiting, schema=SCHEMA))
+    waiting.clear()
