@@ -29,7 +29,7 @@ from megarl.learner.patches.cpu import megatron_platform
 from megarl.learner.patches.optimizer import gathered_later
 from megarl.learner.patches.reading import load_index, reading_data_only
 from megarl.learner.patches.writing import first_rank_failing_with_all
-from megarl.learner.staging import Staging, copy_optimizer, copy_shards, room_for_optimizer
+from megarl.learner.staging import Staging, copy_optimizer, copy_shards, keep_written, room_for_optimizer
 from megarl.platform.small_files import Damage, read_bytes, read_json
 
 MAX_INDEX_BYTES = 4 << 30
@@ -61,11 +61,11 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
         copies = [
             copy_optimizer(part, staging, f"{directory.name}.optimizer.{number}") for number, part in enumerate(parts)
         ]
-        with gathered_later((part, state) for part, (state, _) in zip(parts, copies, strict=True)):
+        with gathered_later((part, copy.state) for part, copy in zip(parts, copies, strict=True)):
             state = _sharded_state(learner, is_loading=False)
-        for part in _optimizer_parts(state.get("optimizer", {})):
-            if part.get("param_state", state) is None:  # written by the first data-parallel rank
-                del part["param_state"]
+        sharded = [part for part in _optimizer_parts(state.get("optimizer", {})) if "param_state" in part]
+        for part, copy in zip(sharded, copies, strict=True):
+            keep_written(part, copy)
         copy_shards(state, staging, directory.name)
         with first_rank_failing_with_all():
             request = dist_checkpointing.save(
@@ -74,8 +74,8 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
         torch.cuda.synchronize()
 
     def write() -> None:
-        for _, gather in copies:
-            gather()
+        for copy in copies:
+            copy.gather()
         request.async_fn()
 
     def finish() -> None:

@@ -1,11 +1,12 @@
 """Copies of a learner's state in host memory: a checkpoint is written from the copies while the learner continues.
 
 A rank copies only state that it holds and that is written: the weights of the main replica, and its own shard of a
-distributed optimizer. Later, the first data-parallel rank gathers the shards, through separate process groups, so that
-collectives of other threads cannot interfere.
+distributed optimizer. Later, parameters at the borders of shards are put together, through separate process groups, so
+that messages of other threads cannot interfere.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 from torch import Tensor
 
+from megarl.distributed.pieces import Pieces
 from megarl.platform.device import on_cuda
 
 OPTIMIZED = ("param", "exp_avg", "exp_avg_sq")
@@ -66,7 +68,7 @@ def copy_shards(state: dict[str, Any], staging: Staging, name: str) -> None:
 
 
 def room_for_optimizer(part: Any) -> dict[Any, Any]:
-    """Return the state of a distributed optimizer as `copy_optimizer` does, on every rank and without values.
+    """Return room for the whole state of a distributed optimizer, on every rank.
 
     Megatron makes no room for the padding between buckets, in whose place there are parameters.
     """
@@ -78,37 +80,96 @@ def room_for_optimizer(part: Any) -> dict[Any, Any]:
     return state
 
 
-def copy_optimizer(part: Any, staging: Staging, name: str) -> tuple[dict[Any, Any] | None, Callable[[], None]]:
+@dataclass(frozen=True, kw_only=True)
+class OptimizerCopy:
+    """What a rank copied of a distributed optimizer: the state of the parameters that it writes."""
+
+    state: dict[Any, Any]  # as `get_parameter_state_dp_zero` returns it
+    written: frozenset[int]  # the numbers of these parameters
+    gather: Callable[[], None]  # completes the state when all data-parallel ranks call it, from any thread
+
+
+class _Values:
+    """A number for each element of some parameters, which Megatron takes by the places of parameters in a buffer."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.starts: dict[int, int] = {}  # place of a parameter in the buffer -> its place in the memory
+
+    def __getitem__(self, place: slice) -> Tensor:
+        start = self.starts.get(place.start)
+        if start is None:  # another rank writes this parameter
+            return torch.zeros(1).expand(place.stop - place.start)
+        return self.memory[start : start + place.stop - place.start]
+
+
+def copy_optimizer(part: Any, staging: Staging, name: str) -> OptimizerCopy:
     """Copy this rank's shard of a distributed optimizer's state.
 
-    Returns the result of `get_parameter_state_dp_zero`, which is None except on the first data-parallel rank, and a
-    function. The tensors are complete when all data-parallel ranks have called the function, from any thread.
+    The rank that holds most of a parameter writes it, so only parameters at the borders of shards travel.
     """
     size = part.data_parallel_group.size()
     rank = part.data_parallel_group.rank()
     group = staging.group(tuple(dist.get_process_group_ranks(part.data_parallel_group))) if size > 1 else None
     state: dict[Any, Any] = {"buckets_coalesced": True}
-    shards: list[tuple[Tensor, int, int]] = []  # for each bucket: memory, offset, length of a shard
+    written = set[int]()
+    messages: list[tuple[Tensor, int, bool]] = []  # memory, the other rank, and whether this one receives
+    count = 0
     for number, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
         [(dtype, places)] = ranges.items()
-        state[number] = {dtype: {"numel_unpadded": buffer.numel}}
-        for key in OPTIMIZED:
-            kept = staging.take(f"{name}.{number}.{key}", (buffer.numel // (size if rank else 1),), torch.float32)
-            state[number][dtype][key] = kept  # with all padding, to keep the buffer's offsets
-            for bucket, place in zip(buffer.buckets, places, strict=True):
-                start = bucket.offset // (size if rank else 1)
-                for param, where in place["param_map"].items():
-                    mine = part._get_main_param_and_optimizer_states(param)[key].detach()
-                    local = where["gbuf_local"]
-                    kept[start + local.start : start + local.end].copy_(mine, non_blocking=True)
-                shards.append((kept, bucket.offset, bucket.grad_data.numel() // size))
+        own = {param: where["param"] for place in places for param, where in place["param_map"].items()}
+        pieces = [_pieces(place, buffer.buckets, size) for place in buffer.param_index_map.values()]
+        numel = sum(each.copied_by(rank) for each in pieces)
+        values = {key: _Values(staging.take(f"{name}.{number}.{key}", (numel,), torch.float32)) for key in OPTIMIZED}
+        state[number] = {dtype: {"numel_unpadded": buffer.numel} | values}
+        offset = 0
+        for each, (param, (start, *_)) in zip(pieces, buffer.param_index_map.items(), strict=True):
+            copied = each.copied_by(rank)
+            is_owner = each.owner == rank
+            if is_owner:
+                written.add(count)
+            for key, of_key in values.items() if copied else ():
+                memory = of_key.memory[offset : offset + copied]
+                if is_owner:
+                    of_key.starts[start] = offset
+                    messages += [
+                        (memory[piece.start : piece.stop], other, True)
+                        for other, piece in each.on_ranks.items()
+                        if other != rank
+                    ]
+                else:
+                    messages.append((memory, each.owner, False))
+                if param in own:
+                    mine = memory[own[param].start : own[param].end] if is_owner else memory
+                    mine.copy_(part._get_main_param_and_optimizer_states(param)[key].detach(), non_blocking=True)
+            offset += copied
+            count += 1
 
     def gather() -> None:
-        for kept, start, numel in shards if group else []:
-            if rank:
-                dist.send(kept[start // size : start // size + numel], group=group, group_dst=0)
-                continue
-            for other in range(1, size):
-                dist.recv(kept[start + other * numel : start + (other + 1) * numel], group=group, group_src=other)
+        works = [
+            dist.irecv(memory, group=group, group_src=other)
+            if receives
+            else dist.isend(memory, group=group, group_dst=other)
+            for memory, other, receives in messages
+        ]
+        for work in works:
+            if work is not None:  # torch returns None to a rank outside of the group
+                work.wait()
 
-    return None if rank else state, gather
+    return OptimizerCopy(state=state, written=frozenset(written), gather=gather)
+
+
+def _pieces(place: tuple[int, int, int], buckets: list[Any], size: int) -> Pieces:
+    """Cut a parameter into the pieces of data-parallel ranks. The buffer knows its begin, its end and its bucket."""
+    start, end, number = place
+    bucket = buckets[number]
+    return Pieces.cut(start - bucket.offset, end - bucket.offset, shard=bucket.grad_data.numel() // size)
+
+
+def keep_written(optimizer: dict[str, Any], copy: OptimizerCopy) -> None:
+    """Leave in the shards of a distributed optimizer the parameters that this rank writes, as their main replica."""
+    optimizer["param_state"] = {
+        number: {key: replace(shard, replica_id=(*shard.replica_id[:-1], 0)) for key, shard in shards.items()}
+        for number, shards in optimizer["param_state"].items()
+        if number in copy.written
+    }

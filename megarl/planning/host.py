@@ -106,9 +106,8 @@ def reward_bytes(config: Config) -> int:
 def _save_bytes(workload: Workload, memory: RankMemory, *, num_ranks: int) -> int:
     """Return the bytes that saves copy to the host, asynchronously or while training waits.
 
-    Every run saves at some time, because a run that is asked to end does.
-    The first data-parallel ranks put the whole optimizer state of their part of the model together; the others send
-    their shard. Each expert-parallel rank is the first that has its experts.
+    Every run saves at some time, because a run that is asked to end does. The first data-parallel ranks copy weights;
+    each expert-parallel rank is the first that has its experts.
     """
     grid = workload.grid
     num_first = min(num_ranks, grid.tp * grid.cp * grid.ep)
@@ -117,6 +116,5 @@ def _save_bytes(workload: Workload, memory: RankMemory, *, num_ranks: int) -> in
         if model.updates:
             shapes = parameter_shapes(model.architecture, grid, memory.rank)
             total += num_first * copied_bytes(shapes, model.section, grid)
-            if model.section.use_distributed_optimizer:
-                total += (num_ranks - num_first) * memory.states[model.name].optimizer
+            total += (num_ranks - num_first) * copied_bytes(shapes, model.section, grid, is_first=False)
     return total

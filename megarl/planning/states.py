@@ -6,11 +6,12 @@ learners and compares.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.distributed.pieces import Pieces
 from megarl.learner.config import MegatronSection
 from megarl.models.grid import Grid
 from megarl.models.trainer import ROUTER_BIAS
@@ -63,22 +64,34 @@ def trained_states(chunks: Sequence[Shapes], section: MegatronSection, grid: Gri
     return States(weights=total * itemsize, gradients=total * FLOAT32, optimizer=shard * per_weight)
 
 
-def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid) -> int:
-    """Return the bytes of host memory that an asynchronous save of a model needs on its first data-parallel rank.
+def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid, *, is_first: bool = True) -> int:
+    """Return the most bytes of host memory that an asynchronous save of a model needs on a rank.
 
-    Of a distributed optimizer, float32 weights and moments come together there, with the padding of their buffers.
+    The first data-parallel rank copies the weights, and the optimizer if it is not distributed. Each rank copies its
+    shard of a distributed optimizer, and completes the parameters whose largest piece it has.
     """
-    itemsize = DTYPE_BYTES[section.dtype]
     total = 0
     for chunk in chunks:
-        total += sum(map(math.prod, chunk.values())) * itemsize
+        if is_first:
+            total += sum(map(math.prod, chunk.values())) * DTYPE_BYTES[section.dtype]
         for shapes, num_ranks in _buffers(chunk, grid):
             if section.use_distributed_optimizer:
-                total += _padded(shapes, num_ranks) * (MOMENTS + FLOAT32)
-            else:
+                total += _most_copied(shapes, num_ranks) * (MOMENTS + FLOAT32)
+            elif is_first:
                 per_weight = MOMENTS if section.dtype == "float32" else MOMENTS + FLOAT32
                 total += sum(map(math.prod, shapes)) * per_weight
     return total
+
+
+def _most_copied(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
+    """Return the elements of a buffer that the busiest rank copies for a save."""
+    shard = _padded(shapes, num_ranks) // num_ranks
+    copied = Counter[int]()
+    for start, end in _places(shapes):
+        pieces = Pieces.cut(start, end, shard=shard)
+        for rank in pieces.on_ranks:
+            copied[rank] += pieces.copied_by(rank)
+    return max(copied.values())
 
 
 def held_bytes(placement: Placement, num_ranks: int) -> Integers:
@@ -107,11 +120,18 @@ def _buffers(chunk: Shapes, grid: Grid) -> list[tuple[list[tuple[int, ...]], int
     return [(shapes, num_ranks) for shapes, num_ranks in buffers if shapes]
 
 
-def _padded(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
-    """Return the elements of a buffer of the distributed optimizer; Megatron stores parameters in reverse order."""
+def _places(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each parameter in a buffer; Megatron stores parameters in reverse order."""
     end = 0
     for shape in reversed(shapes):
-        end = _round_up(end, PARAM_ALIGNMENT) + math.prod(shape)
+        start = _round_up(end, PARAM_ALIGNMENT)
+        end = start + math.prod(shape)
+        yield start, end
+
+
+def _padded(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
+    """Return the elements of a buffer of the distributed optimizer."""
+    *_, (_, end) = _places(shapes)
     return _round_up(end, math.lcm(num_ranks, BUFFER_ALIGNMENT))
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch.distributed as dist
 
 from megarl.checkpoint.background import run_blocking
-from megarl.checkpoint.contents import find_damage
+from megarl.checkpoint.contents import RANDOM_STATES, find_damage
 from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE
 from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import State
+from megarl.learner.randomness import write_random_states
 
 WAITS = (0.0,)
 SHARDS = "__0_0.distcp"
@@ -45,6 +46,7 @@ def write(directory: Path, *steps: int, kl_coef: float = 0.5) -> Path:
         (checkpoint / "actor").mkdir(parents=True)
         (checkpoint / "actor" / SHARDS).write_bytes(bytes(1000))
         (checkpoint / "state.json").write_text(json.dumps(asdict(State(step=step, kl_coef=kl_coef))))
+        write_random_states(checkpoint / RANDOM_STATES)
         run_blocking(sealing(checkpoint))
     (directory / LATEST_FILE).write_text(str(steps[-1]))
     return checkpoint

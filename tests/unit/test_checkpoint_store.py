@@ -12,6 +12,7 @@ import torch
 from megatron.core import tensor_parallel
 
 from megarl.checkpoint.background import run_blocking
+from megarl.checkpoint.contents import RANDOM_STATES
 from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, saved_steps
 from megarl.checkpoint.failures import SMALL_BYTES, warn_of_space
 from megarl.checkpoint.find import find_checkpoint
@@ -21,6 +22,7 @@ from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import CheckpointStore
 from megarl.commands.export import intact_checkpoint
 from megarl.data.order import Position
+from megarl.learner.randomness import write_random_states
 from tests.support.disks import small_disk
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -207,6 +209,7 @@ def write_checkpoint(directory: Path, step: int) -> Path:
     checkpoint = directory / f"global_step_{step}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(json.dumps(asdict(State(step=step))))
+    write_random_states(checkpoint / RANDOM_STATES)
     run_blocking(sealing(checkpoint))
     return checkpoint
 
@@ -283,19 +286,19 @@ def remove(path: Path) -> str:
 
 
 def spoil_manifest(path: Path) -> str:
-    manifest = path.parents[1] / MANIFEST_FILE
+    manifest = path.parent / MANIFEST_FILE
     manifest.write_text(manifest.read_text()[:-5])
     return f"{manifest} is damaged"
 
 
 def lead_elsewhere(path: Path) -> str:
-    manifest = path.parents[1] / MANIFEST_FILE
+    manifest = path.parent / MANIFEST_FILE
     manifest.write_text(json.dumps({"../global_step_1/state.json": [0, 0]}))
     return f"{manifest} is damaged: '../global_step_1/state.json' is no file below"
 
 
 def list_names_alone(path: Path) -> str:
-    manifest = path.parents[1] / MANIFEST_FILE
+    manifest = path.parent / MANIFEST_FILE
     manifest.write_text('["state.json"]')
     return f"{manifest} is damaged"
 
@@ -307,7 +310,7 @@ def test_damaged_checkpoint_is_named_and_predecessor_used(
     for step in (1, 2, 3):
         checkpoints(tmp_path, keep=None).save(State(step=step, kl_coef=0.5))
     for step in (2, 3):
-        message = spoil(tmp_path / f"global_step_{step}" / "rng" / "rank_0.pt")
+        message = spoil(tmp_path / f"global_step_{step}" / "random_states.pt")
     assert found(tmp_path) == tmp_path / "global_step_1"
     assert f"{tmp_path / 'global_step_3'} is damaged and skipped: {message}" in caplog.text
     with pytest.raises(ValueError, match=r"trainer\.resume_from_path=.*global_step_2 is damaged: "):
@@ -323,7 +326,7 @@ def test_only_an_intact_checkpoint_is_exported(tmp_path: Path) -> None:
         checkpoints(tmp_path).save(State(step=step, kl_coef=0.5))
     first, second = tmp_path / "global_step_1", tmp_path / "global_step_2"
     assert intact_checkpoint(tmp_path) == intact_checkpoint(second) == second
-    truncate(second / "rng" / "rank_0.pt")
+    truncate(second / "random_states.pt")
     assert intact_checkpoint(tmp_path) == first
     with pytest.raises(ValueError, match=r"global_step_2 is damaged: "):
         intact_checkpoint(second)

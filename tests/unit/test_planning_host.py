@@ -47,8 +47,10 @@ def test_offloaded_memory_of_llama_3_70b_matches_arithmetic() -> None:
     assert offloaded / 8 == pytest.approx(59.2 * GB, rel=1e-3)
     assert offloaded == pytest.approx(474 * GB, rel=1e-3)
     assert not [name for name in parts if "gradients" in name]  # which Megatron frees, and does not keep
-    # Weights in bfloat16, and in float32 weights and two moments, come together on the first data-parallel ranks.
-    assert parts["copies for a save"] == pytest.approx(8 * 14 * (actor + critic), rel=1e-5)
+    # Weights in bfloat16 on the first data-parallel ranks; float32 weights and two moments on each rank, for its shard
+    # and the rest of the parameters that begin or end there. The embeddings are the largest parameters.
+    optimizers = parts["copies for a save"] - 8 * 2 * (actor + critic)
+    assert 8 * 12 * (actor + critic) / 32 < optimizers < 8 * 12 * ((actor + critic) / 32 + 2 * embeddings)
 
 
 def test_the_shipped_plan_of_llama_3_70b() -> None:
@@ -96,12 +98,13 @@ def test_per_response_reward_worker_keeps_parent_process() -> None:
         assert plan(DEEPSEEK, *keys).host.rewards == 8 * num_processes * 2 * GB
 
 
-def test_save_copies_gather_on_first_data_parallel_ranks() -> None:
-    """Tensor 4 x data 2 on one node: four ranks have all of their part, and four the shard that they send."""
+def test_save_copies_spread_over_data_parallel_ranks() -> None:
+    """Tensor 4 x data 2 on one node: four ranks copy weights, and eight their shard and a parameter at its border."""
     found = plan(*LLAMA_8B)
     weights, optimizer = found.memory.states["actor"].weights, found.memory.states["actor"].optimizer
     assert optimizer == 3 * weights  # half of 12 bytes a weight
-    assert found.host.parts["copies for a save"] == 4 * (weights + 2 * optimizer) + 4 * optimizer
+    at_borders = found.host.parts["copies for a save"] - (4 * weights + 8 * optimizer)
+    assert 0 <= at_borders <= 8 * 12 * 2 * 14336 * 4096 // 4  # gate and up, the largest parameter of a layer
 
 
 def test_insufficient_host_memory_is_reported_with_sufficient_changes() -> None:
@@ -128,15 +131,15 @@ def test_device_remedy_states_its_host_memory_cost() -> None:
 def test_command_exits_with_1_for_insufficient_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([LLAMA_70B, "--host-memory", "500GB"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
-    assert "host memory that a node needs: 83" in shown
+    assert "host memory that a node needs: 62" in shown
     assert "GB short of a node's 500.00" in shown
     assert "is enough (host memory of a node: " in shown
     assert "The devices have room: " in shown
-    assert main([LLAMA_70B, "--host-memory", "900GB", "--json"]) == 0
+    assert main([LLAMA_70B, "--host-memory", "700GB", "--json"]) == 0
     host = json.loads(capsys.readouterr().out)["host"]
     assert host["total"] == sum(host["parts"].values())
-    assert (host["memory_bytes"], host["missing"], host["remedies"]) == (900 * GB, 0, [])
-    assert main([LLAMA_70B, "--host-memory", "900GB"]) == 0
+    assert (host["memory_bytes"], host["missing"], host["remedies"]) == (700 * GB, 0, [])
+    assert main([LLAMA_70B, "--host-memory", "700GB"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "are left for rewards: lower reward_model.num_workers" in shown  # 256 GB that they may take
     assert "It fits: " in shown
