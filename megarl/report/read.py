@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ import yaml
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.platform.errors import UserError
 from megarl.tracking.history import HISTORY_FILE
-from megarl.tracking.jsonl import METRICS_FILE, read_jsonl, table_file
-from megarl.tracking.lines import Row
+from megarl.tracking.jsonl import METRICS_FILE, has_step, read_jsonl, table_file
+from megarl.tracking.lines import Row, read_lines
 from megarl.tracking.samples import GENERATIONS, is_sample
 
 Points = list[tuple[int, float]]
@@ -25,8 +27,9 @@ class Run:
     """The records of a run so far."""
 
     directory: Path
-    rows: Sequence[Row]  # metrics, with `step` and `time`, by step
-    samples: Mapping[int, Sequence[Row]]  # step -> responses of that validation
+    curves: Mapping[str, Points]  # the finite values of each metric, by step
+    last_step: int  # that has metrics; 0 if there is none
+    samples: Mapping[int, Sequence[Row]]  # step -> responses, for the first validation and the last
     config: Mapping[str, Any]  # nested; empty if there is no file
     history: Sequence[Row]  # starts, resumes and endings
     skips: Sequence[Row]  # updates that were skipped, as far as they are kept
@@ -37,45 +40,80 @@ class Run:
         """The name of the run's directory."""
         return self.directory.resolve().name
 
-    @property
-    def last_step(self) -> int:
-        """The last step that has metrics; 0 if there is none."""
-        return max((row["step"] for row in self.rows), default=0)
-
     def points(self, name: str) -> Points:
         """Return the finite values of a metric by step."""
-        return [
-            (row["step"], row[name])
-            for row in self.rows
-            if isinstance(row.get(name), int | float) and math.isfinite(row[name])
-        ]
+        return self.curves.get(name, [])
 
     def names(self) -> list[str]:
         """Return the names of all metrics, in the order in which they first appear."""
-        found = dict.fromkeys(name for row in self.rows for name in row)
-        return [name for name in found if name not in ("step", "time")]
+        return list(self.curves)
+
+
+class RunReader:
+    """Reads a run's directory repeatedly. Each time, it reads only what is new in the files that grow."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._places = Counter[str]()  # file -> bytes that have been read
+        self._curves: dict[str, Points] = {}
+        self._last_step = 0
+        self._samples: dict[int, list[Row]] = {}
+
+    def read(self) -> Run:
+        """Return the records so far. The curves are those of the next call too, which extends them.
+
+        Raises:
+            UserError: no run has recorded anything in the directory.
+        """
+        directory = self._directory
+        if not any((directory / name).is_file() for name in (METRICS_FILE, HISTORY_FILE)):
+            raise UserError(
+                f"{directory} has no {METRICS_FILE}: name the directory of a run (trainer.default_local_dir)"
+            )
+        for row in self._new_rows(METRICS_FILE):
+            self._extend_curves(row)
+        for row in filter(is_sample, self._new_rows(table_file(GENERATIONS))):
+            self._samples.setdefault(row["step"], []).append(row)
+        for step in sorted(self._samples)[1:-1]:
+            del self._samples[step]
+        return Run(
+            directory=directory,
+            curves=self._curves,
+            last_step=self._last_step,
+            samples=self._samples,
+            config=read_mapping(directory / CONFIG_FILE, yaml.safe_load),
+            history=_lines(directory / HISTORY_FILE),
+            skips=[fact for path in sorted((directory / NONFINITE).glob("*.json")) if (fact := read_mapping(path))],
+            hangs=sorted(path.name for path in directory.glob("hang-*")),
+        )
+
+    def _new_rows(self, name: str) -> Iterator[Row]:
+        """Yield the rows of a file that are new. A line that is being written is read the next time."""
+        place = self._places[name]
+        try:
+            for row, num_bytes in read_lines(self._directory / name, has_step, start=place):
+                place += num_bytes
+                if row is not None:
+                    self._places[name] = place
+                    yield row
+        except (OSError, ValueError):
+            return
+
+    def _extend_curves(self, row: Row) -> None:
+        step = row["step"]
+        self._last_step = max(self._last_step, step)
+        for name, value in row.items():
+            if name in ("step", "time") or not isinstance(value, int | float) or not math.isfinite(value):
+                continue
+            points = self._curves.setdefault(name, [])
+            points.append((step, value))
+            if len(points) > 1 and points[-2][0] > step:
+                points.sort(key=itemgetter(0))
 
 
 def read_run(directory: Path) -> Run:
-    """Read a run's directory.
-
-    Raises:
-        UserError: no run has recorded anything in the directory.
-    """
-    if not any((directory / name).is_file() for name in (METRICS_FILE, HISTORY_FILE)):
-        raise UserError(f"{directory} has no {METRICS_FILE}: name the directory of a run (trainer.default_local_dir)")
-    samples: dict[int, list[Row]] = {}
-    for row in filter(is_sample, _lines(directory / table_file(GENERATIONS))):
-        samples.setdefault(row["step"], []).append(row)
-    return Run(
-        directory=directory,
-        rows=read_curves(directory),
-        samples=samples,
-        config=read_mapping(directory / CONFIG_FILE, yaml.safe_load),
-        history=_lines(directory / HISTORY_FILE),
-        skips=[fact for path in sorted((directory / NONFINITE).glob("*.json")) if (fact := read_mapping(path))],
-        hangs=sorted(path.name for path in directory.glob("hang-*")),
-    )
+    """Read a run's directory once. Raises as `RunReader.read` does."""
+    return RunReader(directory).read()
 
 
 def read_curves(directory: Path) -> list[Row]:

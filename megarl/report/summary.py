@@ -1,11 +1,12 @@
 """The summary of a run: one sentence on its score, and notes on curves that deserve a look. Pure functions."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from megarl.report.read import Points, Run
-from megarl.tracking.names import REWARD, validation_of
+from megarl.tracking.names import REWARD, VALIDATION
 
 SAME = 0.01  # a change below this share of the largest score is none
 ALIKE = 3  # steps in which no two responses differ in their score, for a remark
@@ -53,9 +54,12 @@ class Score:
 
 def score_of(run: Run) -> Score | None:
     """Return the curve that decides the summary: held-out before training, scores before losses. None without any."""
-    validation = [(row["step"], fmean(scores.values())) for row in run.rows if (scores := validation_of(row))]
+    validation = defaultdict[int, list[float]](list)
+    for name in run.names():
+        for step, value in run.points(name) if name.startswith(VALIDATION) else ():
+            validation[step].append(value)
     if validation:
-        return Score(title="validation score", points=validation)
+        return Score(title="validation score", points=[(step, fmean(validation[step])) for step in sorted(validation)])
     for name, title, lower in (
         ("val/accuracy", "held-out accuracy", False),
         ("val/loss", "held-out loss", True),

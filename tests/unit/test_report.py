@@ -4,22 +4,29 @@ import json
 import re
 import shutil
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megarl.platform.errors import UserError
+from megarl.report import page
 from megarl.report.__main__ import main
 from megarl.report.charts import CHARTS, figures, running_mean, thin
 from megarl.report.differences import between, from_default
 from megarl.report.page import library, render
-from megarl.report.read import Run, read_run
+from megarl.report.read import Run, RunReader, read_run
 from megarl.report.summary import faults, notes, score_of, summary
 from megarl.report.tracker import REPORT_FILE, ReportTracker
+from megarl.tracking import lines
 from megarl.tracking.history import History
 from megarl.tracking.jsonl import Jsonl, read_jsonl
 from megarl.tracking.metrics import describe
@@ -55,7 +62,9 @@ def run_with(**metrics: list[float]) -> Run:
         {"step": step + 1} | {name.replace("__", "/"): values[step] for name, values in metrics.items()}
         for step in range(length)
     ]
-    return Run(directory=Path("r"), rows=rows, samples={}, config={}, history=[], skips=[], hangs=[])
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return replace(read_run(Path(directory)), directory=Path("r"))
 
 
 def test_files_of_a_run_are_read(tmp_path: Path) -> None:
@@ -214,23 +223,81 @@ def test_user_filled_mapping_differs_as_one_value() -> None:
     assert [item.value for item in from_default(configs[1]) if item.key == key] == ["{'weight': 0.5}"]
 
 
+def until(holds: Callable[[], bool]) -> None:
+    """Wait until a thread has made something true."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_reader_reads_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines in any portions, cut anywhere, give the curves of one reading; a half line is read when it is complete."""
+    monkeypatch.setattr(lines, "_parse", parsed := Mock(wraps=lines._parse))
+    metrics = [{"step": step, "loss": step / 2} | ({"val/a": 1.0} if step % 5 == 0 else {}) for step in range(40)]
+    samples = [{"step": step, "prompt": "p", "response": f"{step}", "score": 1.0} for step in range(0, 40, 5)]
+    content = [b"".join(json.dumps(row).encode() + b"\n" for row in rows) for rows in (metrics, samples)]
+    reader = RunReader(tmp_path)
+    for cut in (0, 300, 301, 750, 1200, 10_000):
+        for name, whole in zip(("metrics.jsonl", "val_generations.jsonl"), content, strict=True):
+            (tmp_path / name).write_bytes(whole[:cut])
+        run = reader.read()
+    assert parsed.call_count <= len(metrics) + len(samples) + 2 * 6  # a half line of each file, each time
+    assert run == read_run(tmp_path)
+    assert run.points("loss") == [(row["step"], row["loss"]) for row in metrics] and run.last_step == 39
+    assert {step: row["response"] for step, [row] in run.samples.items()} == {0: "0", 35: "35"}
+
+
+def test_rows_out_of_order_are_sorted(tmp_path: Path) -> None:
+    steps = [3, 1, 2, 7, 5]
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": {step}}}\n' for step in steps))
+    assert read_run(tmp_path).points("loss") == [(step, step) for step in sorted(steps)]
+
+
+def test_the_report_never_holds_up_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, may_end, written = Event(), Event(), list[int]()
+
+    def write(runs: list[Run], path: Path) -> None:
+        written.append(runs[0].last_step)
+        started.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(page, "write_report", write)
+    records, report = Jsonl(tmp_path), ReportTracker(tmp_path)
+    for step in (1, 2, 3):
+        for tracker in (records, report):
+            tracker.log({"val/loss": 1.0}, step=step)
+        assert started.wait(60)  # the first report is being written
+    may_end.set()
+    report.close()
+    assert written == [1, 3]
+
+
+def test_failed_report_is_named_by_the_next(tmp_path: Path) -> None:
+    report = ReportTracker(tmp_path)
+    report.log({"val/loss": 1.0}, step=1)  # the directory has no records
+    until(lambda: report._report is not None and report._report.done())
+    with pytest.raises(UserError, match="has no metrics.jsonl"):
+        report.log({"val/loss": 1.0}, step=2)
+
+
 def test_the_report_follows_each_validation_and_the_end(tmp_path: Path) -> None:
     trackers = Jsonl(tmp_path), History(tmp_path), ReportTracker(tmp_path)
-    page = tmp_path / REPORT_FILE
+    file = tmp_path / REPORT_FILE
 
     def log(metrics: dict[str, float], step: int) -> None:
         for tracker in trackers:
             tracker.log(metrics, step=step)
 
     log({"critic/score/mean": 0.5}, 1)
-    assert not page.exists()
+    assert not file.exists()
     log({"critic/score/mean": 0.5, "val/test_score/a": 0.25}, 2)
-    assert "The validation score is 0.25 at step 2" in page.read_text()
+    until(lambda: file.exists() and "The validation score is 0.25 at step 2" in file.read_text())
     log({"critic/score/mean": 0.75, "val/loss": 1.0}, 3)
     for tracker in trackers:
         tracker.close(ending="stopped")
-    assert "3 steps" in page.read_text()
-    assert "stopped" in page.read_text()
+    assert "3 steps" in file.read_text()
+    assert "stopped" in file.read_text()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
