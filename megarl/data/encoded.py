@@ -116,14 +116,15 @@ def encode_once(
         WriteError: the directory cannot be written.
     """
     host = _Host.here()
-    kept = _directory(digest)
+    directory = cache_directory() / "prompts"
+    kept = directory / digest if digest else None
     exists = kept is not None and kept.is_dir()
-    part = (kept.parent if kept else Path(tempfile.gettempdir())) / f".{host.name}.part"
+    part = (directory if kept and _is_writable(directory) else Path(tempfile.gettempdir())) / f".{host.name}.part"
     try:
         faults = together(lambda: RowFaults() if exists else _write(part, rows, encode, census, host))
         raise_faults(faults[: host.num_ranks])  # each host encodes all rows
         if kept and host.rank == 0 and not exists:
-            with suppress(OSError):  # another job has published the same
+            with suppress(OSError):  # another job has published the same, or the cache is not writable
                 part.rename(kept)
         together(lambda: None)  # it is published
         return on_each_rank(lambda: EncodedPrompts(kept if kept and kept.is_dir() else part))
@@ -132,14 +133,11 @@ def encode_once(
             shutil.rmtree(part, ignore_errors=True)  # what is mapped stays readable
 
 
-def _directory(digest: str | None) -> Path | None:
-    """Return where encoded prompts are kept; None if they are not, or if nothing can be written there."""
-    if digest is None:
-        return None
-    directory = cache_directory() / "prompts"
+def _is_writable(directory: Path) -> bool:
+    """Return whether files can be made in a directory, which is made if it is missing."""
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
-    return directory / digest if os.access(directory, os.W_OK) else None
+    return os.access(directory, os.W_OK)
 
 
 def _write(
