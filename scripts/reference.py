@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
+from typing import TypeVar
 
-from megarl.config.reference import ROOTS, Part, parts
+from megarl.config.reference import ROOTS, Key, Part, parts
 from megarl.tracking.metrics import GROUPS, TABLES, Metric
 
+T = TypeVar("T")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SPREAD = ("mean", "max", "min")
 KINDS = {"true or false": "bool", "integer": "int", "number": "float", "text": "str", "mapping": "dict"}
@@ -34,34 +36,38 @@ def metrics() -> Iterator[str]:
         width=120,
         break_on_hyphens=False,
     )
+    earlier: dict[tuple[str, str, str], str] = {}
     for heading, group in GROUPS.items():
         yield f"## {heading}"
-        usual = most_common([metric.when for metric in group])
-        if usual:
-            yield f"Condition of all without another one: {usual}."
-        yield "\n".join(lines(group, usual))
+        for condition, found in by_condition([(metric.when, metric) for metric in group]):
+            if condition:
+                yield f"*Condition: {condition}.*"
+            yield "\n".join(lines(found, condition, earlier))
     yield "## Tables"
     yield table(("table", "columns", "rows"), [(f"`{name}`", columns, meaning) for name, columns, meaning in TABLES])
 
 
-def lines(group: Sequence[Metric], usual: str) -> Iterator[str]:
-    """Yield the items of metrics: mean, maximum and minimum of a number share one, and so do those of validation."""
+def lines(group: Sequence[Metric], shared: str, earlier: dict[tuple[str, str, str], str]) -> Iterator[str]:
+    """Yield the items of metrics: mean, maximum and minimum of a number share one, and so do those described before."""
     names = {metric.name for metric in group}
-    validated: dict[str, list[str]] = {}
+    known: dict[tuple[str, str], list[str]] = {}
     for metric in group:
-        condition = "" if metric.when == usual else f" *Condition: {metric.when or 'none'}.*"
+        condition = "" if metric.when == shared else f" *Condition: {metric.when}.*"
         base, _, end = metric.name.rpartition("/")
         unit = f" ({metric.unit})".replace(" (-)", "")
+        described = earlier.setdefault((end, metric.unit, metric.meaning), base)
         if metric.meaning.startswith(f"As `{metric.name.removeprefix('val/')}`"):
-            validated.setdefault(condition, []).append(f"`{metric.name}`")
+            known.setdefault(("As in training, for validation", condition), []).append(f"`{metric.name}`")
+        elif described != base:
+            known.setdefault((f"As for `{described}`", condition), []).append(f"`{metric.name}`")
         elif end in SPREAD and {f"{base}/{word}" for word in SPREAD} <= names:
             if end == "mean":
-                meaning = metric.meaning.replace("Mean", "Mean, largest and smallest", 1)
-                yield f"- **`{base}/mean`**, `/max`, `/min`{unit}: {meaning}.{condition}"
+                meaning = metric.meaning.removeprefix("Mean ")
+                yield f"- **`{base}/mean`**, `/max`, `/min`{unit}: {meaning[0].upper()}{meaning[1:]}.{condition}"
         else:
             yield f"- **`{metric.name}`**{unit}: {metric.meaning}.{condition}"
-    for condition, found in validated.items():
-        yield f"- As in training, for validation: {', '.join(found)}.{condition}"
+    for (like, condition), found in known.items():
+        yield f"- {like}: {', '.join(found)}.{condition}"
 
 
 def configuration() -> Iterator[str]:
@@ -69,53 +75,68 @@ def configuration() -> Iterator[str]:
     mark = WRITTEN_BY.format(page="configuration")
     yield (DOCS / "configuration.md").read_text(encoding="utf-8").partition(mark)[0].strip()
     yield mark
-    found = parts()
-    known = dict[str, list[Part]]()
-    for root, (heading, command) in ROOTS.items():
+    earlier: list[Part] = []
+    for root, found in parts().items():
+        heading, command = ROOTS[root]
         yield f"## {heading}: `{called(command)}`"
-        for part in found[root]:
-            yield f"### {part.title}"
-            text = part.text
-            if part.twin is not None:
-                text = f"The keys are those of [{part.twin}](#{anchor(part.twin)}){'; these differ' * bool(part.keys)}."
-            yield fill(f"{text} {part.condition}".strip(), width=120, break_on_hyphens=False, break_long_words=False)
-            earlier = known.setdefault(part.title.split()[-1], [])
-            if part.keys:
-                yield "\n".join(items(part, earlier))
-            earlier.append(part)
+        whole = {part.title: part.twin for part in found if part.twin is not None and not (part.keys or part.condition)}
+        if whole:
+            yield "\n".join(f"- `{title.split()[-1]}` has the keys of {linked(twin)}." for title, twin in whole.items())
+        for part in found:
+            if part.title not in whole:
+                yield from section(part, earlier)
+                earlier.append(part)
 
 
-def items(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
-    """Yield the items of a section, without those of earlier sections with the same name."""
+def section(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
+    """Yield the paragraphs of a section."""
+    yield f"### {part.title}"
+    text = part.text
+    if part.twin is not None:
+        text = f"The keys are those of {linked(part.twin)}{'; these differ' * bool(part.keys)}."
+    outer = [other.condition for other in earlier if part.title.startswith(f"{other.title}.")]
+    condition = "" if part.condition in outer else part.condition
+    yield fill(f"{text} {condition}".strip(), width=120, break_on_hyphens=False, break_long_words=False)
     same: dict[str, list[str]] = {}
     own = []
     for key in part.keys:
         title = next((other.title for other in earlier if key in other.keys), "")
-        if title:
-            same.setdefault(title, []).append(f"`{key.name}`")
+        if part.twin is not None and key.condition.startswith("*Not read"):
+            same.setdefault(key.condition.strip("*."), []).append(f"`{key.name}`")
+        elif title and part.twin is None:
+            same.setdefault(f"As in {linked(title)}", []).append(f"`{key.name}`")
         else:
-            own.append(key)
-    for title, names in same.items():
-        yield f"- As in [{title}](#{anchor(title)}): {', '.join(names)}."
-    unread = [key for key in own if part.twin is not None and key.condition.startswith("*Not read")]
-    for condition in dict.fromkeys(key.condition for key in unread):
-        names = [f"`{key.name}`" for key in unread if key.condition == condition]
-        yield f"- {condition.strip('*').removesuffix('.')}: {', '.join(names)}."
-    own = [key for key in own if key not in unread]
-    usual = most_common([key.condition for key in own])
-    if usual:
-        yield f"- Keys without another condition: {usual}"
-    for key in own:
-        condition = "" if key.condition == usual else key.condition.replace("Read only", "Only") or "*Always.*"
-        kind = re.sub("|".join(KINDS), short_kind, key.kind)
-        default, *further = ["empty"] if key.default == "``" else key.default.splitlines()
-        yield f"- **`{key.name}`** ({kind}; {default}{' ...`' * bool(further)}): {key.text} {condition}".rstrip()
+            own.append((key.condition.replace("Read only", "Only"), key))
+    items = [f"- {like}: {', '.join(names)}." for like, names in same.items()]
+    for shared, found in by_condition(own):
+        if shared:
+            if items:
+                yield "\n".join(items)
+            yield f"{shared.removesuffix('.*')}:*"
+            items = []
+        items += [item(key, is_conditional=not shared) for key in found]
+    if items:
+        yield "\n".join(items)
 
 
-def most_common(conditions: Sequence[str]) -> str:
-    """Return the condition of more than half of a list; empty if there is none."""
-    [(usual, count)] = Counter(conditions).most_common(1) or [("", 0)]
-    return usual if count > len(conditions) / 2 else ""
+def item(key: Key, *, is_conditional: bool) -> str:
+    """Return the item of a key."""
+    kind = re.sub("|".join(KINDS), short_kind, key.kind)
+    default, *further = ["empty"] if key.default == "``" else key.default.splitlines()
+    if default == "`null`":
+        kind = kind.removesuffix(" or null")
+    condition = key.condition.replace("Read only", "Only") if is_conditional else ""
+    return f"- **`{key.name}`** ({kind}; {default}{' ...`' * bool(further)}): {key.text} {condition}".rstrip()
+
+
+def by_condition(found: Sequence[tuple[str, T]]) -> Iterator[tuple[str, list[T]]]:
+    """Yield those without a shared condition, after an empty text; then those that share a condition, after it."""
+    counts = Counter(condition for condition, _ in found)
+    shared = [condition for condition, count in counts.items() if condition and count > 1]
+    for heading in ("", *shared):
+        group = [one for condition, one in found if (condition if condition in shared else "") == heading]
+        if group:
+            yield heading, group
 
 
 def short_kind(found: re.Match[str]) -> str:
@@ -126,6 +147,11 @@ def short_kind(found: re.Match[str]) -> str:
 def called(command: str) -> str:
     """Return a command as its user types it."""
     return f"megarl {command.replace('_', '-')}"
+
+
+def linked(title: str) -> str:
+    """Return a link to a section."""
+    return f"[{title}](#{anchor(title)})"
 
 
 def anchor(title: str) -> str:

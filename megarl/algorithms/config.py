@@ -97,13 +97,13 @@ class KLControlSection:
     """`algorithm.kl_ctrl.*`: the coefficient of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """fixed = a constant; adaptive = a controller that steers the divergence towards target_kl."""
+    """A constant, or a controller that steers the divergence towards target_kl."""
     kl_coef: Weight = 0.005
-    """The coefficient; with type=adaptive its first value."""
+    """The coefficient, or its first value."""
     horizon: Length = key(10000, read_if=when(".type", "adaptive"))
-    """Number of samples over which the adaptive controller corrects a deviation."""
+    """Samples over which the controller corrects a deviation."""
     target_kl: Bound = key(0.1, read_if=when(".type", "adaptive"))
-    """Divergence that the adaptive controller aims at, in nats per token."""
+    """Divergence that the controller aims at, in nats per token."""
 
 
 @section(ALGORITHM)
@@ -111,12 +111,12 @@ class FilterGroupsSection:
     """`algorithm.filter_groups.*`: sample until a full batch of prompts has responses that differ (DAPO)."""
 
     enable: bool = False
-    """Drop prompts whose responses all score the same, and sample further prompts in their place."""
+    """Replace prompts whose responses all score the same by further prompts."""
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = "acc"
-    """The number that must differ: the acc of the reward (its score if there is no acc), the score, or the score with
-    the length penalty (seq_reward, seq_final_reward)."""
+    """The number that must differ: the reward's acc (or else its score), its score, or the score with the length
+    penalty (seq_reward, seq_final_reward)."""
     max_num_gen_batches: CountFromZero = 10
-    """Most batches that one step samples. A step that needs more stops the run; 0 = no limit."""
+    """Most batches of a step; a step that needs more stops the run. 0 = no limit."""
 
 
 @section(ALGORITHM)
@@ -126,7 +126,7 @@ class OverlongBufferSection:
     enable: bool = False
     """Add the penalty to the scores."""
     len: CountFromZero = 0
-    """Number of tokens before the limit over which the penalty grows."""
+    """Tokens before the limit over which the penalty grows."""
     penalty_factor: Weight = 1.0
     """Penalty at the limit."""
     max_resp_len: Length = 512
@@ -138,12 +138,12 @@ class RolloutCorrectionSection:
     """`algorithm.rollout_correction.*`: correct for engine probabilities that differ from the trainer's."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    """Weight the policy gradient by the probability ratio of each token or of each sequence; null = no weights."""
+    """Weight the policy gradient by the probability ratio of each token or sequence."""
     rollout_is_threshold: Bound = key(2.0, read_if=BOUNDED)
     """Largest weight."""
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None
-    """Drop tokens (token), or sequences by their ratio (sequence) or its geometric mean per token (geometric), from the
-    policy gradient; null = drop none."""
+    """Drop tokens by their ratio, or sequences by their ratio or by its geometric mean per token, from the policy
+    gradient."""
     rollout_rs_threshold: Bound | None = key(None, read_if=when(".rollout_rs"))
     """Largest ratio that is kept; null = rollout_is_threshold."""
     rollout_rs_threshold_lower: Fraction | None = key(None, read_if=when(".rollout_rs"))
@@ -162,13 +162,13 @@ class CustomEstimatorSection:
     path: str | None = None
     """Python file that defines the estimator."""
     name: str = "compute_advantages"
-    """Name of the function. Of the tensors token_rewards, scores, mask and those of `needs` it takes what it names, and
-    returns advantages, or advantages and the returns that a critic learns."""
+    """Name of the function. It takes any of token_rewards, scores, mask and `needs`, and returns advantages, or
+    advantages and the critic's returns."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, by name."""
     needs: list[Need] = field(default_factory=list)
-    """Further tensors that the function takes: values of a critic, groups of the responses to one prompt, or baselines,
-    the scores of greedy responses."""
+    """Further tensors for the function: a critic's values, groups of responses to one prompt, scores of greedy
+    responses (baselines)."""
 
 
 @section(ALGORITHM)
@@ -176,9 +176,8 @@ class AlgorithmSection:
     """`algorithm.*`: from scores to advantages."""
 
     adv_estimator: AdvantageEstimator = "gae"
-    """Advantage estimator. It uses a critic (gae), rewards to go (reinforce_plus_plus), a greedy response (remax), a
-    function of the user (custom), or a comparison of the responses to one prompt (all others). none = all advantages
-    are 0, so that only other terms of the loss teach anything: the divergence from a teacher."""
+    """Advantage estimator: docs/algorithms.md describes all. gae needs a critic; none = all advantages are 0, for
+    distillation."""
     custom_estimator: CustomEstimatorSection = key(CustomEstimatorSection, read_if=when(".adv_estimator", "custom"))
     """An advantage estimator of the user."""
     gamma: Fraction = key(1.0, read_if=_read_by_estimators("gamma"))
@@ -186,14 +185,14 @@ class AlgorithmSection:
     lam: Fraction = key(1.0, read_if=_read_by_estimators("lam"))
     """Lambda of GAE."""
     norm_adv_by_std_in_grpo: bool = key(True, read_if=_read_by_estimators("norm_adv_by_std_in_grpo"))
-    """Divide the advantages by the standard deviation of the group; false = Dr. GRPO."""
+    """Divide the advantages by the group's standard deviation; false = Dr. GRPO."""
     use_kl_in_reward: bool | None = None
     """Subtract the divergence from the reference from the reward; null = only if actor.use_kl_loss is false."""
     kl_penalty: KLEstimator = key("kl", read_if=PENALISED)
-    """Estimator of that divergence; k1 = kl, k2 = mse, k3 = low_var_kl. Exact, over the vocabulary: full = from the
+    """Estimator of the divergence: k1 = kl, k2 = mse, k3 = low_var_kl. Exact, over the vocabulary: full = from the
     actor's side, full_forward = from the reference's side, full_js = Jensen-Shannon."""
     kl_penalty_k3_bound: Bound | None = key(10.0, read_if=(*PENALISED, when(".kl_penalty", *K3)))
-    """Largest k3 (low_var_kl) estimate of a token, in nats; null = no bound."""
+    """Largest k3 estimate of a token, in nats; null = no bound."""
     kl_penalty_js_beta: Mixture = key(0.5, read_if=(*PENALISED, when(".kl_penalty", "full_js")))
     """full_js: the share of the reference in the mixture."""
     kl_ctrl: KLControlSection = key(KLControlSection, read_if=IN_REWARD)
@@ -203,7 +202,7 @@ class AlgorithmSection:
     overlong_buffer: OverlongBufferSection = key(OverlongBufferSection, read_if=when(".overlong_buffer.enable", True))
     """Penalty for long responses."""
     mask_truncated_completions: bool = False
-    """Leave responses that reached the length limit out of the updates. They still count in their group."""
+    """Leave responses at the length limit out of updates; they still count in their group."""
     rollout_correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
     """Importance weights between engine and trainer."""
 
@@ -221,22 +220,21 @@ class PolicyLossSection:
     """`actor_rollout_ref.actor.policy_loss.*`: the policy loss."""
 
     loss_mode: LossMode = "vanilla"
-    """vanilla = the clipped surrogate of PPO with dual clip; custom = a function of the user; docs/algorithms.md
-    describes all losses."""
+    """vanilla = PPO's clipped surrogate with dual clip; custom = a function of yours; docs/algorithms.md describes
+    all."""
     path: str | None = key(None, read_if=when(".loss_mode", "custom"))
-    """custom: Python file that defines the loss."""
+    """Python file that defines the loss."""
     name: str = key("compute_policy_loss", read_if=when(".loss_mode", "custom"))
-    """custom: name of the function. Of the tensors log_probs, old_log_probs, advantages and mask it takes what it
-    names, and returns a PolicyLoss."""
+    """Name of the function. It takes any of log_probs, old_log_probs, advantages and mask, and returns a PolicyLoss."""
     kwargs: dict[str, Any] = key(dict, read_if=when(".loss_mode", "custom"))
-    """custom: further arguments of the function, by name."""
+    """Further arguments of the function, by name."""
     clip_cov_ratio: Fraction = key(0.0002, read_if=when(".loss_mode", "clip_cov"))
-    """clip_cov: share of the tokens that get no gradient."""
+    """Share of the tokens that get no gradient."""
     clip_cov_lb: Covariance = key(1.0, read_if=when(".loss_mode", "clip_cov"))
-    """clip_cov: draw these tokens if their covariance of log-probability and advantage is larger than this."""
+    """Least covariance of log-probability and advantage of tokens without a gradient."""
     clip_cov_ub: Covariance = key(5.0, read_if=when(".loss_mode", "clip_cov"))
-    """clip_cov: and smaller than this."""
+    """Largest covariance of tokens without a gradient."""
     kl_cov_ratio: Fraction = key(0.0002, read_if=when(".loss_mode", "kl_cov"))
-    """kl_cov: share of the tokens that are penalised: the tokens of the largest covariance."""
+    """Share of the tokens, those of the largest covariance, that are penalised."""
     ppo_kl_coef: Weight = key(1.0, read_if=when(".loss_mode", "kl_cov"))
-    """kl_cov: weight of the penalty on the divergence of these tokens from the old policy."""
+    """Weight of the penalty on these tokens' divergence from the old policy."""

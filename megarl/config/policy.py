@@ -44,13 +44,13 @@ class UpdateSection:
     ppo_mini_batch_size: Count = 256
     """Prompts per optimizer step, over all ranks."""
     ppo_micro_batch_size: Count | None = key(None, MICRO)
-    """Most sequences per forward pass of the update, per rank; null = only the token budget limits them."""
+    """Most sequences per forward pass of the update, per rank; null = the token budget alone."""
     ppo_epochs: Count = 1
     """Passes over the samples of a step."""
     grad_clip: Bound = key(1.0, OPTIMIZER)
     """Largest gradient norm."""
     loss_agg_mode: LossAggregation = "token-mean"
-    """The mean that turns the losses of tokens into one number."""
+    """The mean of the tokens' losses."""
 
 
 @section(ACTOR_LOSS)
@@ -58,7 +58,7 @@ class ActorSection(UpdateSection):
     """`actor_rollout_ref.actor.*`: the update of the policy."""
 
     use_dynamic_bsz: bool = key(True, MICRO)
-    """Fill micro-batches up to a token budget; false = exactly ppo_micro_batch_size sequences each."""
+    """Fill micro-batches up to a token budget; false = ppo_micro_batch_size sequences each."""
     ppo_max_token_len_per_gpu: Length = key(16384, MICRO, read_if=BUDGET)
     """Token budget of a micro-batch, per rank."""
     clip_ratio: Fraction = key(0.2, read_if=(CLIPS, ONE_CLIP))
@@ -72,24 +72,24 @@ class ActorSection(UpdateSection):
     policy_loss: PolicyLossSection = field(default_factory=PolicyLossSection)
     """The policy loss."""
     entropy_coeff: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.001
-    """Weight of the entropy bonus; a negative weight penalises entropy."""
+    """Weight of the entropy bonus; negative = a penalty."""
     use_kl_loss: bool = False
     """Add the divergence from the reference to the loss, as GRPO does."""
     kl_loss_coef: Weight = key(0.001, read_if=IN_LOSS)
-    """Weight of that divergence."""
+    """Weight of the divergence in the loss."""
     kl_loss_type: KLEstimator = key("low_var_kl", read_if=IN_LOSS)
-    """Estimator of that divergence; k1 = kl, k2 = mse, k3 = low_var_kl. Exact, over the vocabulary: full = from the
+    """Estimator of the divergence: k1 = kl, k2 = mse, k3 = low_var_kl. Exact, over the vocabulary: full = from the
     actor's side, full_forward = from the reference's side, full_js = Jensen-Shannon."""
     kl_loss_k3_bound: Bound | None = key(10.0, read_if=(IN_LOSS, when(".kl_loss_type", *K3)))
-    """Largest k3 (low_var_kl) estimate of a token, in nats. A larger estimate has no gradient; null = no bound."""
+    """Largest k3 estimate of a token, in nats; a larger one has no gradient. null = no bound."""
     kl_loss_js_beta: Mixture = key(0.5, read_if=(IN_LOSS, when(".kl_loss_type", "full_js")))
     """full_js: the share of the reference in the mixture."""
     ptx_coef: Weight = 0.0
-    """Weight of the loss of supervised pairs in every update (PPO-ptx)."""
+    """Weight of the loss of supervised pairs (PPO-ptx)."""
     ptx_files: str | list[str] | None = None
-    """Parquet or JSON file or files with the pairs: prompts in the column data.prompt_key, responses in `response`."""
+    """File or files with the pairs: prompts in the column data.prompt_key, responses in `response`."""
     ptx_batch_size: Count | None = None
-    """Pairs per optimizer step, over all ranks; null = as many as a mini-batch has samples."""
+    """Pairs per optimizer step, over all ranks; null = the samples of a mini-batch."""
     shuffle: bool = True
     """Draw the mini-batches in random order."""
     optim: OptimSection = field(default_factory=OptimSection)
@@ -110,10 +110,9 @@ class RefSection:
     model: ReferenceModelSection = key(ReferenceModelSection, read_if=TAUGHT)
     """The checkpoint of the reference."""
     teachers: dict[str, str] = key(dict, MODEL)
-    """Further references by data source: Hugging Face directories, URIs or ids, as in ref.model.path. A reference reads
-    the samples of its data source, and ref.model reads all others."""
+    """References by data source, as in ref.model.path; ref.model reads the samples of all other sources."""
     log_prob_micro_batch_size: Count | None = key(None, MICRO, read_if=ESTIMATED)
-    """Most sequences per forward pass, per rank; null = only the token budget limits them."""
+    """Most sequences per forward pass, per rank; null = the token budget alone."""
     log_prob_max_token_len_per_gpu: Length | None = key(None, MICRO, read_if=(BUDGET, ESTIMATED))
     """Token budget of a forward pass; null = actor.ppo_max_token_len_per_gpu."""
     megatron: MegatronSection = key(MegatronSection, read_if=(ONE_SEED, UNTRAINED))
@@ -133,4 +132,4 @@ class CriticSection(UpdateSection):
     forward_micro_batch_size: Count | None = key(None, MICRO)
     """Most sequences per forward pass of the estimate, per rank; null = ppo_micro_batch_size."""
     cliprange_value: Bound = 0.5
-    """Values that differ from the old values by more than this give no gradient; 1e30 = no limit."""
+    """Values that differ more than this from the old ones give no gradient; 1e30 = no limit."""

@@ -64,10 +64,10 @@ class RewardModelSection(RulesSection):
     megatron: MegatronSection = key(MegatronSection, read_if=(ONE_SEED, UNTRAINED, ENABLED))
     """The split of the neural model over the ranks."""
     micro_batch_size: Count | None = key(64, MICRO, read_if=ENABLED)
-    """Most sequences per forward pass, per rank; null = only the token budget of the actor limits them."""
+    """Most sequences per forward pass, per rank; null = the actor's token budget alone."""
     max_length: Length | None = key(None, read_if=ENABLED)
-    """Most tokens of a prompt with its response, in the model's own vocabulary. A longer text loses its beginning.
-    null = the model's number of positions."""
+    """Most tokens of a prompt with its response, in the model's vocabulary; a longer text loses its beginning. null =
+    the model's positions."""
 
     @property
     def model_weight(self) -> float | None:
@@ -289,7 +289,7 @@ class RewardTrainConfig(SupervisedConfig):
     data: PreferenceDataSection
     """Pairs of responses."""
     center_rewards_coefficient: Weight = key(0.0, Change(Effect.CURVE, "the loss"))
-    """Weight of the squared sum of the two rewards of a pair, a term that keeps the mean reward near 0."""
+    """Weight of the squared sum of a pair's rewards, which keeps the mean reward near 0."""
 
 
 @section()

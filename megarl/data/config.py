@@ -18,12 +18,12 @@ class TextSection:
     """`data.*` of every run: files of texts, and how texts become tokens."""
 
     train_files: str | list[str]
-    """Parquet or JSON file or files (.jsonl, .json, .gz and .zst of them); a local path or any URI that pyarrow or
-    fsspec opens (s3://, hdfs://, ...)."""
+    """Parquet or JSON file or files (.jsonl, .json, also .gz and .zst); local paths or URIs that pyarrow or fsspec
+    opens (s3://, hdfs://, ...)."""
     val_files: str | list[str] | None = key(None, SCORES)
     """File or files for validation, as `train_files`; null = no validation."""
     tokenizer: str | None = None
-    """HF directory, HF id or SentencePiece `.model` file, or a URI of one; null = that of the model that learns."""
+    """HF directory, HF id or SentencePiece `.model` file, or a URI of one; null = that of the trained model."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of messages {role, content}, or a plain string."""
     shuffle: bool = True
@@ -31,11 +31,11 @@ class TextSection:
     chat_template: str | None = None
     """Jinja file or string that replaces the tokenizer's chat template."""
     apply_chat_template: bool | None = None
-    """true = apply the chat template to every prompt, to a string as one user message; false = use the content of the
-    messages as it is; null = apply the template to lists of messages, if the tokenizer has one."""
+    """true = apply the chat template to every prompt, a string being one user message; false = take the content of
+    messages as it is; null = apply it to lists of messages, if the tokenizer has one."""
     special_tokens_in_text: Literal["split", "allow", "error"] = "split"
-    """Names of special tokens in the text of files and environments: read as letters (split), as the tokens (allow, for
-    files that a template has written), or refused in files (error)."""
+    """Names of special tokens in texts of files and environments: letters (split), tokens (allow, for files that a
+    template has written), or a fault in files (error)."""
 
 
 @section(DATA)
@@ -53,22 +53,22 @@ class DataSection(TextSection):
     truncation: Literal["error", "left", "right", "middle"] = key(
         "error", read_if=when(".filter_overlong_prompts", False)
     )
-    """Treatment of prompts longer than `max_prompt_length`: refuse them (error), or cut them at that place. The token
-    that begins a text and the template's beginning of the response stay."""
+    """Prompts longer than `max_prompt_length` are refused (error), or cut at that place, except the token that begins a
+    text and the template's beginning of the response."""
     filter_overlong_prompts: bool = False
-    """Drop over-long prompts from the data set instead."""
+    """Drop prompts longer than `max_prompt_length`."""
     seed: Seed = key(1, read_if=DRAWS)
     """Seed of the order of rows, samples and supervised pairs."""
     reward_fn_key: str = "data_source"
-    """Column with the data source, which picks the built-in reward; may be missing if no built-in reward is used."""
+    """Column with the data source, which picks the built-in reward; only built-in rewards need it."""
     prompt_id_key: str | None = key(None, Change(Effect.NONE, "names of prompts in records"))
-    """Column with an id of the prompt, which logs and kept samples show; null = none."""
+    """Column with an id of the prompt for logs and kept samples; null = none."""
     max_prompt_id_length: Length | None = None
-    """Longest id, in characters; a longer id is an error. null = no limit."""
+    """Longest id, in characters; a longer id is an error."""
     return_raw_chat: bool = key(False, read_if=RULES)
-    """Pass the prompt as it is in the file to reward functions, as `extra_info["raw_chat"]`."""
+    """Pass the prompt of the file to reward functions as `extra_info["raw_chat"]`."""
     return_raw_input_ids: bool = key(False, read_if=RULES)
-    """Pass the prompt's ids without the chat template to reward functions, as `extra_info["raw_input_ids"]`."""
+    """Pass the prompt's ids without chat template to reward functions as `extra_info["raw_input_ids"]`."""
 
 
 @section(DATA)
@@ -78,7 +78,7 @@ class SupervisedDataSection(TextSection):
     train_batch_size: Count = 256
     """Rows per optimizer step, over all ranks."""
     micro_batch_size: Count | None = key(None, MICRO)
-    """Most rows per forward pass, per rank; null = only the token budget is a limit."""
+    """Most rows per forward pass, per rank; null = the token budget alone."""
     seed: Seed = key(1, read_if=when(".shuffle", True))
     """Seed of the order of rows."""
 
@@ -102,6 +102,6 @@ class PreferenceDataSection(SupervisedDataSection):
     rejected_key: str = "rejected"
     """Column with the rejected response, a plain string."""
     margin_key: str | None = None
-    """Column with a number: the least difference between preferred and rejected reward; null = none."""
+    """Column with the least difference between preferred and rejected reward; null = none."""
     max_length: Length = 1024
     """Most tokens of a prompt with a response; a longer sequence is cut on the left."""

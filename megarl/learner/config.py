@@ -26,33 +26,33 @@ class MegatronSection:
     """`*.megatron.*`: the split of one model over the ranks, and the place of its parts between phases."""
 
     tensor_model_parallel_size: Count = key(1, SPLIT)
-    """Number of ranks that share every layer (TP)."""
+    """Ranks that share every layer (TP)."""
     pipeline_model_parallel_size: Count = key(1, SPLIT)
-    """Number of stages that the layers are divided into (PP)."""
+    """Pipeline stages (PP)."""
     virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2, le=1_000_000)] | None = key(None, SPLIT)
-    """Chunks of layers in each stage (VPP); more chunks shorten the pipeline's idle time. null = one chunk."""
+    """Chunks of layers in each stage (VPP); more chunks shorten idle time. null = 1."""
     context_parallel_size: Count = key(1, SPLIT)
-    """Number of ranks that share the tokens of every sequence (CP)."""
+    """Ranks that share the tokens of every sequence (CP)."""
     expert_model_parallel_size: Count = key(1, SPLIT)
-    """Number of ranks that divide the experts of a layer among themselves (EP), out of the DP and CP ranks."""
+    """Ranks that divide the experts of a layer (EP), out of the DP and CP ranks."""
     expert_tensor_parallel_size: Count | None = key(None, SPLIT)
-    """Number of ranks that share every expert (ETP); null = tensor_model_parallel_size."""
+    """Ranks that share every expert (ETP); null = tensor_model_parallel_size."""
     sequence_parallel: bool = key(True, SPLIT)
-    """Split the activations between tensor-parallel layers too. Has no effect if tensor_model_parallel_size = 1."""
+    """Split the activations between tensor-parallel layers too."""
     use_distributed_optimizer: bool = key(True, SPLIT)
     """Shard the optimizer state over the data-parallel ranks."""
     param_offload: bool = key(False, OFFLOAD, read_if=OFF_CPU)
-    """Keep the parameters in host memory between phases. A model that learns also needs use_distributed_optimizer."""
+    """Keep the parameters in host memory between phases; needs use_distributed_optimizer if the model learns."""
     grad_offload: bool = key(False, OFFLOAD, read_if=OFF_CPU)
-    """Release the memory of the gradients between phases."""
+    """Free the gradients between phases."""
     optimizer_offload: bool = key(False, OFFLOAD, read_if=OFF_CPU)
     """Keep the optimizer state in host memory between phases."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type of parameters and activations. The optimizer always works in float32."""
+    """Data type of parameters and activations; the optimizer works in float32."""
     seed: Seed = 1
     """Seed of new parameters (the head of the critic) and of dropout."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig to set, for example recompute_granularity or attention_backend."""
+    """Fields of Megatron's TransformerConfig, such as attention_backend."""
 
 
 @section(OPTIMIZER)
@@ -60,23 +60,23 @@ class OptimSection:
     """`*.optim.*`: AdamW and the schedule of its learning rate."""
 
     lr: Annotated[float, Field(gt=0.0, le=10.0)] = 1e-6
-    """Peak learning rate, at most 10."""
+    """Peak learning rate."""
     lr_warmup_steps: Annotated[CountFromZero | None, BeforeValidator(_none_if_negative)] = None
     """Updates of linear warm-up; null or -1 = lr_warmup_steps_ratio of the schedule's length."""
     lr_warmup_steps_ratio: Fraction = key(0.0, read_if=when(".lr_warmup_steps", None))
     """Linear warm-up as a share of the schedule's length."""
     min_lr_ratio: Fraction | None = key(None, read_if=when(".warmup_style", "cosine", "linear"))
-    """Learning rate of the last update as a share of the peak, for a cosine or linear decay, and of any update after
-    the schedule; null = the decay would reach 0 one update later, so the last update learns too."""
+    """Learning rate of the last update, and of any after the schedule, as a share of the peak; null = the decay reaches
+    0 one update after the last."""
     warmup_style: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning rate after the warm-up: constant, or a cosine or linear decay."""
+    """Learning rate after the warm-up."""
     total_training_steps: Interval = key(-1, read_if=LENGTH)
-    """Length of the schedule in steps in which the model learns, for the actor those after trainer.critic_warmup; -1 or
-    0 = all of the run."""
+    """Length of the schedule in steps in which the model learns (the actor: after trainer.critic_warmup); -1 or 0 = the
+    run's length."""
     weight_decay: Weight = 0.01
-    """Decoupled weight decay. Norms and biases do not decay."""
+    """Decoupled weight decay, of all except norms and biases."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
-    """Adam's decay rates of the first and the second moment, each less than 1."""
+    """Adam's decay rates, each less than 1."""
 
     @property
     def decays(self) -> bool:

@@ -23,9 +23,9 @@ class CheckpointSection:
     """`*.model.*`: a checkpoint to start from."""
 
     path: str
-    """Hugging Face directory, its URI (s3://, gs://, hdfs://, anything that fsspec opens) or Hugging Face id."""
+    """Hugging Face directory, its URI (any that fsspec opens) or Hugging Face id."""
     external_lib: str | list[str] | None = None
-    """Module or modules to import first, which may register models or tokenizers."""
+    """Module or modules to import first, to register models or tokenizers."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Fields of config.json to replace, e.g. {attention_dropout: 0.0, num_hidden_layers: 4}."""
     trust_remote_code: bool = key(False, Change(Effect.NONE, "which code may be loaded"))
@@ -37,8 +37,8 @@ class ModelSection(CheckpointSection):
     """`actor_rollout_ref.model.*`: the checkpoint of the actor."""
 
     enable_gradient_checkpointing: Recompute = key(False, Change(Effect.ROUNDING, "what is recomputed"))
-    """Recompute activations in the backward pass instead of keeping them: selective = those inside of the
-    feed-forward layers and experts; true = all of a layer, from its input."""
+    """Recompute activations in the backward pass: selective = those inside feed-forward layers and experts; true = all
+    of a layer."""
 
 
 @section(MODEL)
@@ -46,8 +46,8 @@ class ReferenceModelSection(CheckpointSection):
     """`actor_rollout_ref.ref.model.*`: the checkpoint of the reference, if it is not that of the actor."""
 
     path: Annotated[str, BeforeValidator(_empty_if_none)] = ""
-    """Hugging Face directory, its URI or Hugging Face id of a teacher, of any known family and size, that was trained
-    with the actor's tokenizer; empty = the actor's start."""
+    """Teacher of any known family and size, trained with the actor's tokenizer: Hugging Face directory, its URI or id;
+    empty = the actor's start."""
 
 
 @section(MODEL)
@@ -55,10 +55,9 @@ class CriticModelSection(ModelSection):
     """`critic.model.*`: the checkpoint of the critic; a scalar head replaces the head of a language model."""
 
     path: str = ""
-    """Hugging Face directory, its URI or Hugging Face id; required and read only if the run has a critic."""
+    """Hugging Face directory, its URI or Hugging Face id; required."""
     tokenizer_path: str | None = None
-    """Tokenizer that the critic was trained with; null = the policy's. If they differ, the critic reads the policy's
-    text in its own tokens."""
+    """Tokenizer of the critic, in which it reads the policy's text; null = the policy's."""
 
 
 @section(MODEL)
@@ -66,8 +65,7 @@ class RewardCheckpointSection(CheckpointSection):
     """`reward_model.model.*`: the model that scores responses, a sequence classifier with one label."""
 
     path: Annotated[str, BeforeValidator(_empty_if_none)] = ""
-    """Hugging Face directory, its URI or Hugging Face id; required by reward_model.enable."""
+    """Hugging Face directory, its URI or Hugging Face id; required."""
     input_tokenizer: str | None = None
-    """Tokenizer of the tokens that the model receives; follows the policy's unless set. The tokens are decoded, and
-    encoded again with the model's own chat template. null = the model has the policy's vocabulary and chat template,
-    and reads the tokens as they are."""
+    """Tokenizer of the tokens that the model receives; they are decoded and encoded with the model's own chat template.
+    null = the model has the policy's vocabulary and template, and reads the tokens as they are."""

@@ -32,13 +32,13 @@ class SamplingSection:
     n: Count = 1
     """Responses per prompt."""
     do_sample: bool = False
-    """Draw tokens at random; False = greedy: temperature, top_p and top_k are not read."""
+    """Draw tokens at random; false = greedy."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = key(0.0, read_if=when(".do_sample", True))
-    """Divisor of the logits, at most 2, as vLLM wants it; 0 = greedy."""
+    """Divisor of the logits; 0 = greedy."""
     top_p: Share = key(1.0, read_if=when(".do_sample", True))
-    """Sample from the most likely tokens that together reach this probability."""
+    """Total probability of the most likely tokens to sample from."""
     top_k: TopK = key(-1, read_if=when(".do_sample", True))
-    """Sample from this many most likely tokens; -1 = all."""
+    """Number of most likely tokens to sample from; -1 = all."""
 
 
 @section(Change(Effect.NONE, "how weights are transferred and checked, not their values"))
@@ -48,24 +48,24 @@ class SyncSection:
     bucket_megabytes: Count = 512
     """Staging memory of a transfer, in MiB per rank."""
     two_level: bool = False
-    """Transfer data that several ranks of a node need to the node once, then forward it inside the node."""
+    """Send data that several ranks of a node need to the node once."""
     check_every: CountFromZero = 0
-    """Steps between self-checks of the sync; 0 = check only the first two syncs of different weights, after a start and
-    after a resume."""
+    """Steps between self-checks; 0 = only the first two syncs of different weights, after a start and after a
+    resume."""
     logprob_warn: Fraction | None = None
-    """A self-check warns if the mean difference between the token probabilities of engine and trainer exceeds this;
-    null = half of logprob_stop."""
+    """Mean difference of token probabilities between engine and trainer above which a self-check warns; null = half of
+    logprob_stop."""
     logprob_stop: Fraction | None = None
-    """A self-check stops the run if the same difference exceeds this; null = 0.0625 in bfloat16, 0.00024 if both
-    compute in float32."""
+    """The difference above which a self-check stops the run; null = 0.0625 in bfloat16, 0.00024 if both compute in
+    float32."""
     mismatch_stop: Annotated[float, Field(ge=0.0, le=0.5)] | None = key(None, read_if=COMPARES)
-    """The run stops before it learns from a step whose mismatch exceeds this. The mismatch is the mean of
-    min(d^2, 1) / 2 over the step's tokens; d is the difference of the log-probabilities. null = 0.0156 in bfloat16,
-    2.4e-07 if both compute in float32; 0.5 = never."""
+    """Mismatch above which the run stops instead of learning: the mean of min(d^2, 1) / 2 over the step's tokens, with
+    d the difference of log-probabilities. null = 0.0156 in bfloat16, 2.4e-07 if both compute in float32; 0.5 =
+    never."""
     mismatch_growth: Annotated[float, Field(ge=1.0, le=1e9)] = key(10.0, read_if=COMPARES)
-    """The run also stops if the mismatch exceeds this multiple of the median of the run's first 8 steps."""
+    """The run also stops above this multiple of the median mismatch of its first 8 steps."""
     mismatch_share: Fraction = key(0.05, read_if=COMPARES)
-    """The largest share of a step's samples that may be left out because of their own mismatch before the run stops."""
+    """Share of a step's samples that may be left out for their own mismatch before the run stops."""
 
 
 @section(SAMPLES)
@@ -75,13 +75,13 @@ class PartialSection:
     enable: bool = False
     """End a step before its slowest responses end; they continue in the next step."""
     max_staleness: Count = 4
-    """Most steps that may finish between the weights that drew a token and the step that learns from it. A step waits
-    for responses that would become older."""
+    """Most steps between the weights that drew a token and the step that learns from it; a step waits for responses
+    that would become older."""
     stop_when: Annotated[float, Field(ge=0.5, le=1.0)] | Annotated[int, Field(ge=2, le=1_000_000)] = 0.8
-    """When a step ends. 0.5 to 1.0 = as soon as this share of the prompts being drawn have all their responses: a step
-    learns from data.train_batch_size prompts, so the engine draws train_batch_size / stop_when prompts at once. 2 or
-    more = after so many engine steps: the engine draws train_batch_size prompts at once, and a step learns from those
-    that have all their responses."""
+    """The end of a step. 0.5 to 1.0 = this share of the prompts being drawn have all their responses; the engine draws
+    data.train_batch_size / stop_when prompts at once, and a step learns from train_batch_size. 2 or more = this number
+    of engine steps; the engine draws train_batch_size prompts at once, and a step learns from those that are
+    complete."""
 
     @property
     def num_engine_steps(self) -> int | None:
@@ -98,43 +98,44 @@ class RolloutSection:
     """`actor_rollout_ref.rollout.*`: the engine, and sampling in training."""
 
     n: Count = 1
-    """Responses per prompt; more than 1 if the advantages compare them (grpo, rloo, ...)."""
+    """Responses per prompt; more than 1 for grpo, rloo, ...."""
     temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
-    """Divisor of the logits, in sampling and in the trainer's log-probabilities: 0.01 to 2, as vLLM wants it."""
+    """Divisor of the logits, in sampling and in the trainer's log-probabilities."""
     top_k: TopK = key(-1, read_if=when(".do_sample", True))
-    """Sample from this many most likely tokens; -1 = all."""
+    """Number of most likely tokens to sample from; -1 = all."""
     top_p: Share = key(1.0, read_if=when(".do_sample", True))
-    """Sample from the most likely tokens that together reach this probability."""
+    """Total probability of the most likely tokens to sample from."""
     do_sample: bool = True
-    """Draw tokens at random; False = greedy."""
+    """Draw tokens at random; false = greedy."""
     response_length: Length = 512
-    """Maximum tokens of a response; follows data.max_response_length unless set."""
+    """Most tokens of a response."""
     prompt_length: Length = 512
-    """Maximum tokens of a prompt; follows data.max_prompt_length unless set."""
+    """Most tokens of a prompt."""
     ignore_eos: bool = False
-    """Generate to the full length even if the model ends its response; for measurements."""
+    """Generate to the full length, for measurements."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the engine's weights; should equal the actor's type."""
+    """Type of the engine's weights; should be the actor's."""
     gpu_memory_utilization: Share = key(0.5, ENGINE)
-    """Share of a device's memory that the engine may use for weights and KV cache."""
+    """Share of a device's memory for the engine's weights and KV cache."""
     enforce_eager: bool | None = key(None, ENGINE)
-    """Run without CUDA graphs and compilation; null = false on CUDA, true on CPU."""
+    """Run without CUDA graphs and compilation; null = on CPU only."""
     free_cache_engine: bool = key(True, ENGINE, read_if=OFF_CPU)
-    """Free the engine's memory between rollouts (CUDA)."""
+    """Free the engine's memory between rollouts."""
     load_format: Literal["dummy_megatron", "megatron", "auto"] = key("dummy_megatron", NO_CHOICE)
-    """dummy_megatron and megatron start the engine without weights, for the first sync; auto reads the checkpoint."""
+    """auto reads the checkpoint; the others start without weights, for the first sync."""
     tensor_model_parallel_size: Count = key(1, ENGINE)
     """Ranks per engine replica."""
     max_num_batched_tokens: Length = key(8192, ENGINE)
-    """Maximum tokens per engine step."""
+    """Most tokens per engine step."""
     max_num_seqs: Count = key(1024, ENGINE)
-    """Maximum sequences per engine step."""
+    """Most sequences per engine step."""
     enable_prefix_caching: bool = key(True, ENGINE)
     """Compute a prompt once for its n responses."""
     log_prob_micro_batch_size: Count | None = key(None, MICRO)
-    """Maximum sequences of a forward pass for the actor's old log-probabilities, per rank; null = the token budget."""
+    """Most sequences per forward pass for the actor's old log-probabilities, per rank; null = the token budget
+    alone."""
     calculate_log_probs: bool = key(True, NO_CHOICE)
-    """Return the engine's log-probabilities and compare them with the trainer's in every step."""
+    """Compare the engine's log-probabilities with the trainer's in every step."""
     seed: Seed = 1
     """Seed of the engine and of every request."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -144,8 +145,7 @@ class RolloutSection:
     partial: PartialSection = key(PartialSection, read_if=when(".partial.enable", True))
     """Responses that continue under the weights of the next step."""
     keep_complete: bool = key(False, ENGINE)
-    """Keep the complete responses of a running step in files: a run that is killed and resumes at this step draws only
-    the others."""
+    """Keep the complete responses of a running step in files, so that a killed run draws only the others."""
     sync: SyncSection = field(default_factory=SyncSection)
     """The transfer of weights to the engine, and its checks."""
 

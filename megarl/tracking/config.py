@@ -51,65 +51,64 @@ class TrainerSection:
     experiment_name: Name = key("gsm8k", NAME)
     """Name of the run in MLflow and Weights & Biases."""
     logger: Annotated[list[Logger], BeforeValidator(_as_list)] = key(lambda: ["console", "mlflow"], RECORDS)
-    """Trackers that record metrics: console, jsonl, mlflow (alias tracking), tensorboard, wandb. jsonl, the files of
-    curves in the run's directory, is always on."""
+    """Trackers: console, jsonl, mlflow (alias tracking), tensorboard, wandb. jsonl, files in the run's directory, is
+    always on."""
     mlflow_tracking_uri: str | None = key(
         None, RECORDS, read_if=when(".logger", "mlflow", words="`trainer.logger` names mlflow")
     )
-    """MLflow server; null = MLFLOW_TRACKING_URI, or else mlflow.db next to the run's directory, an SQLite file that all
-    runs of a project share."""
+    """MLflow server; null = MLFLOW_TRACKING_URI, or else mlflow.db next to the run's directory, for all runs of a
+    project."""
     nnodes: Count = key(1, SPLIT)
     """Machines."""
     n_gpus_per_node: Count = key(8, SPLIT)
     """Processes per machine, on CPU too."""
     save_freq: Interval = key(-1, RECORDS)
-    """Steps between checkpoints; -1 or 0 = none but those of save_last and save_best."""
+    """Steps between checkpoints; -1 or 0 = only those of save_last and save_best."""
     save_last: bool = key(True, RECORDS)
     """Save the last step, whatever save_freq is."""
     save_best: bool = key(True, RECORDS, read_if=AFTER_STEPS)
-    """Save each step whose validation is the best so far, and keep it until a better one is saved. false =
-    val/best_step may name a step without a checkpoint."""
+    """Save each step with the best validation so far, and keep it until a better one is saved."""
     test_freq: Interval = key(-1, VALIDATION)
     """Steps between validations; -1 or 0 = none."""
     val_before_train: bool = key(True, VALIDATION, read_if=when("data.val_files"))
     """Validate before the first step."""
     val_only: bool = key(False, VALIDATION)
-    """Validate, show the scores and stop, without changing the records of the run."""
+    """Validate, show the scores and stop; the run's records stay as they are."""
     critic_warmup: CountFromZero = key(0, Change(Effect.CURVE, "when the actor starts to learn"))
     """First steps; only the critic learns in them."""
     balance_batch: bool = key(True, SPLIT)
     """Spread the samples over the data-parallel ranks by length."""
     default_hdfs_dir: str | None = key(None, RECORDS)
-    """Mirror of the checkpoints, uploaded during training and used to resume on an empty disk: a directory or any URI
-    that pyarrow or fsspec opens (s3://, hdfs://, ...). Each run needs its own mirror. null = none."""
+    """Mirror of the checkpoints, to resume on an empty disk: a directory or URI that pyarrow or fsspec opens (s3://,
+    hdfs://, ...), for this run alone."""
     default_local_dir: Annotated[str, AfterValidator(_local)] = key("checkpoints", RECORDS)
-    """The run's directory; checkpoints/PROJECT/EXPERIMENT unless set."""
+    """The run's directory."""
     resume_mode: Literal["auto", "disable", "resume_path"] = key("auto", RECORDS)
     """auto = resume from the last checkpoint in the run's directory; disable = start anew; resume_path = resume from
-    resume_from_path. Later or unrelated checkpoints in the directory are set aside. A job that its launcher restarts
-    always resumes from its own last checkpoint."""
+    resume_from_path. Later or unrelated checkpoints are set aside. A restarted job resumes from its own last
+    checkpoint."""
     resume_from_path: str | None = key(None, RECORDS)
     """Checkpoint to resume from, with resume_mode=resume_path: a directory, or a URI that ends in global_step_N."""
     max_ckpt_to_keep: Count | None = key(3, RECORDS)
     """Newest checkpoints kept, besides that of the best validation; null = all."""
     save_huggingface: bool = key(False, RECORDS)
-    """Write Hugging Face weights into each checkpoint: huggingface/, and huggingface_critic/ for a critic."""
+    """Write Hugging Face weights into each checkpoint (huggingface/, huggingface_critic/)."""
     async_save: bool = key(False, RECORDS)
-    """Write checkpoints during training, from copies in host memory; false = training waits until they are complete."""
+    """Write checkpoints during training, from copies in host memory."""
     log_val_generations: CountFromZero = key(8, RECORDS, read_if=VALIDATES)
     """Validation samples recorded in tables."""
     rollout_data_dir: Annotated[str | None, AfterValidator(_local)] = key(None, RECORDS)
-    """Directory for the samples of every step and validation, as parquet; null = samples are not kept."""
+    """Directory for the samples of every step and validation, as parquet; null = none."""
     profile_steps: list[Count] = key(list, RECORDS)
     """Steps, counted from 1, that torch's profiler traces, into profile/ in the run's directory."""
     device: Literal["auto", "cuda", "cpu"] = key("auto", Change(Effect.ROUNDING, "another device's arithmetic"))
     """auto = cuda if available."""
     deterministic: bool = key(False, Change(Effect.ROUNDING, "other kernels"))
-    """Let the trainer take only CUDA kernels that give the same bits every time, which are slower. On CPU they do."""
+    """Take only CUDA kernels that give the same bits every time, which are slower; on CPU all do."""
     peak_tflops: Annotated[float, Field(gt=0.0, le=1e6)] | None = key(None, RECORDS)
-    """Peak speed of a device in TFLOP/s, for the perf/mfu metrics; null = the published speed in bfloat16 of H100, H200
-    or B200; another device then gets no perf/mfu. `megarl doctor --peaks` measures it."""
+    """Peak TFLOP/s of a device, for the perf/mfu metrics (`megarl doctor --peaks` measures it); null = the published
+    speed in bfloat16 of H100, H200 or B200, and no perf/mfu on other devices."""
     phase_timeout_s: Seconds = key(1800.0, Change(Effect.NONE, "how long, not what"))
-    """Seconds that a phase of a step may take without progress; then every rank reports its state, and the job ends."""
+    """Seconds without progress after which every rank reports its state and the job ends."""
     max_skipped_updates: CountFromZero = key(3, Change(Effect.NONE, "when a run gives up"))
-    """Most updates in a row that are skipped because their loss or gradient is not finite; one more ends the run."""
+    """Most updates in a row skipped because loss or gradient is not finite; one more ends the run."""

@@ -33,12 +33,10 @@ def _spread(name: str, unit: str, meaning: str, when: str = "") -> list[Metric]:
     ]
 
 
-def _learning(prefix: str, model: str) -> list[Metric]:
+def _learning(prefix: str) -> list[Metric]:
     return [
-        Metric(
-            f"{prefix}grad_norm", "-", f"Norm of the {model}'s gradient before clipping", "an update was not skipped"
-        ),
-        Metric(f"{prefix}lr", "-", f"Learning rate of the {model} in this step"),
+        Metric(f"{prefix}grad_norm", "-", "Norm of the gradient before clipping", "an update was not skipped"),
+        Metric(f"{prefix}lr", "-", "Learning rate of this step"),
         Metric(
             f"{prefix}skipped_updates", "mini-batches", "Updates skipped because loss or gradient was NaN or infinite"
         ),
@@ -56,7 +54,7 @@ _MIRROR = "after an upload to `default_hdfs_dir`"
 _HELD_OUT = "validation is due and has files"
 _SEVERAL = "several responses to a prompt"
 _FAILURES = "after a failed save"
-_PEAK = "the peak of the devices is known (`trainer.peak_tflops`)"
+_PEAK = "the peak is known (`trainer.peak_tflops`)"
 _IN_KL = "`use_kl_in_reward`"
 _CRITIC = "there is a critic"
 _MODEL = "there is a reward model"
@@ -70,7 +68,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
     ],
     "Scores and advantages": [
         *_spread("critic/score", "reward", "score of a response"),
-        *_spread("critic/rewards", "reward", "score of a response, less the length penalty and the KL penalty"),
+        *_spread("critic/rewards", "reward", "score less length penalty and KL penalty"),
         *_spread("critic/advantages", "-", "advantage of a response token"),
         *_spread("critic/baselines", "reward", "reward of a greedy response", "`adv_estimator=remax`"),
     ],
@@ -82,9 +80,9 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
             "Entropy in the update, aggregated by `loss_agg_mode`",
             "`entropy_coeff` is not 0",
         ),
-        Metric("actor/pg_clipfrac", "0-1", "Share of tokens that the loss clips or leaves out of the gradient"),
-        Metric("actor/pg_clipfrac_lower", "0-1", "Share of tokens that the lower clip (`clip_ratio_c`) holds"),
-        Metric("actor/ppo_kl", "nats per token", "Estimated KL between the policy before and in the update"),
+        Metric("actor/pg_clipfrac", "0-1", "Share of tokens that the loss clips or drops"),
+        Metric("actor/pg_clipfrac_lower", "0-1", "Share of tokens that `clip_ratio_c` clips"),
+        Metric("actor/ppo_kl", "nats per token", "KL of the policy before and in the update, estimated"),
         Metric(
             "actor/kl_loss", "nats per token", "KL to the reference in the loss, before its weight", "`use_kl_loss`"
         ),
@@ -97,18 +95,16 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric("actor/entropy", "nats per token", "Entropy of the policy before the update"),
         Metric("actor/reward_kl_penalty", "nats per token", "Mean KL penalty of a response's tokens", _IN_KL),
         Metric("actor/reward_kl_penalty_coeff", "-", "Weight of the KL penalty in the reward", _IN_KL),
-        *_learning("actor/", "actor"),
+        *_learning("actor/"),
     ],
     "Critic": [
         Metric("critic/vf_loss", "squared reward", "Value loss", _CRITIC),
         Metric("critic/vf_clipfrac", "0-1", "Share of tokens whose value is clipped", _CRITIC),
         Metric("critic/vpred_mean", "reward", "Mean value in the update", _CRITIC),
-        Metric(
-            "critic/vf_explained_var", "at most 1", "Share of the variance of returns that the values explain", _CRITIC
-        ),
+        Metric("critic/vf_explained_var", "at most 1", "Share of the returns' variance that values explain", _CRITIC),
         *_spread("critic/returns", "reward", "return at a response token", _CRITIC),
         *_spread("critic/values", "reward", "value at a response token before the update", _CRITIC),
-        *[metric._replace(when=metric.when or _CRITIC) for metric in _learning("critic/", "critic")],
+        *[metric._replace(when=metric.when or _CRITIC) for metric in _learning("critic/")],
     ],
     "Lengths": [
         *_spread("response_length", "tokens", "length of a response"),
@@ -117,48 +113,48 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
     ],
     "Reward": [
         Metric("reward/masked_rate", "0-1", "Share of responses without a score, which teach nothing"),
-        Metric("reward/timeout_rate", "0-1", "Share of responses whose reward took longer than `timeout_s`", "rules"),
+        Metric("reward/timeout_rate", "0-1", "Share of responses whose reward exceeded `timeout_s`", "rules"),
         Metric("reward/error_rate", "0-1", "Share of responses whose reward raised an error or died", "rules"),
-        Metric("reward/slowest_s", "s", "Longest time that one response took to score", "rules"),
-        Metric("reward/model/mean", "reward", "Mean score that the reward model gives, before its weight", _MODEL),
-        Metric("reward/model/max", "reward", "Largest score that the reward model gives", _MODEL),
-        Metric("reward/model/min", "reward", "Smallest score that the reward model gives", _MODEL),
+        Metric("reward/slowest_s", "s", "Longest time to score a response", "rules"),
+        Metric("reward/model/mean", "reward", "Mean score of the reward model, before its weight", _MODEL),
+        Metric("reward/model/max", "reward", "Largest score of the reward model", _MODEL),
+        Metric("reward/model/min", "reward", "Smallest score of the reward model", _MODEL),
         Metric(
             "reward/NAME/mean",
             "your own",
-            "Mean of a number that your reward function returns under NAME, over the responses that have it",
+            "Mean of the number NAME of your reward function, over the responses that have it",
             "the reward returns a dictionary",
         ),
     ],
     "Dynamic sampling": [
-        Metric("train/num_gen_batches", "batches", "Batches of prompts that were sampled", _FILTER),
+        Metric("train/num_gen_batches", "batches", "Sampled batches of prompts", _FILTER),
         Metric("train/num_groups_kept", "prompts", "Prompts to learn from", _FILTER),
-        Metric("train/num_groups_alike", "prompts", "Prompts dropped because all their responses score alike", _FILTER),
-        Metric("train/num_groups_surplus", "prompts", "Prompts with differing scores that exceed the batch", _FILTER),
+        Metric("train/num_groups_alike", "prompts", "Prompts dropped because their responses score alike", _FILTER),
+        Metric("train/num_groups_surplus", "prompts", "Prompts with differing scores beyond the batch", _FILTER),
         Metric("train/sampled_score/mean", "reward", "Mean score of all sampled responses, kept or dropped", _FILTER),
     ],
     "Generation": [
-        Metric("episode/turns/mean", "turns", "Mean number of turns of an episode", _EPISODES),
-        Metric("episode/turns/max", "turns", "Most turns of an episode", _EPISODES),
+        Metric("episode/turns/mean", "turns", "Mean number of turns", _EPISODES),
+        Metric("episode/turns/max", "turns", "Most turns", _EPISODES),
         Metric(
             "episode/observed_tokens/mean",
             "tokens",
-            "Mean number of tokens of an episode that are observations",
+            "Mean number of observed tokens of an episode",
             _EPISODES,
         ),
         Metric(
             "episode/stop/REASON",
             "0-1",
-            "Share of the episodes that ended for this reason: `done`, `turns`, `tokens`, `timeout` or `failed`",
+            "Share of episodes that end by REASON: `done`, `turns`, `tokens`, `timeout` or `failed`",
             _EPISODES,
         ),
         Metric("rollout/occupancy", "0-1", "Share of the engine's slots that drew a training sample, over all steps"),
         Metric("rollout/staleness/mean", "steps", "Mean age of the weights that drew a response token", _PARTIAL),
         Metric("rollout/staleness/max", "steps", "Largest age of the weights that drew a response token", _PARTIAL),
         Metric("rollout/complete_prompts", "prompts", "Prompts that the step learns from", _PARTIAL),
-        Metric("rollout/carried_share", "0-1", "Share of the drawn prompts that continue in the next step", _PARTIAL),
+        Metric("rollout/carried_share", "0-1", "Share of prompts that continue in the next step", _PARTIAL),
         Metric("rollout/recomputed_tokens", "tokens", "Response tokens whose keys were computed again", _PARTIAL),
-        Metric("rollout/wasted_tokens", "tokens", "Response tokens that became too old and were dropped", _PARTIAL),
+        Metric("rollout/wasted_tokens", "tokens", "Response tokens dropped for their age", _PARTIAL),
     ],
     "Agreement of engine and trainer": [
         Metric(
@@ -170,7 +166,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric(
             "training/rollout_probs_diff_std",
             "probability",
-            "Standard deviation of the differences of the tokens' probabilities",
+            "Standard deviation of that difference",
             _OFF_POLICY,
         ),
         Metric("training/rollout_mismatch", "-", "Mean of min(d², 1) / 2, d: difference of log-probabilities", _GATE),
@@ -210,7 +206,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
     ],
     "Validation": [
         Metric("val/test_score/SOURCE", "reward", "Mean score of a data source", _HELD_OUT),
-        Metric("val/SOURCE/mean@N", "reward", "The same, if each prompt has N responses", _SEVERAL),
+        Metric("val/SOURCE/mean@N", "reward", "Mean score of a data source", _SEVERAL),
         Metric("val/SOURCE/std@N", "reward", "Standard deviation among a prompt's responses", _SEVERAL),
         Metric("val/SOURCE/best@K/mean", "reward", "Expected best score of K of the N responses", _SEVERAL),
         Metric(
@@ -244,7 +240,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric("timing_s/gen_max", "s", "Greedy responses, part of `gen`", "`adv_estimator=remax`"),
         Metric("timing_s/reward", "s", "Wait for the reward after generation"),
         Metric("timing_s/dump_rollout_generations", "s", "Writing the samples", "`trainer.rollout_data_dir`"),
-        Metric("timing_s/old_log_prob", "s", "Log-probabilities of the actor", "the update does not tell them"),
+        Metric("timing_s/old_log_prob", "s", "Log-probabilities of the actor", "the update does not give them"),
         Metric("timing_s/ref", "s", "Log-probabilities of the reference"),
         Metric("timing_s/values", "s", "Values of the critic"),
         Metric("timing_s/adv", "s", "Rewards and advantages"),
@@ -255,36 +251,36 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
             "timing_s/save_checkpoint", "s", "Saving; with `async_save` only the copy to host memory", "a save is due"
         ),
         Metric("perf/total_num_tokens", "tokens", "Prompt and response tokens of the step, over all ranks"),
-        Metric("perf/throughput", "tokens/s per rank", "`perf/total_num_tokens` per second of the step and per rank"),
+        Metric("perf/throughput", "tokens/s per rank", "`perf/total_num_tokens` per second and rank"),
         Metric("perf/tflop", "TFLOP", "Work of the models in the step, over all ranks, without recomputation"),
-        Metric("perf/mfu", "0-1", "`perf/tflop` over what all devices can do in the time of the step", _PEAK),
+        Metric("perf/mfu", "0-1", "`perf/tflop` over the peak of all devices in the step", _PEAK),
         Metric(
             "perf/mfu/actor",
             "0-1",
-            "The same of the updates of the actor alone, with the passes of an exact divergence",
+            "`perf/mfu` of the actor's updates, with the passes of an exact divergence",
             _PEAK,
         ),
-        Metric("perf/mfu/critic", "0-1", "The same of the updates of the critic alone", f"{_PEAK}, {_CRITIC}"),
-        Metric("perf/max_host_memory_gb", "GB", "Most host memory that a rank has held since its start"),
+        Metric("perf/mfu/critic", "0-1", "`perf/mfu` of the critic's updates", f"{_PEAK}, {_CRITIC}"),
+        Metric("perf/max_host_memory_gb", "GB", "Most host memory of a rank since its start"),
         Metric(
             "perf/max_memory_allocated_gb",
             "GB",
-            "Most that torch allocated on a GPU in the step",
+            "Most memory of torch on a GPU in the step",
             "on CUDA",
         ),
         Metric(
             "perf/time_lost_to_stragglers",
             "s",
-            "Wait of a rank for the slowest, the mean over the ranks: after generation, scoring, passes and updates",
+            "Mean wait of a rank for the slowest, after generation, scoring, passes and updates",
             "several ranks",
         ),
     ],
     "Files": [
-        Metric("checkpoint/failed_saves", "saves", "Saves that failed since the start of the job", _FAILURES),
+        Metric("checkpoint/failed_saves", "saves", "Failed saves of this job", _FAILURES),
         Metric("checkpoint/mirrored_step", "step", "Newest checkpoint in the mirror", _MIRROR),
         Metric("checkpoint/mirror_bytes", "bytes", "Size of that upload", _MIRROR),
         Metric("checkpoint/mirror_s", "s", "Time of that upload", _MIRROR),
-        Metric("checkpoint/mirror_failures", "uploads", "Uploads that failed since the start of the job", _MIRROR),
+        Metric("checkpoint/mirror_failures", "uploads", "Failed uploads of this job", _MIRROR),
         Metric(
             "archive/failures", "0 or 1", "1 if the disk did not take the step's samples", "`trainer.rollout_data_dir`"
         ),
@@ -302,7 +298,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric("val/margin/mean", "reward", "As `reward_model/margin/mean`, over the held-out pairs", _HELD_OUT),
         Metric("val/score/mean", "reward", "As `reward_model/score/mean`, over the held-out pairs", _HELD_OUT),
     ],
-    "Training from files": _learning("", "model"),
+    "Training from files": _learning(""),
 }
 """Heading of the page -> its metrics."""
 
