@@ -28,11 +28,10 @@ def metrics() -> Iterator[str]:
     yield "# Metrics"
     yield WRITTEN_BY.format(page="metrics")
     yield fill(
-        "Everything that a run records in `metrics.jsonl`, on the console, and in MLflow, TensorBoard and W&B "
-        "(`trainer.logger`). A word in capitals differs from run to run: SOURCE is a data source, N the number of "
-        "responses to a prompt, K a power of two up to N. Metrics of an update are means over its mini-batches. A "
-        "metric without a condition is recorded in every step of a run of its kind. MLflow writes `@` as `_at_`. A "
-        "name that a store does not accept keeps what is readable, and a digest follows.",
+        "A run records these in `metrics.jsonl`, on the console, and in MLflow, TensorBoard and W&B "
+        "(`trainer.logger`). SOURCE is a data source, N the number of responses to a prompt, K a power of two up to N. "
+        "Metrics of an update are means over its mini-batches. A metric without a condition is recorded in every step. "
+        "MLflow writes `@` as `_at_`. A name that a store refuses keeps its readable part, and a digest follows.",
         width=120,
         break_on_hyphens=False,
     )
@@ -54,7 +53,7 @@ def lines(group: Sequence[Metric], shared: str, earlier: dict[tuple[str, str, st
     for metric in group:
         condition = "" if metric.when == shared else f" *Condition: {metric.when}.*"
         base, _, end = metric.name.rpartition("/")
-        unit = f" ({metric.unit})".replace(" (-)", "")
+        unit = f" ({metric.unit})".replace(" (-)", "").replace("nats per token", "nats/token")
         described = earlier.setdefault((end, metric.unit, metric.meaning), base)
         if metric.meaning.startswith(f"As `{metric.name.removeprefix('val/')}`"):
             known.setdefault(("As in training, for validation", condition), []).append(f"`{metric.name}`")
@@ -91,7 +90,8 @@ def configuration() -> Iterator[str]:
 def section(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
     """Yield the paragraphs of a section."""
     yield f"### {part.title}"
-    text = part.text
+    text = re.sub(r"^`[^`]+`[^:]*: ", "", part.text)
+    text = text[:1].upper() + text[1:]
     if part.twin is not None:
         text = f"The keys are those of {linked(part.twin)}{'; these differ' * bool(part.keys)}."
     outer = [other.condition for other in earlier if part.title.startswith(f"{other.title}.")]
@@ -121,7 +121,7 @@ def section(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
 
 def item(key: Key, *, is_conditional: bool) -> str:
     """Return the item of a key."""
-    kind = re.sub("|".join(KINDS), short_kind, key.kind)
+    kind = re.sub(r" >=? 0\b(?!\.)(, )?|" + "|".join(KINDS), short_kind, key.kind)
     default, *further = ["empty"] if key.default == "``" else key.default.splitlines()
     if default == "`null`":
         kind = kind.removesuffix(" or null")
@@ -140,8 +140,8 @@ def by_condition(found: Sequence[tuple[str, T]]) -> Iterator[tuple[str, list[T]]
 
 
 def short_kind(found: re.Match[str]) -> str:
-    """Return the short name of a type."""
-    return KINDS[found[0]]
+    """Return the short name of a type, and nothing for a bound at 0."""
+    return KINDS.get(found[0], " " * bool(found[1]))
 
 
 def called(command: str) -> str:

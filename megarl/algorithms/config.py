@@ -189,8 +189,7 @@ class AlgorithmSection:
     use_kl_in_reward: bool | None = None
     """Subtract the divergence from the reference from the reward; null = only if actor.use_kl_loss is false."""
     kl_penalty: KLEstimator = key("kl", read_if=PENALISED)
-    """Estimator of the divergence: k1 = kl, k2 = mse, k3 = low_var_kl. Exact, over the vocabulary: full = from the
-    actor's side, full_forward = from the reference's side, full_js = Jensen-Shannon."""
+    """Estimator of the divergence, as `actor.kl_loss_type`."""
     kl_penalty_k3_bound: Bound | None = key(10.0, read_if=(*PENALISED, when(".kl_penalty", *K3)))
     """Largest k3 estimate of a token, in nats; null = no bound."""
     kl_penalty_js_beta: Mixture = key(0.5, read_if=(*PENALISED, when(".kl_penalty", "full_js")))

@@ -40,7 +40,7 @@ Logger = Annotated[Literal["console", "jsonl", "mlflow", "tensorboard", "wandb"]
 
 @section()
 class TrainerSection:
-    """`trainer.*`."""
+    """`trainer.*`: length, records, checkpoints and devices of a run."""
 
     total_epochs: Count = key(30, LENGTH, read_if=when(".total_training_steps", None))
     """Passes over the training prompts."""
