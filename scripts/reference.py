@@ -125,8 +125,19 @@ def item(key: Key, *, is_conditional: bool) -> str:
     default, *further = ["empty"] if key.default == "``" else key.default.splitlines()
     if default == "`null`":
         kind = kind.removesuffix(" or null")
+    kind = "" if kind == implied(default) else f"{kind}; "
     condition = key.condition.replace("Read only", "Only") if is_conditional else ""
-    return f"- **`{key.name}`** ({kind}; {default}{' ...`' * bool(further)}): {key.text} {condition}".rstrip()
+    return f"- **`{key.name}`** ({kind}{default}{' ...`' * bool(further)}): {key.text} {condition}".rstrip()
+
+
+def implied(default: str) -> str:
+    """Return the type that a default shows; empty if it shows none."""
+    value = default.strip("`")
+    if default == value or value == "null":
+        return ""
+    if value in ("true", "false"):
+        return "bool"
+    return "int" if re.fullmatch(r"-?\d+", value) else "float" if re.fullmatch(r"-?[\d.e-]+", value) else "str"
 
 
 def by_condition(found: Sequence[tuple[str, T]]) -> Iterator[tuple[str, list[T]]]:
