@@ -52,11 +52,11 @@ def with_best(config: Config) -> Config:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path":
         message = f"names the best of a run, but {trainer.resume_from_path} is named too: name the run's directory"
-        raise ConfigError([Fault(path="--best", message=message)])
+        raise ConfigError([Fault("--best", message)])
     try:
         best = best_checkpoint(Path(trainer.default_local_dir))
     except UserError as error:
-        raise ConfigError([Fault(path="--best", message=str(error))]) from error
+        raise ConfigError([Fault("--best", str(error))]) from error
     return replace(config, trainer=replace(trainer, resume_mode="resume_path", resume_from_path=str(best)))
 
 
@@ -75,7 +75,7 @@ def as_configuration(argument: str) -> list[str]:
         why = f"has no {CONFIG_FILE}" if directory.is_dir() else f"is no directory{others(directory)}"
         remedy = similar(directory) or ": name a run's directory, a checkpoint in it, or a configuration"
         message = f"{why}{remedy}"
-        raise ConfigError([Fault(path=argument, message=message)])
+        raise ConfigError([Fault(argument, message)])
     run_dir = directory.resolve().parent if is_checkpoint else directory
     return [
         str(config),

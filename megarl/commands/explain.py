@@ -115,7 +115,7 @@ def explain(name: str, root: type, found: Values) -> Iterator[str]:
         for path in parts if not matches else ():
             yield from explain(path, root, found)
     elif not matches:
-        raise ConfigError([Fault(path=name, message=f"unknown key: {_nearest(name, [*keys, *sections])}")])
+        raise ConfigError([Fault(name, f"unknown key: {_nearest(name, [*keys, *sections])}")])
 
 
 def contents(root: type) -> Iterator[str]:

@@ -59,11 +59,11 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> ExportArgu
         if typed.pop("best"):
             typed["checkpoint"] = best_checkpoint(typed["checkpoint"])
     except UserError as error:
-        faults.append(Fault(path="--best", message=str(error)))
+        faults.append(Fault("--best", str(error)))
     try:
         check_writable(typed["out"], "OUT")
     except WriteError as error:
-        faults.append(Fault(path="OUT", message=str(error).removeprefix("OUT=")))
+        faults.append(Fault("OUT", str(error).removeprefix("OUT=")))
     if faults:
         raise ConfigError(faults)
     return ExportArguments(**typed, world_size=world_size or 1)

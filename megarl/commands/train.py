@@ -64,7 +64,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> TrainArgum
     typed = parse(TRAIN, argv)
     replay = typed["replay"]
     if replay and not replay.exists():
-        raise ConfigError([Fault(path="--replay", message=f"no such file or directory: {replay}")])
+        raise ConfigError([Fault("--replay", f"no such file or directory: {replay}")])
     return TrainArguments(load_config(typed["configuration"], world_size=world_size), replay)
 
 

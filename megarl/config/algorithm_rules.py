@@ -5,14 +5,17 @@ from collections.abc import Iterator
 
 from megarl.config.checks import file_faults
 from megarl.config.faults import Fault
-from megarl.config.ppo_rules import ACTOR, ROLLOUT
+from megarl.config.keys import ACTOR, ROLLOUT
 from megarl.config.root import Config
 from megarl.config.rule import CheckContext, Rule, rule
 
 ALL_TOKENS = {"do_sample": True, "top_p": 1.0, "top_k": -1}  # of `rollout`: every token may be drawn
 
+RULES: list[Rule[Config]] = []
+
 
 @rule(
+    RULES,
     "algorithm.adv_estimator",
     "algorithm.filter_groups.enable",
     f"{ROLLOUT}.n",
@@ -26,67 +29,60 @@ def _estimator(config: Config, context: CheckContext) -> Iterator[Fault]:
     if config.algorithm.filter_groups.enable and not comparing:
         comparing = "algorithm.filter_groups"
     if comparing and rollout.n == 1:
-        yield Fault(
-            path=f"{ROLLOUT}.n",
-            message=f"{comparing} compares the responses to one prompt: write n=2 or more (5 is usual)",
-        )
+        yield Fault(f"{ROLLOUT}.n", f"{comparing} compares the responses to one prompt: write n=2 or more (5 is usual)")
     if comparing and not rollout.do_sample:
         yield Fault(
-            path=f"{ROLLOUT}.do_sample",
-            message=f"greedy responses to one prompt are all the same, and {comparing} compares them: write true",
+            f"{ROLLOUT}.do_sample",
+            f"greedy responses to one prompt are all the same, and {comparing} compares them: write true",
         )
     elif config.algorithm.estimator.greedy and not rollout.do_sample:
         yield Fault(
-            path=f"{ROLLOUT}.do_sample",
-            message=f"algorithm.adv_estimator={estimator} compares responses with the greedy one: write true",
+            f"{ROLLOUT}.do_sample",
+            f"algorithm.adv_estimator={estimator} compares responses with the greedy one: write true",
         )
     if not config.has_critic and config.trainer.critic_warmup:
-        yield Fault(
-            path="trainer.critic_warmup",
-            message=f"algorithm.adv_estimator={estimator} has no critic to warm up: write 0",
-        )
+        yield Fault("trainer.critic_warmup", f"algorithm.adv_estimator={estimator} has no critic to warm up: write 0")
 
 
-@rule("algorithm.filter_groups", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl", f"{ACTOR}.use_kl_loss")
+@rule(RULES, "algorithm.filter_groups", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl", f"{ACTOR}.use_kl_loss")
 def _filter_metric(config: Config, context: CheckContext) -> Iterator[Fault]:
     algorithm, asked = config.algorithm, config.algorithm.use_kl_in_reward
     in_reward = not config.actor_rollout_ref.actor.use_kl_loss if asked is None else asked
     wanted = algorithm.filter_groups.enable and algorithm.filter_groups.metric == "seq_final_reward"
     if wanted and in_reward and algorithm.kl_ctrl.kl_coef > 0.0:
         yield Fault(
-            path="algorithm.filter_groups.metric",
-            message="the divergence in the reward is not known while prompts are chosen: write seq_reward, or take it "
+            "algorithm.filter_groups.metric",
+            "the divergence in the reward is not known while prompts are chosen: write seq_reward, or take it "
             f"into the loss with algorithm.use_kl_in_reward=false and {ACTOR}.use_kl_loss=true",
         )
 
 
-@rule("algorithm.overlong_buffer", "data.max_response_length", f"{ROLLOUT}.response_length")
+@rule(RULES, "algorithm.overlong_buffer", "data.max_response_length", f"{ROLLOUT}.response_length")
 def _overlong(config: Config, context: CheckContext) -> Iterator[Fault]:
     buffer = config.algorithm.overlong_buffer
     if buffer.enable and not 0 < buffer.len <= buffer.max_resp_len:
         yield Fault(
-            path="algorithm.overlong_buffer.len",
-            message=f"{buffer.len} is not a part of the {buffer.max_resp_len} tokens of a response, over which the "
+            "algorithm.overlong_buffer.len",
+            f"{buffer.len} is not a part of the {buffer.max_resp_len} tokens of a response, over which the "
             "penalty could grow: write between 1 and that",
         )
 
 
-@rule("algorithm.rollout_correction", *(f"{ROLLOUT}.{key}" for key in ("calculate_log_probs", *ALL_TOKENS)))
+@rule(RULES, "algorithm.rollout_correction", *(f"{ROLLOUT}.{key}" for key in ("calculate_log_probs", *ALL_TOKENS)))
 def _correction(config: Config, context: CheckContext) -> Iterator[Fault]:
     correction = config.algorithm.rollout_correction
     rollout = config.actor_rollout_ref.rollout
     asked = correction.rollout_is or correction.rollout_rs
     if asked and not rollout.calculate_log_probs:
         yield Fault(
-            path=f"{ROLLOUT}.calculate_log_probs",
-            message="algorithm.rollout_correction compares the engine's log-probabilities with the trainer's: "
-            "write true",
+            f"{ROLLOUT}.calculate_log_probs",
+            "algorithm.rollout_correction compares the engine's log-probabilities with the trainer's: write true",
         )
     for key, wanted in ALL_TOKENS.items() if asked else ():
         if getattr(rollout, key) != wanted:
             yield Fault(
-                path=f"{ROLLOUT}.{key}",
-                message="the engine then draws from other probabilities than the trainer, which computes those of all "
+                f"{ROLLOUT}.{key}",
+                "the engine then draws from other probabilities than the trainer, which computes those of all "
                 "tokens, and algorithm.rollout_correction cannot relate the two: write "
                 f"{json.dumps(wanted)}, or leave out rollout_is and rollout_rs",
             )
@@ -95,30 +91,35 @@ def _correction(config: Config, context: CheckContext) -> Iterator[Fault]:
     lower = 1.0 / upper if lower is None else lower
     if correction.rollout_rs and lower >= upper:
         yield Fault(
-            path="algorithm.rollout_correction.rollout_rs_threshold",
-            message=f"no ratio lies between {lower:g} and {upper:g}: write more than 1, or a smaller "
+            "algorithm.rollout_correction.rollout_rs_threshold",
+            f"no ratio lies between {lower:g} and {upper:g}: write more than 1, or a smaller "
             "rollout_rs_threshold_lower",
         )
 
 
-@rule(f"{ROLLOUT}.partial", "algorithm.rollout_correction.rollout_is", "algorithm.filter_groups.enable")
+@rule(RULES, f"{ROLLOUT}.partial", "algorithm.rollout_correction.rollout_is", "algorithm.filter_groups.enable")
 def _partial(config: Config, context: CheckContext) -> Iterator[Fault]:
     if not config.actor_rollout_ref.rollout.partial.enable:
         return
     if config.algorithm.rollout_correction.rollout_is is None:
         yield Fault(
-            path="algorithm.rollout_correction.rollout_is",
-            message=f"{ROLLOUT}.partial learns from tokens of older weights, and only this corrects for them: write "
-            "token",
+            "algorithm.rollout_correction.rollout_is",
+            f"{ROLLOUT}.partial learns from tokens of older weights, and only this corrects for them: write token",
         )
     if config.algorithm.filter_groups.enable:
         yield Fault(
-            path=f"{ROLLOUT}.partial.enable",
-            message="algorithm.filter_groups refills the engine by its own rule: use one of the two",
+            f"{ROLLOUT}.partial.enable",
+            "algorithm.filter_groups refills the engine by its own rule: use one of the two",
         )
 
 
-@rule(f"{ROLLOUT}.keep_complete", f"{ROLLOUT}.partial.enable", "algorithm.filter_groups.enable", "environment.name")
+@rule(
+    RULES,
+    f"{ROLLOUT}.keep_complete",
+    f"{ROLLOUT}.partial.enable",
+    "algorithm.filter_groups.enable",
+    "environment.name",
+)
 def _keeping(config: Config, context: CheckContext) -> Iterator[Fault]:
     others = {
         f"{ROLLOUT}.partial.enable": config.actor_rollout_ref.rollout.partial.enable,
@@ -128,60 +129,45 @@ def _keeping(config: Config, context: CheckContext) -> Iterator[Fault]:
     if config.actor_rollout_ref.rollout.keep_complete:
         for key in (key for key, is_on in others.items() if is_on):
             yield Fault(
-                path=f"{ROLLOUT}.keep_complete",
-                message=f"{key} decides by counted engine steps what a step draws, and kept responses take none: write "
-                "false",
+                f"{ROLLOUT}.keep_complete",
+                f"{key} decides by counted engine steps what a step draws, and kept responses take none: write false",
             )
 
 
-@rule("algorithm.adv_estimator", f"{ACTOR}.use_kl_loss", f"{ACTOR}.ptx_coef")
+@rule(RULES, "algorithm.adv_estimator", f"{ACTOR}.use_kl_loss", f"{ACTOR}.ptx_coef")
 def _teaches(config: Config, context: CheckContext) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor
     if config.algorithm.adv_estimator == "none" and not (actor.use_kl_loss or actor.ptx_coef):
         yield Fault(
-            path="algorithm.adv_estimator",
-            message=f"without advantages the actor would learn nothing: write {ACTOR}.use_kl_loss=true to learn from a "
+            "algorithm.adv_estimator",
+            f"without advantages the actor would learn nothing: write {ACTOR}.use_kl_loss=true to learn from a "
             "teacher, or choose another estimator",
         )
 
 
-@rule(f"{ACTOR}.policy_loss")
+@rule(RULES, f"{ACTOR}.policy_loss")
 def _policy_loss(config: Config, context: CheckContext) -> Iterator[Fault]:
     loss = config.actor_rollout_ref.actor.policy_loss
     if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
         yield Fault(
-            path=f"{ACTOR}.policy_loss.clip_cov_lb",
-            message=f"no covariance lies between {loss.clip_cov_lb:g} and clip_cov_ub={loss.clip_cov_ub:g}: lower it",
+            f"{ACTOR}.policy_loss.clip_cov_lb",
+            f"no covariance lies between {loss.clip_cov_lb:g} and clip_cov_ub={loss.clip_cov_ub:g}: lower it",
         )
 
 
-@rule(f"{ACTOR}.ptx_coef", f"{ACTOR}.ptx_files", f"{ACTOR}.ptx_batch_size")
+@rule(RULES, f"{ACTOR}.ptx_coef", f"{ACTOR}.ptx_files", f"{ACTOR}.ptx_batch_size")
 def _supervision(config: Config, context: CheckContext) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor
     files = [actor.ptx_files] if isinstance(actor.ptx_files, str) else actor.ptx_files or []
     if not files and (actor.ptx_coef or actor.ptx_batch_size):
         asked = f"ptx_coef={actor.ptx_coef:g}" if actor.ptx_coef else f"ptx_batch_size={actor.ptx_batch_size}"
         yield Fault(
-            path=f"{ACTOR}.ptx_files",
-            message=f"{ACTOR}.{asked} needs supervised pairs: name their parquet files, or leave it out",
+            f"{ACTOR}.ptx_files", f"{ACTOR}.{asked} needs supervised pairs: name their parquet files, or leave it out"
         )
     if files and not actor.ptx_coef:
         yield Fault(
-            path=f"{ACTOR}.ptx_coef",
-            message=f"the pairs of {ACTOR}.ptx_files have no weight: write more than 0, or leave the files out",
+            f"{ACTOR}.ptx_coef",
+            f"the pairs of {ACTOR}.ptx_files have no weight: write more than 0, or leave the files out",
         )
     for file in files if context.check_paths else []:
         yield from file_faults(file, f"{ACTOR}.ptx_files")
-
-
-ALGORITHM_RULES: tuple[Rule[Config], ...] = (
-    _estimator,
-    _filter_metric,
-    _overlong,
-    _correction,
-    _partial,
-    _keeping,
-    _teaches,
-    _policy_loss,
-    _supervision,
-)

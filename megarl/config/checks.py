@@ -4,14 +4,12 @@ Each check yields `Fault`s. `where` is the dotted path of the checked section.
 """
 
 from collections.abc import Iterator
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 
 from megarl.config.faults import Fault
-from megarl.config.mesh_checks import divisors, override_faults, size_faults, stage_faults
+from megarl.config.keys import POLICY, ROLLOUT
+from megarl.config.mesh_checks import divisors, override_faults, stage_faults
 from megarl.config.model_files import read_sizes, tokenizer_faults
-from megarl.config.rule import CheckContext
 from megarl.data.config import TextSection
 from megarl.data.remote_tokenizer import is_without_tokenizer
 from megarl.data.template import check_template
@@ -20,22 +18,12 @@ from megarl.models.architecture import VOCAB_MULTIPLE, Architecture, padded_voca
 from megarl.models.config import CheckpointSection
 from megarl.models.experts import Experts
 from megarl.platform.errors import UserError
-from megarl.platform.files import WriteError, check_writable, similar
-from megarl.platform.uri import local_path, why_unopened
+from megarl.platform.files import similar
+from megarl.platform.uri import why_unopened
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.rules import CUSTOM, JUDGE, rule_names
 from megarl.rollout.config import RolloutSection
-from megarl.rollout.fields import engine_faults
 from megarl.tracking.config import TrainerSection
-
-MLFLOW_SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
-
-
-def engine_argument_faults(rollout: RolloutSection, where: str) -> Iterator[Fault]:
-    """Check that vLLM has the arguments, and that they do not follow from other keys."""
-    if rollout.engine_kwargs:
-        for message in engine_faults(rollout.engine_kwargs):
-            yield Fault(path=f"{where}.engine_kwargs", message=message)
 
 
 def world_size(trainer: TrainerSection) -> int:
@@ -43,47 +31,19 @@ def world_size(trainer: TrainerSection) -> int:
     return trainer.nnodes * trainer.n_gpus_per_node
 
 
-def launch_faults(trainer: TrainerSection, started: int | None) -> Iterator[Fault]:
-    """Check that the launcher started as many ranks as the configuration says."""
-    if started is not None and started != world_size(trainer):
-        yield Fault(
-            path="trainer.n_gpus_per_node",
-            message=f"the launcher started {started} processes, but trainer.nnodes={trainer.nnodes} x "
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} is {world_size(trainer)}: make them agree",
-        )
-
-
-def mesh_faults(megatron: MegatronSection, trainer: TrainerSection, where: str) -> Iterator[Fault]:
-    """Check that the ranks form complete replicas of the model."""
-    yield from size_faults(megatron, world_size(trainer), where)
-    yield from override_faults(megatron, where)
-
-
-def replica_faults(rollout: RolloutSection, trainer: TrainerSection, where: str) -> Iterator[Fault]:
-    """Check that the ranks form complete replicas of the engine."""
-    tp = rollout.tensor_model_parallel_size
-    world = world_size(trainer)
-    if world % tp:
-        yield Fault(
-            path=f"{where}.tensor_model_parallel_size",
-            message=f"{tp} does not divide the world of {world} ranks (trainer.nnodes x trainer.n_gpus_per_node): "
-            "choose a divisor",
-        )
-
-
 def cut_faults(sizes: Architecture, model: str, tp_key: str, tp: int) -> Iterator[Fault]:
     """Check that `tp` ranks can share each layer of the model at the key `model`."""
     if sizes.num_attention_heads % tp:
         yield Fault(
-            path=tp_key,
-            message=f"{tp} does not divide the {sizes.num_attention_heads} attention heads of {model}: "
+            tp_key,
+            f"{tp} does not divide the {sizes.num_attention_heads} attention heads of {model}: "
             f"choose one of {divisors(sizes.num_attention_heads)}",
         )
     heads = sizes.num_key_value_heads
     if heads % tp and tp % heads:
         yield Fault(
-            path=tp_key,
-            message=f"{tp} and the {heads} key-value heads of {model} do not divide one another: "
+            tp_key,
+            f"{tp} and the {heads} key-value heads of {model} do not divide one another: "
             f"choose a divisor or a multiple of {heads}",
         )
     shared = sizes.experts.shared_ffn_hidden_size if sizes.experts else 0
@@ -92,10 +52,7 @@ def cut_faults(sizes: Architecture, model: str, tp_key: str, tp: int) -> Iterato
         ("shared experts'", shared),
     ):
         if size % tp:
-            yield Fault(
-                path=tp_key,
-                message=f"{tp} does not divide the {part} size {size} of {model}: choose a divisor",
-            )
+            yield Fault(tp_key, f"{tp} does not divide the {part} size {size} of {model}: choose a divisor")
 
 
 def expert_faults(experts: Experts | None, model: str, megatron: MegatronSection, where: str) -> Iterator[Fault]:
@@ -105,14 +62,14 @@ def expert_faults(experts: Experts | None, model: str, megatron: MegatronSection
     if experts is None:
         if ep > 1:
             yield Fault(
-                path=f"{where}.expert_model_parallel_size",
-                message=f"{model} has no experts to divide among {ep} ranks: leave it out",
+                f"{where}.expert_model_parallel_size",
+                f"{model} has no experts to divide among {ep} ranks: leave it out",
             )
         return
     if experts.num_experts % ep:
         yield Fault(
-            path=f"{where}.expert_model_parallel_size",
-            message=f"{ep} does not divide the {experts.num_experts} experts of {model}: "
+            f"{where}.expert_model_parallel_size",
+            f"{ep} does not divide the {experts.num_experts} experts of {model}: "
             f"choose one of {divisors(experts.num_experts)}",
         )
     yield from _expert_cut_faults(
@@ -124,44 +81,37 @@ def expert_faults(experts: Experts | None, model: str, megatron: MegatronSection
     )
     if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         yield Fault(
-            path=f"{where}.sequence_parallel",
-            message=f"is false, and tensor-parallel ranks would send the experts of {model} the same tokens: "
+            f"{where}.sequence_parallel",
+            f"is false, and tensor-parallel ranks would send the experts of {model} the same tokens: "
             "set it true, or tensor_model_parallel_size to 1",
         )
 
 
-def engine_cut_faults(model: CheckpointSection, key: str, rollout: RolloutSection, where: str) -> Iterator[Fault]:
-    """Check that the engine's ranks can share the model at `key`."""
+def engine_cut_faults(model: CheckpointSection, rollout: RolloutSection) -> Iterator[Fault]:
+    """Check that the engine's ranks can share the policy."""
     sizes = read_sizes(model)
-    if sizes:
-        tp_key = f"{where}.tensor_model_parallel_size"
-        tp = rollout.tensor_model_parallel_size
-        yield from cut_faults(sizes, f"{key}.path", tp_key, tp)
-        if (rows := padded_vocabulary(sizes.vocab_size)) % tp:
-            yield Fault(
-                path=tp_key,
-                message=f"{tp} does not divide the {rows} rows of the engine's vocabulary ({sizes.vocab_size} of "
-                f"{key}.path, rounded up to a multiple of {VOCAB_MULTIPLE}): choose a power of two",
-            )
-        yield from _engine_expert_faults(sizes.experts, f"{key}.path", rollout, where)
-
-
-def _engine_expert_faults(experts: Experts | None, model: str, rollout: RolloutSection, where: str) -> Iterator[Fault]:
-    if experts and not rollout.engine_kwargs.get("enable_expert_parallel"):
-        yield from _expert_cut_faults(
-            experts,
-            model,
-            f"{where}.tensor_model_parallel_size",
-            rollout.tensor_model_parallel_size,
-            "choose a divisor, or keep experts whole with engine_kwargs.enable_expert_parallel=true",
+    if not sizes:
+        return
+    name = f"{POLICY}.path"
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    tp = rollout.tensor_model_parallel_size
+    yield from cut_faults(sizes, name, key, tp)
+    rows = padded_vocabulary(sizes.vocab_size)
+    if rows % tp:
+        yield Fault(
+            key,
+            f"{tp} does not divide the {rows} rows of the engine's vocabulary ({sizes.vocab_size} of {name}, rounded "
+            f"up to a multiple of {VOCAB_MULTIPLE}): choose a power of two",
         )
+    if sizes.experts and not rollout.engine_kwargs.get("enable_expert_parallel"):
+        remedy = "choose a divisor, or keep experts whole with engine_kwargs.enable_expert_parallel=true"
+        yield from _expert_cut_faults(sizes.experts, name, key, tp, remedy)
 
 
 def _expert_cut_faults(experts: Experts, model: str, key: str, parts: int, remedy: str) -> Iterator[Fault]:
     if experts.ffn_hidden_size % parts:
         yield Fault(
-            path=key,
-            message=f"{parts} does not divide the size {experts.ffn_hidden_size} of an expert of {model}: {remedy}",
+            key, f"{parts} does not divide the size {experts.ffn_hidden_size} of an expert of {model}: {remedy}"
         )
 
 
@@ -182,8 +132,8 @@ def offload_faults(megatron: MegatronSection, where: str) -> Iterator[Fault]:
     """Check that a model that learns leaves its device only as the one buffer of the distributed optimizer."""
     if megatron.param_offload and not megatron.use_distributed_optimizer:
         yield Fault(
-            path=f"{where}.param_offload",
-            message="the weights of a model that learns leave the device as one buffer, which only the distributed "
+            f"{where}.param_offload",
+            "the weights of a model that learns leave the device as one buffer, which only the distributed "
             "optimizer has: write use_distributed_optimizer=true, or param_offload=false",
         )
 
@@ -192,8 +142,8 @@ def length_faults(sizes: Architecture | None, model: str, key: str, length: int)
     """Check that a complete sequence fits the positions of the model."""
     if sizes and length > sizes.max_position_embeddings:
         yield Fault(
-            path=key,
-            message=f"a sequence may reach {length} tokens, but {model} knows {sizes.max_position_embeddings} "
+            key,
+            f"a sequence may reach {length} tokens, but {model} knows {sizes.max_position_embeddings} "
             "positions (max_position_embeddings): shorten it",
         )
 
@@ -203,25 +153,25 @@ def data_faults(data: TextSection, model: CheckpointSection) -> Iterator[Fault]:
     for key, value in (("train_files", data.train_files), ("val_files", data.val_files)):
         files = [] if value is None else [value] if isinstance(value, str) else value
         if key == "train_files" and not any(files):
-            yield Fault(path="data.train_files", message="is empty: name at least one data file")
+            yield Fault("data.train_files", "is empty: name at least one data file")
         for file in filter(None, files):
             yield from file_faults(file, f"data.{key}")
             if Path(file).is_dir():
                 yield Fault(
-                    path=f"data.{key}",
-                    message=f"{file} is a directory: name the files in it, or convert a saved data set with "
+                    f"data.{key}",
+                    f"{file} is a directory: name the files in it, or convert a saved data set with "
                     f"`megarl prepare own {file} --out DIR`",
                 )
     if data.chat_template is not None:
         try:
             check_template(data.chat_template)
         except UserError as error:
-            yield Fault(path="data.chat_template", message=str(error))
+            yield Fault("data.chat_template", str(error))
     place = data.tokenizer
     remedy = "give a directory, a .model file, a URI or a HF id"
     yield from tokenizer_faults(place, "data.tokenizer", remedy)
     if place is None and is_without_tokenizer(Path(model.path)):
-        yield Fault(path="data.tokenizer", message=f"is not set, and {model.path} has no tokenizer: {remedy}")
+        yield Fault("data.tokenizer", f"is not set, and {model.path} has no tokenizer: {remedy}")
 
 
 def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterator[Fault]:
@@ -235,23 +185,22 @@ def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterato
     if weights is None:
         if custom.path and section.judge.url:
             yield Fault(
-                path=key,
-                message=f"lets {custom.path} score alone, so that the judge at {section.judge.url} is never asked: "
+                key,
+                f"lets {custom.path} score alone, so that the judge at {section.judge.url} is never asked: "
                 f"weigh both, as in {{{CUSTOM}: 1.0, {JUDGE}: 0.5}}, or remove one",
             )
         return
     if not weights:
-        yield Fault(path=key, message="is empty, so there is no score: name rules, or leave the key out")
+        yield Fault(key, "is empty, so there is no score: name rules, or leave the key out")
     for name in weights:
         if name not in rule_names():
-            yield Fault(path=key, message=f"there is no rule {name!r}: choose from {', '.join(rule_names())}")
+            yield Fault(key, f"there is no rule {name!r}: choose from {', '.join(rule_names())}")
     for name, (place, its_key) in own.items():
         if name in weights and place is None:
-            yield Fault(path=key, message=f"{name} is what {its_key} names: set it")
+            yield Fault(key, f"{name} is what {its_key} names: set it")
         if name not in weights and place is not None:
             yield Fault(
-                path=key,
-                message=f"leaves out {name}, so that {place} is never called: give it a weight, or remove {its_key}",
+                key, f"leaves out {name}, so that {place} is never called: give it a weight, or remove {its_key}"
             )
 
 
@@ -266,79 +215,10 @@ def uri_faults(name: str, key: str) -> Iterator[Fault]:
     """Check that pyarrow or fsspec opens the URI with the installed packages."""
     why = why_unopened(name)
     if why:
-        yield Fault(
-            path=key,
-            message=f"{why}: give a local path, or s3://, gs://, abfs://, hdfs://, https:// or another of theirs",
-        )
+        yield Fault(key, f"{why}: give a local path, or s3://, gs://, abfs://, hdfs://, https:// or another of theirs")
 
 
 def path_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
     """Check that a local path exists."""
     if path and not Path(path).exists():
-        yield Fault(path=key, message=f"no such file: {path}{similar(Path(path)) or f': {remedy}'}")
-
-
-def directory_faults(trainer: TrainerSection, context: CheckContext) -> Iterator[Fault]:
-    """Check that the directory of the run, and that of its samples elsewhere, can be made and take files."""
-    if context.check_paths and context.writes:
-        run = Path(trainer.default_local_dir)
-        samples = trainer.rollout_data_dir
-        places = {"trainer.default_local_dir": run}
-        if samples and not Path(samples).is_relative_to(run):
-            places["trainer.rollout_data_dir"] = Path(samples)
-        for key, place in places.items():
-            try:
-                check_writable(place, key)
-            except WriteError as error:
-                yield Fault(path=key, message=str(error).removeprefix(f"{key}="))
-
-
-def tracking_faults(trainer: TrainerSection, *, check_packages: bool) -> Iterator[Fault]:
-    """Check that optional packages are installed, and that MLflow or a plug-in of it knows the server's scheme."""
-    for name in ("tensorboard", "wandb"):
-        if check_packages and name in trainer.logger and find_spec(name) is None:
-            yield Fault(
-                path="trainer.logger",
-                message=f"the package {name} is not installed: pip install 'megarl[{name}]', or leave {name} out",
-            )
-    scheme, separator, _ = (trainer.mlflow_tracking_uri or "").partition("://")
-    kind = scheme.partition("+")[0]
-    if not separator or kind in MLFLOW_SCHEMES:
-        return
-    if kind not in {plugin.name for plugin in entry_points(group="mlflow.tracking_store")}:  # reads all packages' files
-        yield Fault(
-            path="trainer.mlflow_tracking_uri",
-            message=f"{scheme}:// is no scheme of MLflow's: choose from {', '.join(MLFLOW_SCHEMES)}",
-        )
-
-
-def resume_faults(trainer: TrainerSection, *, check_paths: bool) -> Iterator[Fault]:
-    """Check that `resume_mode=resume_path` and a path come together."""
-    if (trainer.resume_mode == "resume_path") != bool(trainer.resume_from_path):
-        yield Fault(
-            path="trainer.resume_from_path",
-            message=f"is {trainer.resume_from_path!r} with trainer.resume_mode={trainer.resume_mode}: "
-            "a path goes with resume_mode=resume_path, and only with it",
-        )
-    elif trainer.resume_from_path and check_paths:
-        yield from file_faults(trainer.resume_from_path, "trainer.resume_from_path", "give a checkpoint directory")
-
-
-def mirror_faults(trainer: TrainerSection, *, check_paths: bool) -> Iterator[Fault]:
-    """Check that the mirror is a place other than the run's own directory, and that something opens it."""
-    key = "trainer.default_hdfs_dir"
-    mirror = trainer.default_hdfs_dir
-    if mirror == "":
-        yield Fault(path=key, message="is empty: name a directory or a URI, or write null")
-        return
-    if not mirror:
-        return
-    try:
-        place = local_path(mirror)
-    except UserError as error:
-        yield Fault(path=key, message=str(error))
-        return
-    if place and place.resolve() == Path(trainer.default_local_dir).resolve():
-        yield Fault(path=key, message=f"{mirror} is trainer.default_local_dir itself: name a place on another disk")
-    elif check_paths:
-        yield from uri_faults(mirror, key)
+        yield Fault(key, f"no such file: {path}{similar(Path(path)) or f': {remedy}'}")

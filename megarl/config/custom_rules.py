@@ -14,15 +14,17 @@ from megarl.platform.functions import signature_in
 ESTIMATOR_KEY = "algorithm.adv_estimator"
 LOSS_KEY = f"{LOSS}.loss_mode"
 
+RULES: list[Rule[Config]] = []
 
-@rule(ESTIMATOR_KEY, ESTIMATOR)
+
+@rule(RULES, ESTIMATOR_KEY, ESTIMATOR)
 def _custom_estimator(config: Config, context: CheckContext) -> Iterator[Fault]:
     algorithm = config.algorithm
     is_chosen = algorithm.adv_estimator == "custom"
     yield from _faults(ESTIMATOR_KEY, is_chosen, Call.of_estimator(algorithm.custom_estimator), context)
 
 
-@rule(LOSS)
+@rule(RULES, LOSS)
 def _custom_loss(config: Config, context: CheckContext) -> Iterator[Fault]:
     section = config.actor_rollout_ref.actor.policy_loss
     yield from _faults(LOSS_KEY, section.loss_mode == "custom", Call.of_loss(section), context)
@@ -33,9 +35,9 @@ def _faults(chooser: str, is_chosen: bool, call: Call, context: CheckContext) ->
     key = f"{call.key}.path"
     path = Path(call.path)
     if is_chosen and not call.path:
-        yield Fault(path=key, message=f"{chooser}=custom is a function of yours: name its Python file")
+        yield Fault(key, f"{chooser}=custom is a function of yours: name its Python file")
     if call.path and not is_chosen:
-        yield Fault(path=chooser, message=f"is not custom, so that {call} is never called: write custom")
+        yield Fault(chooser, f"is not custom, so that {call} is never called: write custom")
     if not is_chosen or not call.path or not context.check_paths:
         return
     missing = list(path_faults(call.path, key, "give a Python file that exists"))
@@ -45,10 +47,7 @@ def _faults(chooser: str, is_chosen: bool, call: Call, context: CheckContext) ->
     try:
         signature = signature_in(path, call.name)
     except UserError as error:
-        yield Fault(path=f"{call.key}.name", message=str(error))
+        yield Fault(f"{call.key}.name", str(error))
         return
     if signature:
-        yield from (Fault(path=key, message=message) for key, message in call.faults(signature))
-
-
-CUSTOM_RULES: tuple[Rule[Config], ...] = (_custom_estimator, _custom_loss)
+        yield from (Fault(key, message) for key, message in call.faults(signature))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megarl.config.checks import path_faults
 from megarl.config.faults import Fault
-from megarl.config.ppo_rules import REWARD, ROLLOUT
+from megarl.config.keys import REWARD, ROLLOUT
 from megarl.config.root import Config
 from megarl.config.rule import CheckContext, Rule, rule
 from megarl.environments.host import BUILT_IN
@@ -12,22 +12,23 @@ from megarl.environments.host import BUILT_IN
 SECTION = "environment"
 NAME = f"{SECTION}.name"
 
+RULES: list[Rule[Config]] = []
 
-@rule(SECTION)
+
+@rule(RULES, SECTION)
 def _environment(config: Config, context: CheckContext) -> Iterator[Fault]:
     section = config.environment
     if section.name is None and section.path is not None:
-        yield Fault(path=NAME, message=f"{SECTION}.path={section.path} defines a class: write its name")
+        yield Fault(NAME, f"{SECTION}.path={section.path} defines a class: write its name")
     if section.name is not None and section.path is None and section.name not in BUILT_IN:
         yield Fault(
-            path=NAME,
-            message=f"{section.name!r} is not built in ({', '.join(BUILT_IN)}): set {SECTION}.path to the file that "
-            "defines it",
+            NAME,
+            f"{section.name!r} is not built in ({', '.join(BUILT_IN)}): set {SECTION}.path to the file that defines it",
         )
     if section.name == "python" and section.path is None and not section.run_code:
         yield Fault(
-            path=f"{SECTION}.run_code",
-            message=f"{NAME}=python runs programs that the policy writes, and no sandbox holds them: they may read, "
+            f"{SECTION}.run_code",
+            f"{NAME}=python runs programs that the policy writes, and no sandbox holds them: they may read, "
             "write and send what the user of this run may. Start the run in a container without network and secrets, "
             "and write true",
         )
@@ -35,19 +36,20 @@ def _environment(config: Config, context: CheckContext) -> Iterator[Fault]:
         yield from path_faults(section.path, f"{SECTION}.path", "give a Python file that exists")
 
 
-@rule(NAME, f"{SECTION}.timeout_s", "trainer.phase_timeout_s")
+@rule(RULES, NAME, f"{SECTION}.timeout_s", "trainer.phase_timeout_s")
 def _time(config: Config, context: CheckContext) -> Iterator[Fault]:
     seconds = config.environment.timeout_s
     phase = config.trainer.phase_timeout_s
     if config.environment.name and seconds >= phase:
         yield Fault(
-            path=f"{SECTION}.timeout_s",
-            message=f"{seconds:g} s for one turn reach trainer.phase_timeout_s={phase:g}, after which a run without "
+            f"{SECTION}.timeout_s",
+            f"{seconds:g} s for one turn reach trainer.phase_timeout_s={phase:g}, after which a run without "
             "progress ends: raise the latter",
         )
 
 
 @rule(
+    RULES,
     NAME,
     f"{REWARD}.enable",
     f"{REWARD}.weights",
@@ -65,19 +67,10 @@ def _rewards(config: Config, context: CheckContext) -> Iterator[Fault]:
     }
     for key, value in others.items():
         if config.environment.name and value:
-            yield Fault(
-                path=key,
-                message=f"{NAME}={config.environment.name} gives the rewards, turn by turn: leave this out",
-            )
+            yield Fault(key, f"{NAME}={config.environment.name} gives the rewards, turn by turn: leave this out")
 
 
-@rule(
-    NAME,
-    f"{ROLLOUT}.ignore_eos",
-    "algorithm.adv_estimator",
-    "critic.model",
-    "data.tokenizer",
-)
+@rule(RULES, NAME, f"{ROLLOUT}.ignore_eos", "algorithm.adv_estimator", "critic.model", "data.tokenizer")
 def _sampling(config: Config, context: CheckContext) -> Iterator[Fault]:
     rollout = config.actor_rollout_ref.rollout
     algorithm = config.algorithm
@@ -94,7 +87,4 @@ def _sampling(config: Config, context: CheckContext) -> Iterator[Fault]:
     }
     for key, (is_set, reason) in refused.items():
         if config.environment.name and is_set:
-            yield Fault(path=key, message=f"with {NAME}={config.environment.name}, {reason}")
-
-
-ENVIRONMENT_RULES: tuple[Rule[Config], ...] = (_environment, _time, _rewards, _sampling)
+            yield Fault(key, f"with {NAME}={config.environment.name}, {reason}")

@@ -8,7 +8,7 @@ from megarl.platform.secrets import redact
 from megarl.platform.terminal import visible
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fault:
     """One thing to correct."""
 

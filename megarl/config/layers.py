@@ -43,7 +43,7 @@ def read_layers(argv: Sequence[str]) -> tuple[list[Layer], list[Fault]]:
         try:
             layers.append(_read_override(argument) if "=" in argument else _read_file(argument))
         except UserError as error:
-            faults.append(Fault(path=argument.partition("=")[0], message=str(error)))
+            faults.append(Fault(argument.partition("=")[0], str(error)))
     return layers, faults
 
 
@@ -55,7 +55,7 @@ def recognise(layer: Layer, schema: Schema) -> tuple[dict[str, Any], list[Fault]
         path = alias(written) if written not in schema and alias(written) in schema else written
         found = list(_key_faults(path, value, schema))
         if path in leaves and leaves[path] != value:
-            found.append(Fault(path=path, message=f"is given twice, as {leaves[path]!r} and as {value!r}"))
+            found.append(Fault(path, f"is given twice, as {leaves[path]!r} and as {value!r}"))
         faults.extend(replace(fault, origin=layer.origin) for fault in found)
         if not found and path in schema and (path in schema.leaves or value):
             leaves[path] = value
@@ -65,18 +65,18 @@ def recognise(layer: Layer, schema: Schema) -> tuple[dict[str, Any], list[Fault]
 def _key_faults(path: str, value: Any, schema: Schema) -> Iterator[Fault]:
     if path in schema.leaves:
         for answer in answer_values(path, value):
-            yield Fault(path=path, message=answer)
+            yield Fault(path, answer)
     elif path in schema.sections:
         link = LINK.fullmatch(value) if isinstance(value, str) else None
         if not (value is None or value == {} or (link and link["key"] in schema.sections)):
-            yield Fault(path=path, message=f"is a section with keys of its own, not a value: {value!r}")
+            yield Fault(path, f"is a section with keys of its own, not a value: {value!r}")
     elif (foreign := answer_key(path, value)) is not None:
         if foreign:
-            yield Fault(path=path, message=foreign)
+            yield Fault(path, foreign)
     else:
         meant = schema.nearest(path)
         hint = f"did you mean {meant}?" if meant else "nothing of this name can be set, remove it"
-        yield Fault(path=path, message=f"unknown key: {hint}", about=meant)
+        yield Fault(path, f"unknown key: {hint}", about=meant)
 
 
 def _read_file(name: str) -> Layer:

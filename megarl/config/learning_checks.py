@@ -7,10 +7,9 @@ a run then repeats these checks when it has read them.
 from collections.abc import Iterator
 
 from megarl.config.faults import Fault
+from megarl.config.keys import CRITIC_WARM_UP
 from megarl.config.root import Config, SupervisedConfig
 from megarl.learner.config import OptimSection
-
-CRITIC_WARM_UP = "trainer.critic_warmup"
 
 
 def actor_updates(config: Config, num_steps: int) -> int:
@@ -26,8 +25,8 @@ def learning_faults(config: Config | SupervisedConfig, num_steps: int | None) ->
     warm_up = config.trainer.critic_warmup
     if num_steps is not None and not config.trainer.val_only and config.has_critic and warm_up >= num_steps:
         yield Fault(
-            path=CRITIC_WARM_UP,
-            message=f"the critic warms up for {warm_up} of {num_steps} steps, so the actor never learns: write less, "
+            CRITIC_WARM_UP,
+            f"the critic warms up for {warm_up} of {num_steps} steps, so the actor never learns: write less, "
             "or train for longer (trainer.total_training_steps, trainer.total_epochs)",
         )
         return
@@ -41,8 +40,8 @@ def schedule_faults(optim: OptimSection, where: str, num_updates: int | None) ->
     """Check the schedule of a model that takes `num_updates` updates; None: the number is not known yet."""
     if 0 < optim.total_training_steps < (optim.lr_warmup_steps or 0):
         yield Fault(
-            path=f"{where}.lr_warmup_steps",
-            message=f"{optim.lr_warmup_steps} steps of warm-up exceed {where}.total_training_steps="
+            f"{where}.lr_warmup_steps",
+            f"{optim.lr_warmup_steps} steps of warm-up exceed {where}.total_training_steps="
             f"{optim.total_training_steps}: shorten it",
         )
         return
@@ -53,18 +52,18 @@ def schedule_faults(optim: OptimSection, where: str, num_updates: int | None) ->
     if 0 < num_updates <= warm_up:
         key = "lr_warmup_steps_ratio" if optim.lr_warmup_steps is None else "lr_warmup_steps"
         yield Fault(
-            path=f"{where}.{key}",
-            message=f"the warm-up takes {warm_up} updates, and the model only has {num_updates}: shorten it, or train "
+            f"{where}.{key}",
+            f"the warm-up takes {warm_up} updates, and the model only has {num_updates}: shorten it, or train "
             "for longer (trainer.total_training_steps, trainer.total_epochs)",
         )
     elif optim.decays and optim.min_lr_ratio is None and length < num_updates:
         yield Fault(
-            path=f"{where}.total_training_steps",
-            message=f"the learning rate is 0 after {length} of {num_updates} updates: write a longer schedule, or the "
+            f"{where}.total_training_steps",
+            f"the learning rate is 0 after {length} of {num_updates} updates: write a longer schedule, or the "
             f"rate to continue with in {where}.min_lr_ratio",
         )
     elif optim.decays and optim.min_lr_ratio == 0.0 and warm_up == 0 and length == 1:
         yield Fault(
-            path=f"{where}.min_lr_ratio",
-            message="the schedule has one update, and this is its rate, so the model never learns: write more than 0",
+            f"{where}.min_lr_ratio",
+            "the schedule has one update, and this is its rate, so the model never learns: write more than 0",
         )

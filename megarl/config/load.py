@@ -15,19 +15,22 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from megarl.config.algorithm_rules import ALGORITHM_RULES
-from megarl.config.custom_rules import CUSTOM_RULES
-from megarl.config.environment_rules import ENVIRONMENT_RULES
+from megarl.config import (
+    algorithm_rules,
+    custom_rules,
+    environment_rules,
+    ppo_rules,
+    reward_rules,
+    sft_rules,
+    verify_rules,
+)
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.layers import read_layers, recognise
 from megarl.config.links import LINK, follow
-from megarl.config.ppo_rules import PPO_RULES
-from megarl.config.reward_rules import REWARD_RULES
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, SupervisedConfig, VerifyConfig
 from megarl.config.rule import CheckContext, Rule
 from megarl.config.schema import MANDATORY, Schema, nest
-from megarl.config.sft_rules import SFT_RULES
-from megarl.config.verify_rules import VERIFY_RULES
+from megarl.config.shared_rules import LAUNCH_RULES, POLICY_RULES, RUN_RULES
 from megarl.platform.errors import UserError
 from megarl.platform.secrets import REDACTED, redacted
 from megarl.section import flatten
@@ -37,7 +40,18 @@ SECRETS_NOTE = f"""\
 """
 
 C = TypeVar("C")
-RL_RULES = (*PPO_RULES, *ALGORITHM_RULES, *CUSTOM_RULES, *REWARD_RULES, *ENVIRONMENT_RULES)
+RL_RULES: Sequence[Rule[Config]] = [
+    *LAUNCH_RULES,
+    *RUN_RULES,
+    *POLICY_RULES,
+    *ppo_rules.RULES,
+    *algorithm_rules.RULES,
+    *custom_rules.RULES,
+    *reward_rules.RULES,
+    *environment_rules.RULES,
+]
+FILE_RULES: Sequence[Rule[SFTConfig | RewardTrainConfig]] = [*LAUNCH_RULES, *RUN_RULES, *sft_rules.RULES]
+VERIFY_RULES: Sequence[Rule[VerifyConfig]] = [*LAUNCH_RULES, *POLICY_RULES, *verify_rules.RULES]
 
 
 def load_config(
@@ -64,7 +78,9 @@ def load_config(
 
 def load_sft_config(argv: Sequence[str], *, world_size: int | None, check_paths: bool = True) -> SFTConfig:
     """Read the configuration of a supervised run, as `load_config` does."""
-    return _load(SFTConfig, argv, rules=SFT_RULES, context=CheckContext(world_size=world_size, check_paths=check_paths))
+    return _load(
+        SFTConfig, argv, rules=FILE_RULES, context=CheckContext(world_size=world_size, check_paths=check_paths)
+    )
 
 
 def load_reward_train_config(
@@ -72,7 +88,7 @@ def load_reward_train_config(
 ) -> RewardTrainConfig:
     """Read the configuration of a reward model's training, as `load_config` does."""
     context = CheckContext(world_size=world_size, check_paths=check_paths)
-    return _load(RewardTrainConfig, argv, rules=SFT_RULES, context=context)
+    return _load(RewardTrainConfig, argv, rules=FILE_RULES, context=context)
 
 
 def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> VerifyConfig:
@@ -189,7 +205,7 @@ def _resolve(written: Mapping[str, Any], schema: Schema) -> tuple[dict[str, Any]
         except UserError as error:
             is_missing = written[path] == MANDATORY
             message = f"has no value: add {path}=..." if is_missing else f"cannot be resolved: {error}"
-            faults.append(Fault(path=path, message=message))
+            faults.append(Fault(path, message))
             values[path] = _stand_in(default)
     return values, faults
 
@@ -208,9 +224,7 @@ def _validate(root: type[C], values: Mapping[str, Any], schema: Schema) -> tuple
     for path, found in flatten(asdict(config)):
         if _counts(written.get(path), found) and (key := schema.leaf(path)) not in messages:
             messages[key] = ["should be a number"]
-    faults = [
-        Fault(path=path, message=f"{', or '.join(found)}, not {values[path]!r}") for path, found in messages.items()
-    ]
+    faults = [Fault(path, f"{', or '.join(found)}, not {values[path]!r}") for path, found in messages.items()]
     return (adapter.validate_python(nest(_sound(values, messages, schema))) if faults else config), faults
 
 

@@ -41,21 +41,21 @@ def size_faults(megatron: MegatronSection, world: int, where: str) -> Iterator[F
     if world % (tp * pp * cp):
         context = f" x context {cp}" if cp > 1 else ""
         yield Fault(
-            path=f"{where}.tensor_model_parallel_size",
-            message=f"tensor {tp} x pipeline {pp}{context} = {tp * pp * cp} {remedy} whose product does",
+            f"{where}.tensor_model_parallel_size",
+            f"tensor {tp} x pipeline {pp}{context} = {tp * pp * cp} {remedy} whose product does",
         )
     ep = megatron.expert_model_parallel_size
     etp = megatron.expert_tensor_parallel_size
     if (ep > 1 or etp is not None) and world % ((etp or tp) * ep * pp):
         yield Fault(
-            path=f"{where}.expert_model_parallel_size",
-            message=f"expert tensor {etp or tp} x expert {ep} x pipeline {pp} = {(etp or tp) * ep * pp} {remedy} whose "
+            f"{where}.expert_model_parallel_size",
+            f"expert tensor {etp or tp} x expert {ep} x pipeline {pp} = {(etp or tp) * ep * pp} {remedy} whose "
             "product does (expert_tensor_parallel_size is tensor_model_parallel_size unless set)",
         )
     if megatron.virtual_pipeline_model_parallel_size and pp == 1:
         yield Fault(
-            path=f"{where}.virtual_pipeline_model_parallel_size",
-            message="chunks take turns only if pipeline_model_parallel_size > 1: raise that key, or leave this key out",
+            f"{where}.virtual_pipeline_model_parallel_size",
+            "chunks take turns only if pipeline_model_parallel_size > 1: raise that key, or leave this key out",
         )
 
 
@@ -65,26 +65,20 @@ def override_faults(megatron: MegatronSection, where: str) -> Iterator[Fault]:
     path = f"{where}.override_transformer_config"
     for key in SIZES:
         if key in override:
-            yield Fault(path=path, message=f"{key} does not belong here: write {where}.{key}")
+            yield Fault(path, f"{key} does not belong here: write {where}.{key}")
     for key in OTHER_LAYOUTS:
         if override.get(key):
-            yield Fault(
-                path=path,
-                message=f"{key} is not understood: lay uneven stages out with {FIRST} and {LAST}",
-            )
+            yield Fault(path, f"{key} is not understood: lay uneven stages out with {FIRST} and {LAST}")
     unproven = {key: value for key, value in override.items() if key not in (*SIZES, *OTHER_LAYOUTS, FIRST, LAST)}
     if unproven:
         for message in transformer_faults(unproven):
-            yield Fault(path=path, message=message)
+            yield Fault(path, message)
     for key in (FIRST, LAST):
         value = override.get(key)
         if value is not None and (type(value) is not int or value < 1):
-            yield Fault(path=path, message=f"{key}={value!r} is not a number of layers: write 1 or more")
+            yield Fault(path, f"{key}={value!r} is not a number of layers: write 1 or more")
         elif value is not None and megatron.pipeline_model_parallel_size == 1:
-            yield Fault(
-                path=path,
-                message=f"{key} has no meaning with pipeline_model_parallel_size=1: leave it out",
-            )
+            yield Fault(path, f"{key} has no meaning with pipeline_model_parallel_size=1: leave it out")
 
 
 def stage_faults(num_layers: int, model: str, megatron: MegatronSection, where: str) -> Iterator[Fault]:
@@ -99,15 +93,15 @@ def stage_faults(num_layers: int, model: str, megatron: MegatronSection, where: 
     between = stages - len(given)
     if given and (rest != 0 if between == 0 else rest < between or rest % between):
         yield Fault(
-            path=f"{where}.override_transformer_config",
-            message=f"first and last stage leave {rest} of the {num_layers} layers of {model} for {between} stages: "
+            f"{where}.override_transformer_config",
+            f"first and last stage leave {rest} of the {num_layers} layers of {model} for {between} stages: "
             f"choose {FIRST} and {LAST} so that these get equally many, and at least one",
         )
         return
     if not given and num_layers % stages:
         yield Fault(
-            path=f"{where}.pipeline_model_parallel_size",
-            message=f"{stages} does not divide the {num_layers} layers of {model}: choose one of "
+            f"{where}.pipeline_model_parallel_size",
+            f"{stages} does not divide the {num_layers} layers of {model}: choose one of "
             f"{divisors(num_layers)}, or set override_transformer_config.{FIRST} or {LAST}",
         )
         return
@@ -116,8 +110,8 @@ def stage_faults(num_layers: int, model: str, megatron: MegatronSection, where: 
     uneven = [size for size in sizes if size % chunks]
     if uneven:
         yield Fault(
-            path=f"{where}.virtual_pipeline_model_parallel_size",
-            message=f"{chunks} does not divide the {uneven[0]} layers that a stage has of {model}: choose a divisor",
+            f"{where}.virtual_pipeline_model_parallel_size",
+            f"{chunks} does not divide the {uneven[0]} layers that a stage has of {model}: choose a divisor",
         )
 
 

@@ -45,19 +45,19 @@ def model_faults(
         if isinstance(place, Path) and not place.exists():
             if is_uri(model.path) or not _HF_ID.fullmatch(model.path) or model.path.startswith("."):
                 remedy = similar(place) or ": give a HF directory, its URI or a HF id"
-                yield Fault(path=key, message=f"no directory {model.path}{remedy}")
+                yield Fault(key, f"no directory {model.path}{remedy}")
         elif not (place / CONFIG).is_file():
-            yield Fault(path=key, message=f"{place} has no {CONFIG}: give a directory in Hugging Face's format")
+            yield Fault(key, f"{place} has no {CONFIG}: give a directory in Hugging Face's format")
         else:
             overrides = list(unread_overrides(read_config(place, {}), model.override_config))
             for fault in overrides:
-                yield Fault(path=f"{key.removesuffix('path')}override_config", message=fault)
+                yield Fault(f"{key.removesuffix('path')}override_config", fault)
             if overrides:
                 return
             for fault in _place_faults(place, model, needs_weights=needs_weights, needs_head=needs_head):
-                yield Fault(path=key, message=fault)
+                yield Fault(key, fault)
     except UserError as error:
-        yield Fault(path=key, message=str(error))
+        yield Fault(key, str(error))
 
 
 def _place_faults(
@@ -88,4 +88,4 @@ def tokenizer_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]
             remote = RemoteTokenizer.at(path)
             remote.files(remote_directory(remote.directory), with_code=False)
     except UserError as error:
-        yield Fault(path=key, message=str(error))
+        yield Fault(key, str(error))

@@ -4,25 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.algorithms.config import EXACT
-from megarl.config.checks import (
-    data_faults,
-    directory_faults,
-    engine_argument_faults,
-    engine_cut_faults,
-    launch_faults,
-    length_faults,
-    mesh_faults,
-    mirror_faults,
-    offload_faults,
-    partition_faults,
-    path_faults,
-    replica_faults,
-    resume_faults,
-    tracking_faults,
-    world_size,
-)
+from megarl.config.checks import data_faults, length_faults, offload_faults, partition_faults, path_faults, world_size
 from megarl.config.faults import Fault
-from megarl.config.learning_checks import CRITIC_WARM_UP, learning_faults
+from megarl.config.keys import ACTOR, LAYERS, MESH, POLICY, REF, REWARD, ROLLOUT, WORLD
 from megarl.config.mesh_checks import SIZES, data_parallel_size, override_faults
 from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
 from megarl.config.root import Config
@@ -32,20 +16,14 @@ from megarl.learner.config import MegatronSection
 from megarl.models.config import CheckpointSection
 from megarl.platform.uri import why_unopened
 
-POLICY = "actor_rollout_ref.model"
-ACTOR = "actor_rollout_ref.actor"
-REF = "actor_rollout_ref.ref"
 TEACHER = f"{REF}.model"
 TEACHERS = f"{REF}.teachers"
 KL_KEYS = ("algorithm.use_kl_in_reward", "algorithm.kl_penalty", f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_type")
-ROLLOUT = "actor_rollout_ref.rollout"
-WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
-MESH = tuple(f"{ACTOR}.megatron.{size}" for size in SIZES)
-LAYERS = f"{ACTOR}.megatron.override_transformer_config"
-REWARD = "reward_model"
 FOLLOWING_MESHES = tuple(
     key.replace(ACTOR, follower) for key in (*MESH, LAYERS) for follower in (REF, "critic", REWARD)
 )
+
+RULES: list[Rule[Config]] = []
 
 
 def needs_of(config: Config) -> Needs:
@@ -53,7 +31,14 @@ def needs_of(config: Config) -> Needs:
     return Needs.of(config.rules, config.custom_reward_function)
 
 
-@rule("data.train_files", "data.val_files", "data.tokenizer", "data.chat_template", "custom_reward_function.path")
+@rule(
+    RULES,
+    "data.train_files",
+    "data.val_files",
+    "data.tokenizer",
+    "data.chat_template",
+    "custom_reward_function.path",
+)
 def _files(config: Config, context: CheckContext) -> Iterator[Fault]:
     if context.check_paths:
         yield from data_faults(config.data, config.actor_rollout_ref.model)
@@ -62,7 +47,7 @@ def _files(config: Config, context: CheckContext) -> Iterator[Fault]:
         )
 
 
-@rule("data", f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path", "environment.name")
+@rule(RULES, "data", f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path", "environment.name")
 def _rows(config: Config, context: CheckContext) -> Iterator[Fault]:
     """Columns and data sources are looked at before ranks start; each rank looks at whole rows later."""
     if not context.check_paths or context.world_size is not None:
@@ -74,27 +59,27 @@ def _rows(config: Config, context: CheckContext) -> Iterator[Fault]:
         # what is not there or has no scheme that is known is a fault already
         there = [file for file in files if ("://" in file and not why_unopened(file)) or Path(file).is_file()]
         if there:
-            yield from (Fault(path=f"data.{key}", message=fault) for fault in first_faults(columns, there))
+            yield from (Fault(f"data.{key}", fault) for fault in first_faults(columns, there))
 
 
-@rule("data.prompt_id_key", "data.max_prompt_id_length")
+@rule(RULES, "data.prompt_id_key", "data.max_prompt_id_length")
 def _prompt_ids(config: Config, context: CheckContext) -> Iterator[Fault]:
     if config.data.max_prompt_id_length and not config.data.prompt_id_key:
         yield Fault(
-            path="data.max_prompt_id_length",
-            message="bounds the values of a column that is not read: set data.prompt_id_key, or leave this key out",
+            "data.max_prompt_id_length",
+            "bounds the values of a column that is not read: set data.prompt_id_key, or leave this key out",
         )
 
 
-@rule(POLICY, "critic.model", "algorithm.adv_estimator", "data.tokenizer")
+@rule(RULES, POLICY, "critic.model", "algorithm.adv_estimator", "data.tokenizer")
 def _models(config: Config, context: CheckContext) -> Iterator[Fault]:
     policy = config.actor_rollout_ref.model
     critic = config.critic.model
     needs_critic = config.has_critic
     if needs_critic and not critic.path:
         yield Fault(
-            path="critic.model.path",
-            message=f"algorithm.adv_estimator={config.algorithm.adv_estimator} trains a critic: name the checkpoint it "
+            "critic.model.path",
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} trains a critic: name the checkpoint it "
             f"starts from (for example {policy.path}), or choose adv_estimator=grpo or another that needs none",
         )
     if context.check_paths:
@@ -106,13 +91,10 @@ def _models(config: Config, context: CheckContext) -> Iterator[Fault]:
             yield from tokenizer_faults(own, place, "give a directory, a .model file, a URI, a HF id or null")
     sizes = read_sizes(policy)
     if sizes and sizes.scalar_head:
-        yield Fault(
-            path=f"{POLICY}.path",
-            message=f"{policy.path} scores sequences and predicts no tokens: name a language model",
-        )
+        yield Fault(f"{POLICY}.path", f"{policy.path} scores sequences and predicts no tokens: name a language model")
 
 
-@rule(POLICY, TEACHER, TEACHERS, *KL_KEYS)
+@rule(RULES, POLICY, TEACHER, TEACHERS, *KL_KEYS)
 def _teachers(config: Config, context: CheckContext) -> Iterator[Fault]:
     for source, teacher in config.teachers.items():
         yield from _teacher(config, teacher, f"{TEACHER}.path" if source is None else TEACHERS, context)
@@ -125,28 +107,17 @@ def _teacher(config: Config, teacher: CheckpointSection, key: str, context: Chec
     sizes = read_sizes(teacher)
     known = read_sizes(policy)
     if sizes and sizes.scalar_head:
-        yield Fault(path=key, message=f"{teacher.path} scores sequences and predicts no tokens: name a language model")
+        yield Fault(key, f"{teacher.path} scores sequences and predicts no tokens: name a language model")
     elif sizes and known and config.divergence_kinds & {*EXACT} and sizes.vocab_size != known.vocab_size:
         yield Fault(
-            path=key,
-            message=f"{teacher.path} knows {sizes.vocab_size} tokens and {policy.path} {known.vocab_size}: the exact "
+            key,
+            f"{teacher.path} knows {sizes.vocab_size} tokens and {policy.path} {known.vocab_size}: the exact "
             "divergence compares the same tokens. Name a teacher with this vocabulary, or choose kl_loss_type=k2 or "
             "kl_penalty=k1, which compare only the tokens of the responses",
         )
 
 
-@rule(*WORLD)
-def _launch(config: Config, context: CheckContext) -> Iterator[Fault]:
-    yield from launch_faults(config.trainer, context.world_size)
-
-
-@rule(*WORLD, *MESH, LAYERS, f"{ROLLOUT}.tensor_model_parallel_size")
-def _mesh(config: Config, context: CheckContext) -> Iterator[Fault]:
-    yield from mesh_faults(config.actor_rollout_ref.actor.megatron, config.trainer, f"{ACTOR}.megatron")
-    yield from replica_faults(config.actor_rollout_ref.rollout, config.trainer, ROLLOUT)
-
-
-@rule(*MESH, *FOLLOWING_MESHES, "algorithm.adv_estimator", f"{REWARD}.enable")
+@rule(RULES, *MESH, *FOLLOWING_MESHES, "algorithm.adv_estimator", f"{REWARD}.enable")
 def _one_mesh(config: Config, context: CheckContext) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor.megatron
     followers = {f"{REF}.megatron": config.actor_rollout_ref.ref.megatron}
@@ -160,36 +131,21 @@ def _one_mesh(config: Config, context: CheckContext) -> Iterator[Fault]:
             wanted = getattr(actor, key)
             if size != wanted:
                 yield Fault(
-                    path=f"{where}.{key}",
-                    message=f"{size} differs from {ACTOR}.megatron.{key}={wanted}, and one mesh serves all models: "
+                    f"{where}.{key}",
+                    f"{size} differs from {ACTOR}.megatron.{key}={wanted}, and one mesh serves all models: "
                     "leave it out, and it follows the actor's",
                 )
         if megatron.override_transformer_config != actor.override_transformer_config:
             yield from override_faults(megatron, where)
 
 
-@rule(
-    POLICY,
-    *MESH,
-    LAYERS,
-    f"{ACTOR}.megatron.sequence_parallel",
-    f"{ROLLOUT}.tensor_model_parallel_size",
-    f"{ROLLOUT}.engine_kwargs",
-)
-def _policy_cut(config: Config, context: CheckContext) -> Iterator[Fault]:
-    yield from partition_faults(
-        config.actor_rollout_ref.model, POLICY, config.actor_rollout_ref.actor.megatron, f"{ACTOR}.megatron"
-    )
-    yield from engine_cut_faults(config.actor_rollout_ref.model, POLICY, config.actor_rollout_ref.rollout, ROLLOUT)
-
-
-@rule(POLICY, "critic.model", *MESH, LAYERS, "critic.megatron", "algorithm.adv_estimator")
+@rule(RULES, POLICY, "critic.model", *MESH, LAYERS, "critic.megatron", "algorithm.adv_estimator")
 def _critic_cut(config: Config, context: CheckContext) -> Iterator[Fault]:
     if config.has_critic:
         yield from follower_cut(config, config.critic.model, config.critic.megatron, "critic")
 
 
-@rule(POLICY, TEACHER, TEACHERS, *MESH, LAYERS, f"{REF}.megatron", *KL_KEYS)
+@rule(RULES, POLICY, TEACHER, TEACHERS, *MESH, LAYERS, f"{REF}.megatron", *KL_KEYS)
 def _teacher_cut(config: Config, context: CheckContext) -> Iterator[Fault]:
     for teacher in config.teachers.values():
         yield from follower_cut(config, teacher, config.actor_rollout_ref.ref.megatron, REF)
@@ -207,7 +163,7 @@ def follower_cut(config: Config, model: CheckpointSection, megatron: MegatronSec
         yield from partition_faults(model, f"{where}.model", policy.actor.megatron, f"{ACTOR}.megatron")
 
 
-@rule(f"{ACTOR}.megatron", "critic.megatron", "algorithm.adv_estimator")
+@rule(RULES, f"{ACTOR}.megatron", "critic.megatron", "algorithm.adv_estimator")
 def _offload(config: Config, context: CheckContext) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor.megatron
     critic = config.critic.megatron
@@ -217,7 +173,13 @@ def _offload(config: Config, context: CheckContext) -> Iterator[Fault]:
         yield from offload_faults(critic, "critic.megatron")
 
 
-@rule("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", "critic.ppo_mini_batch_size", "algorithm.adv_estimator")
+@rule(
+    RULES,
+    "data.train_batch_size",
+    f"{ACTOR}.ppo_mini_batch_size",
+    "critic.ppo_mini_batch_size",
+    "algorithm.adv_estimator",
+)
 def _mini_batches(config: Config, context: CheckContext) -> Iterator[Fault]:
     prompts = config.data.train_batch_size
     sizes = {f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
@@ -227,38 +189,34 @@ def _mini_batches(config: Config, context: CheckContext) -> Iterator[Fault]:
     for key, size in sizes.items():
         if size > prompts:
             yield Fault(
-                path=key,
-                message=f"a mini-batch of {size} prompts is more than data.train_batch_size={prompts}: "
+                key,
+                f"a mini-batch of {size} prompts is more than data.train_batch_size={prompts}: "
                 f"write {prompts} or a divisor of it",
             )
         elif prompts % size:
             below = prompts - prompts % size
             yield Fault(
-                path=key,
-                message=f"{size} does not divide data.train_batch_size={prompts}, so the last mini-batch would be "
+                key,
+                f"{size} does not divide data.train_batch_size={prompts}, so the last mini-batch would be "
                 f"short: write a divisor, or train_batch_size={below} or {below + size}",
             )
 
 
-@rule(
-    f"{ACTOR}.ppo_mini_batch_size",
-    f"{ROLLOUT}.n",
-    *MESH,
-    *WORLD,
-)
+@rule(RULES, f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", *MESH, *WORLD)
 def _work_for_all(config: Config, context: CheckContext) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor
     n = config.actor_rollout_ref.rollout.n
     ranks = data_parallel_size(actor.megatron, world_size(config.trainer))
     if actor.ppo_mini_batch_size * n < ranks:
         yield Fault(
-            path=f"{ACTOR}.ppo_mini_batch_size",
-            message=f"{actor.ppo_mini_batch_size} prompts x {ROLLOUT}.n={n} are fewer sequences than the {ranks} "
+            f"{ACTOR}.ppo_mini_batch_size",
+            f"{actor.ppo_mini_batch_size} prompts x {ROLLOUT}.n={n} are fewer sequences than the {ranks} "
             "data-parallel ranks: raise it, or raise the tensor, pipeline or context parallel size",
         )
 
 
 @rule(
+    RULES,
     f"{ACTOR}.use_dynamic_bsz",
     f"{ACTOR}.ppo_micro_batch_size",
     "critic.ppo_micro_batch_size",
@@ -273,13 +231,20 @@ def _micro_batches(config: Config, context: CheckContext) -> Iterator[Fault]:
     for key, size in sizes.items():
         if size is None:
             yield Fault(
-                path=key,
-                message=f"{ACTOR}.use_dynamic_bsz=false needs the number of sequences per forward pass: "
+                key,
+                f"{ACTOR}.use_dynamic_bsz=false needs the number of sequences per forward pass: "
                 "set it, or leave use_dynamic_bsz true",
             )
 
 
-@rule("data.max_prompt_length", "data.max_response_length", f"{ACTOR}.ppo_max_token_len_per_gpu", f"{REF}", POLICY)
+@rule(
+    RULES,
+    "data.max_prompt_length",
+    "data.max_response_length",
+    f"{ACTOR}.ppo_max_token_len_per_gpu",
+    f"{REF}",
+    POLICY,
+)
 def _lengths(config: Config, context: CheckContext) -> Iterator[Fault]:
     policy = config.actor_rollout_ref
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -290,102 +255,50 @@ def _lengths(config: Config, context: CheckContext) -> Iterator[Fault]:
     for key, budget in budgets.items():
         if longest > budget * ranks and policy.actor.use_dynamic_bsz:
             yield Fault(
-                path=key,
-                message=f"{budget} tokens cannot hold one sequence of data.max_prompt_length + "
+                key,
+                f"{budget} tokens cannot hold one sequence of data.max_prompt_length + "
                 f"data.max_response_length = {longest}: write at least {-(-longest // ranks)}",
             )
     yield from length_faults(read_sizes(policy.model), f"{POLICY}.path", "data.max_response_length", longest)
 
 
-@rule(f"{ROLLOUT}.engine_kwargs")
-def _engine_arguments(config: Config, context: CheckContext) -> Iterator[Fault]:
-    yield from engine_argument_faults(config.actor_rollout_ref.rollout, ROLLOUT)
-
-
-@rule("data.max_prompt_length", "data.max_response_length", ROLLOUT)
+@rule(RULES, "data.max_prompt_length", "data.max_response_length", ROLLOUT)
 def _engine(config: Config, context: CheckContext) -> Iterator[Fault]:
     data = config.data
     rollout = config.actor_rollout_ref.rollout
     if rollout.prompt_length < data.max_prompt_length:
         yield Fault(
-            path=f"{ROLLOUT}.prompt_length",
-            message=f"{rollout.prompt_length} is less than data.max_prompt_length={data.max_prompt_length}: "
+            f"{ROLLOUT}.prompt_length",
+            f"{rollout.prompt_length} is less than data.max_prompt_length={data.max_prompt_length}: "
             "leave it out, and it follows",
         )
     if rollout.response_length > data.max_response_length:
         yield Fault(
-            path=f"{ROLLOUT}.response_length",
-            message=f"{rollout.response_length} is more than data.max_response_length={data.max_response_length}: "
+            f"{ROLLOUT}.response_length",
+            f"{rollout.response_length} is more than data.max_response_length={data.max_response_length}: "
             "leave it out, and it follows",
         )
     if rollout.max_num_batched_tokens < rollout.max_num_seqs:
         yield Fault(
-            path=f"{ROLLOUT}.max_num_batched_tokens",
-            message=f"{rollout.max_num_batched_tokens} tokens per engine step cannot serve {ROLLOUT}.max_num_seqs="
+            f"{ROLLOUT}.max_num_batched_tokens",
+            f"{rollout.max_num_batched_tokens} tokens per engine step cannot serve {ROLLOUT}.max_num_seqs="
             f"{rollout.max_num_seqs} sequences: raise the one or lower the other",
         )
 
 
-@rule("data.val_files", "trainer.test_freq", "trainer.val_only")
+@rule(RULES, "data.val_files", "trainer.test_freq", "trainer.val_only")
 def _validation(config: Config, context: CheckContext) -> Iterator[Fault]:
     if not config.data.val_files and (config.trainer.val_only or config.trainer.test_freq > 0):
         asked = "val_only=true" if config.trainer.val_only else f"test_freq={config.trainer.test_freq}"
-        yield Fault(path="data.val_files", message=f"trainer.{asked} needs validation prompts: name parquet files")
+        yield Fault("data.val_files", f"trainer.{asked} needs validation prompts: name parquet files")
 
 
-@rule(f"{ROLLOUT}.val_kwargs")
+@rule(RULES, f"{ROLLOUT}.val_kwargs")
 def _val_sampling(config: Config, context: CheckContext) -> Iterator[Fault]:
     sampling = config.actor_rollout_ref.rollout.val_kwargs
     if sampling.n > 1 and not (sampling.do_sample and sampling.temperature):
         key, remedy = ("temperature", "1.0") if sampling.do_sample else ("do_sample", "true, and a temperature")
         yield Fault(
-            path=f"{ROLLOUT}.val_kwargs.{key}",
-            message=f"the {sampling.n} greedy responses to a prompt would all be the same: write {remedy}, or n=1",
+            f"{ROLLOUT}.val_kwargs.{key}",
+            f"the {sampling.n} greedy responses to a prompt would all be the same: write {remedy}, or n=1",
         )
-
-
-@rule(
-    "trainer.resume_mode",
-    "trainer.resume_from_path",
-    "trainer.default_local_dir",
-    "trainer.rollout_data_dir",
-    "trainer.default_hdfs_dir",
-    "trainer.mlflow_tracking_uri",
-    "trainer.logger",
-)
-def _records(config: Config, context: CheckContext) -> Iterator[Fault]:
-    yield from directory_faults(config.trainer, context)
-    yield from resume_faults(config.trainer, check_paths=context.check_paths)
-    yield from mirror_faults(config.trainer, check_paths=context.check_paths)
-    yield from tracking_faults(config.trainer, check_packages=context.check_paths)
-
-
-@rule(f"{ACTOR}.optim", "critic.optim", CRITIC_WARM_UP, "trainer.total_training_steps")
-def _schedules(config: Config, context: CheckContext) -> Iterator[Fault]:
-    yield from learning_faults(config, config.trainer.total_training_steps)
-
-
-PPO_RULES: tuple[Rule[Config], ...] = (
-    _files,
-    _rows,
-    _prompt_ids,
-    _models,
-    _teachers,
-    _launch,
-    _mesh,
-    _one_mesh,
-    _policy_cut,
-    _critic_cut,
-    _teacher_cut,
-    _offload,
-    _mini_batches,
-    _work_for_all,
-    _micro_batches,
-    _lengths,
-    _engine_arguments,
-    _engine,
-    _validation,
-    _val_sampling,
-    _records,
-    _schedules,
-)

@@ -7,15 +7,18 @@ from pathlib import Path
 from megarl.config.checks import length_faults, reward_faults
 from megarl.config.faults import Fault
 from megarl.config.judge_checks import judge_faults
+from megarl.config.keys import LAYERS, MESH, POLICY, REWARD
 from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
-from megarl.config.ppo_rules import LAYERS, MESH, POLICY, REWARD, follower_cut
+from megarl.config.ppo_rules import follower_cut
 from megarl.config.root import MODEL_SCORE, Config, RewardModelSection
 from megarl.config.rule import CheckContext, Rule, rule
 from megarl.rewards.rules import CUSTOM, JUDGE
 from megarl.rewards.signature import fault_in_file
 
+RULES: list[Rule[Config]] = []
 
-@rule(f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path")
+
+@rule(RULES, f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path")
 def _weights(config: Config, context: CheckContext) -> Iterator[Fault]:
     section = config.reward_model
     custom = config.custom_reward_function
@@ -23,15 +26,12 @@ def _weights(config: Config, context: CheckContext) -> Iterator[Fault]:
     weighted = section.weights is not None and MODEL_SCORE in section.weights
     if weighted and not section.enable:
         yield Fault(
-            path=key,
-            message=f"weighs the score of a reward model ({MODEL_SCORE}), and there is none: set {REWARD}.enable=true "
+            key,
+            f"weighs the score of a reward model ({MODEL_SCORE}), and there is none: set {REWARD}.enable=true "
             f"and {REWARD}.model.path, or leave it out",
         )
     elif section.enable and section.weights is not None and not weighted:
-        yield Fault(
-            path=key,
-            message=f"gives the reward model no weight: add {MODEL_SCORE}: 1.0, or set {REWARD}.enable=false",
-        )
+        yield Fault(key, f"gives the reward model no weight: add {MODEL_SCORE}: 1.0, or set {REWARD}.enable=false")
     elif section.enable and not section.rules and (custom.path or section.judge.url):
         other = custom.path
         name = CUSTOM
@@ -41,48 +41,48 @@ def _weights(config: Config, context: CheckContext) -> Iterator[Fault]:
             name = JUDGE
             place = f"{REWARD}.judge.url"
         yield Fault(
-            path=key,
-            message=f"lets the reward model score alone, so that {other} is never called: weigh both, as in "
+            key,
+            f"lets the reward model score alone, so that {other} is never called: weigh both, as in "
             f"{{{MODEL_SCORE}: 1.0, {name}: 0.5}}, or remove {place}",
         )
     elif section.rules:
         yield from reward_faults(section.rules, custom)
 
 
-@rule("custom_reward_function")
+@rule(RULES, "custom_reward_function")
 def _custom_function(config: Config, context: CheckContext) -> Iterator[Fault]:
     custom = config.custom_reward_function
     path = Path(custom.path or "")
     if context.check_paths and path.is_file() and (fault := fault_in_file(path, custom.name, custom.reward_kwargs)):
-        yield Fault(path="custom_reward_function.name", message=fault)
+        yield Fault("custom_reward_function.name", fault)
 
 
-@rule(f"{REWARD}.judge", f"{REWARD}.timeout_s")
+@rule(RULES, f"{REWARD}.judge", f"{REWARD}.timeout_s")
 def _judge(config: Config, context: CheckContext) -> Iterator[Fault]:
     section = config.reward_model
     if section.judge.url:
         yield from judge_faults(section.judge, f"{REWARD}.judge", environ=os.environ if context.check_paths else None)
     if section.judge.url and section.timeout_s < section.judge.attempt_s:
         yield Fault(
-            path=f"{REWARD}.timeout_s",
-            message=f"{section.timeout_s:g} s for one response are less than {REWARD}.judge.attempt_s="
+            f"{REWARD}.timeout_s",
+            f"{section.timeout_s:g} s for one response are less than {REWARD}.judge.attempt_s="
             f"{section.judge.attempt_s:g} for one request: raise the former to the time of several requests",
         )
 
 
-@rule(f"{REWARD}.timeout_s", "trainer.phase_timeout_s")
+@rule(RULES, f"{REWARD}.timeout_s", "trainer.phase_timeout_s")
 def _reward_time(config: Config, context: CheckContext) -> Iterator[Fault]:
     seconds = config.reward_model.timeout_s
     phase = config.trainer.phase_timeout_s
     if seconds >= phase:
         yield Fault(
-            path=f"{REWARD}.timeout_s",
-            message=f"{seconds:g} s for one response reach trainer.phase_timeout_s={phase:g}, after which a run "
+            f"{REWARD}.timeout_s",
+            f"{seconds:g} s for one response reach trainer.phase_timeout_s={phase:g}, after which a run "
             "without progress ends: raise the latter",
         )
 
 
-@rule(REWARD, "data.max_prompt_length", "data.max_response_length")
+@rule(RULES, REWARD, "data.max_prompt_length", "data.max_response_length")
 def _reward_model(config: Config, context: CheckContext) -> Iterator[Fault]:
     section = config.reward_model
     if not section.enable:
@@ -94,8 +94,8 @@ def _reward_model(config: Config, context: CheckContext) -> Iterator[Fault]:
         return
     if not sizes.scalar_head:
         yield Fault(
-            path=key,
-            message=f"{section.model.path} is a language model and no sequence classifier (config.json: architectures "
+            key,
+            f"{section.model.path} is a language model and no sequence classifier (config.json: architectures "
             "...ForSequenceClassification): name one that scores, for example a model of megarl.commands.train_reward",
         )
     if section.max_length is not None:
@@ -108,7 +108,7 @@ def _reward_model(config: Config, context: CheckContext) -> Iterator[Fault]:
 def _reward_checkpoint_faults(section: RewardModelSection, policy_path: str, *, check_paths: bool) -> Iterator[Fault]:
     """The checkpoint must be named and there."""
     if not section.model.path:
-        yield Fault(path=f"{REWARD}.model.path", message=f"{REWARD}.enable=true needs one: name a sequence classifier")
+        yield Fault(f"{REWARD}.model.path", f"{REWARD}.enable=true needs one: name a sequence classifier")
     elif check_paths:
         yield from model_faults(section.model, f"{REWARD}.model.path")
         tokenizer = section.model.input_tokenizer
@@ -117,17 +117,7 @@ def _reward_checkpoint_faults(section: RewardModelSection, policy_path: str, *, 
             yield from tokenizer_faults(tokenizer, place, "give a directory, a .model file, a URI, a HF id or null")
 
 
-@rule(POLICY, f"{REWARD}.model", *MESH, LAYERS, f"{REWARD}.megatron", f"{REWARD}.enable")
+@rule(RULES, POLICY, f"{REWARD}.model", *MESH, LAYERS, f"{REWARD}.megatron", f"{REWARD}.enable")
 def _reward_model_cut(config: Config, context: CheckContext) -> Iterator[Fault]:
     if config.reward_model.enable:
         yield from follower_cut(config, config.reward_model.model, config.reward_model.megatron, REWARD)
-
-
-REWARD_RULES: tuple[Rule[Config], ...] = (
-    _weights,
-    _custom_function,
-    _judge,
-    _reward_time,
-    _reward_model,
-    _reward_model_cut,
-)

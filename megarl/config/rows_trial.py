@@ -29,9 +29,9 @@ def check_rows(config: Config) -> Iterator[str]:
     try:
         found = _look(config, columns)
     except UserError as error:
-        raise ConfigError([Fault(path="data.train_files", message=str(error))]) from error
+        raise ConfigError([Fault("data.train_files", str(error))]) from error
     faults = [
-        Fault(path=key, message=f"{message}. {_remedy(config, key)}")
+        Fault(key, f"{message}. {_remedy(config, key)}")
         for key, findings in found.items()
         if _stops(section, findings)
         for message in _messages("truth", findings)

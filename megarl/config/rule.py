@@ -22,12 +22,15 @@ class CheckContext:
     writes: bool = True  # whether the command writes the directories of the run
 
 
+Check = Callable[[C, CheckContext], Iterator[Fault]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule(Generic[C]):
     """A check and the keys (or sections) that it reads."""
 
     reads: tuple[str, ...]
-    check: Callable[[C, CheckContext], Iterator[Fault]]
+    check: Check[C]
 
     def reads_any(self, paths: Set[str]) -> bool:
         """Tell whether one of `paths` is, contains or lies within a key that the rule reads."""
@@ -35,6 +38,11 @@ class Rule(Generic[C]):
         return any(path.startswith(key) or key.startswith(path) for path, key in pairs)
 
 
-def rule(*reads: str) -> Callable[[Callable[[C, CheckContext], Iterator[Fault]]], Rule[C]]:
-    """Make a `Rule` of a function that reads the keys `reads`."""
-    return lambda check: Rule(reads=reads, check=check)
+def rule(rules: list[Rule[C]], *reads: str) -> Callable[[Check[C]], Check[C]]:
+    """Return a decorator that adds to `rules` a check that reads the keys `reads`."""
+
+    def add(check: Check[C]) -> Check[C]:
+        rules.append(Rule(reads=reads, check=check))
+        return check
+
+    return add

@@ -87,8 +87,8 @@ def find_sources(config: Config) -> None:
     raise ConfigError(
         [
             Fault(
-                path="actor_rollout_ref.ref.teachers",
-                message=f"no row of data.train_files has the data source {source!r}; the files have {known}",
+                "actor_rollout_ref.ref.teachers",
+                f"no row of data.train_files has the data source {source!r}; the files have {known}",
             )
             for source in sorted(wanted - found)
         ]
@@ -121,7 +121,7 @@ def try_reward(config: Config) -> Iterator[str]:
     ]
     if _stops(section, [result for _, result in failed], len(rows)):
         remedy = "mend the reward or the row (reward_model.trial_rows=0 starts without this trial)"
-        raise ConfigError([Fault(path=key, message=f"{message}: {remedy}") for message in messages[:NUM_SHOWN]])
+        raise ConfigError([Fault(key, f"{message}: {remedy}") for message in messages[:NUM_SHOWN]])
     yield from messages[:NUM_SHOWN]
 
 
@@ -131,7 +131,7 @@ def _fault_of(key: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise ConfigError([Fault(path=key, message=str(error))]) from error
+        raise ConfigError([Fault(key, str(error))]) from error
 
 
 def _rows(config: Config, section: RulesSection, *, takes_ids: bool) -> Iterator[_Row]:

@@ -305,7 +305,7 @@ def test_impossible_combination_is_named_with_remedy(
 
 
 def test_missing_tracker_package_is_named_with_its_extra(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.config.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("megarl.config.shared_rules.find_spec", lambda name: None)
     asked = "trainer.logger=[console,wandb]"
     assert faults(argv, asked) == {
         "trainer.logger": "the package wandb is not installed: pip install 'megarl[wandb]', or leave wandb out"

@@ -1,0 +1,154 @@
+"""Rules that several roots share: of the trainer's section, and of the policy on its ranks and in the engine."""
+
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+from megarl.config.checks import engine_cut_faults, file_faults, partition_faults, uri_faults, world_size
+from megarl.config.faults import Fault
+from megarl.config.keys import ACTOR, CRITIC_WARM_UP, LAYERS, MESH, POLICY, ROLLOUT, WORLD
+from megarl.config.learning_checks import learning_faults
+from megarl.config.mesh_checks import override_faults, size_faults
+from megarl.config.root import Config, SupervisedConfig, VerifyConfig
+from megarl.config.rule import CheckContext, Rule, rule
+from megarl.platform.errors import UserError
+from megarl.platform.files import WriteError, check_writable
+from megarl.platform.uri import local_path
+from megarl.rollout.fields import engine_faults
+
+MLFLOW_SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
+
+LAUNCH_RULES: list[Rule[Config | SupervisedConfig | VerifyConfig]] = []
+"""Rules of every root."""
+RUN_RULES: list[Rule[Config | SupervisedConfig]] = []
+"""Rules of every root that trains."""
+POLICY_RULES: list[Rule[Config | VerifyConfig]] = []
+"""Rules of every root with a policy and an engine."""
+
+
+@rule(LAUNCH_RULES, *WORLD)
+def _launch(config: Config | SupervisedConfig | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+    trainer = config.trainer
+    if context.world_size is not None and context.world_size != world_size(trainer):
+        yield Fault(
+            "trainer.n_gpus_per_node",
+            f"the launcher started {context.world_size} processes, but trainer.nnodes={trainer.nnodes} x "
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} is {world_size(trainer)}: make them agree",
+        )
+
+
+@rule(RUN_RULES, "trainer.default_local_dir", "trainer.rollout_data_dir")
+def _directories(config: Config | SupervisedConfig, context: CheckContext) -> Iterator[Fault]:
+    """The directory of the run, and that of its samples elsewhere, can be made and take files."""
+    if context.check_paths and context.writes:
+        run = Path(config.trainer.default_local_dir)
+        samples = config.trainer.rollout_data_dir
+        places = {"trainer.default_local_dir": run}
+        if samples and not Path(samples).is_relative_to(run):
+            places["trainer.rollout_data_dir"] = Path(samples)
+        for key, place in places.items():
+            try:
+                check_writable(place, key)
+            except WriteError as error:
+                yield Fault(key, str(error).removeprefix(f"{key}="))
+
+
+@rule(RUN_RULES, "trainer.resume_mode", "trainer.resume_from_path")
+def _resume(config: Config | SupervisedConfig, context: CheckContext) -> Iterator[Fault]:
+    key = "trainer.resume_from_path"
+    path = config.trainer.resume_from_path
+    mode = config.trainer.resume_mode
+    if (mode == "resume_path") != bool(path):
+        yield Fault(
+            key,
+            f"is {path!r} with trainer.resume_mode={mode}: a path goes with resume_mode=resume_path, and only with it",
+        )
+    elif path and context.check_paths:
+        yield from file_faults(path, key, "give a checkpoint directory")
+
+
+@rule(RUN_RULES, "trainer.default_hdfs_dir", "trainer.default_local_dir")
+def _mirror(config: Config | SupervisedConfig, context: CheckContext) -> Iterator[Fault]:
+    key = "trainer.default_hdfs_dir"
+    mirror = config.trainer.default_hdfs_dir
+    if mirror == "":
+        yield Fault(key, "is empty: name a directory or a URI, or write null")
+    if not mirror:
+        return
+    try:
+        place = local_path(mirror)
+    except UserError as error:
+        yield Fault(key, str(error))
+        return
+    if place and place.resolve() == Path(config.trainer.default_local_dir).resolve():
+        yield Fault(key, f"{mirror} is trainer.default_local_dir itself: name a place on another disk")
+    elif context.check_paths:
+        yield from uri_faults(mirror, key)
+
+
+@rule(RUN_RULES, "trainer.logger", "trainer.mlflow_tracking_uri")
+def _trackers(config: Config | SupervisedConfig, context: CheckContext) -> Iterator[Fault]:
+    """Optional packages are installed, and MLflow or a plug-in of it knows the server's scheme."""
+    for name in ("tensorboard", "wandb"):
+        if context.check_paths and name in config.trainer.logger and find_spec(name) is None:
+            yield Fault(
+                "trainer.logger",
+                f"the package {name} is not installed: pip install 'megarl[{name}]', or leave {name} out",
+            )
+    scheme, separator, _ = (config.trainer.mlflow_tracking_uri or "").partition("://")
+    kind = scheme.partition("+")[0]
+    if not separator or kind in MLFLOW_SCHEMES:
+        return
+    if kind not in {plugin.name for plugin in entry_points(group="mlflow.tracking_store")}:  # reads all packages' files
+        yield Fault(
+            "trainer.mlflow_tracking_uri",
+            f"{scheme}:// is no scheme of MLflow's: choose from {', '.join(MLFLOW_SCHEMES)}",
+        )
+
+
+@rule(RUN_RULES, "optim", f"{ACTOR}.optim", "critic.optim", CRITIC_WARM_UP, "trainer.total_training_steps")
+def _schedules(config: Config | SupervisedConfig, context: CheckContext) -> Iterator[Fault]:
+    yield from learning_faults(config, config.trainer.total_training_steps)
+
+
+@rule(POLICY_RULES, *WORLD, *MESH, LAYERS)
+def _mesh(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+    megatron = config.actor_rollout_ref.actor.megatron
+    yield from size_faults(megatron, world_size(config.trainer), f"{ACTOR}.megatron")
+    yield from override_faults(megatron, f"{ACTOR}.megatron")
+
+
+@rule(POLICY_RULES, *WORLD, f"{ROLLOUT}.tensor_model_parallel_size")
+def _replicas(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    world = world_size(config.trainer)
+    if world % tp:
+        yield Fault(
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"{tp} does not divide the world of {world} ranks (trainer.nnodes x trainer.n_gpus_per_node): choose a "
+            "divisor",
+        )
+
+
+@rule(POLICY_RULES, f"{ROLLOUT}.engine_kwargs")
+def _engine_arguments(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+    """The engine has the arguments, and they do not follow from other keys."""
+    arguments = config.actor_rollout_ref.rollout.engine_kwargs
+    for message in engine_faults(arguments) if arguments else ():
+        yield Fault(f"{ROLLOUT}.engine_kwargs", message)
+
+
+@rule(
+    POLICY_RULES,
+    POLICY,
+    *MESH,
+    LAYERS,
+    f"{ACTOR}.megatron.sequence_parallel",
+    f"{ROLLOUT}.tensor_model_parallel_size",
+    f"{ROLLOUT}.engine_kwargs",
+)
+def _policy_cut(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+    policy = config.actor_rollout_ref
+    yield from partition_faults(policy.model, POLICY, policy.actor.megatron, f"{ACTOR}.megatron")
+    yield from engine_cut_faults(policy.model, policy.rollout)
