@@ -1,27 +1,23 @@
 """Pairs of prompt and response from data files, for supervised learning."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from megarl.batch import Prompt, Rollouts
-from megarl.data.census import Census
 from megarl.data.config import SFTDataSection
-from megarl.data.look import check_rows
 from megarl.data.messages import as_read, encode_prompt, text_faults
-from megarl.data.order import Order
-from megarl.data.rows import Rows
+from megarl.data.stream import FileStream
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
 from megarl.platform.errors import UserError
 
 
-class PairStream:
-    """The pairs of data files in batches: endless and shuffled by epoch for training, once through for validation.
+class PairStream(FileStream[Rollouts]):
+    """The pairs of data files.
 
-    A response is encoded without special tokens, and ends with an end-of-sequence token. Pairs are read and encoded
-    when they are taken; the constructor checks all of them once, on all ranks together. It raises UserError for an
-    invalid pair, and for a pair longer than `max_length`, whose key is called `longest` in messages.
+    A response is encoded without special tokens, and ends with an end-of-sequence token. The constructor also raises
+    UserError for a pair longer than `max_length`, whose key is called `longest` in messages.
     """
 
     def __init__(
@@ -35,42 +31,12 @@ class PairStream:
         self._section = section
         self._longest = longest
         self._tokenizer = tokenizer
-        remedies = {getattr(section, key): f"data.{key} names another" for key in ("prompt_key", "response_key")}
-        self._rows = Rows(files, columns=list(remedies), remedies=remedies)
-        self._order = Order(
-            len(self._rows), batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
-        )
-        self._census = Census(tokenizer)
-        check_rows(self._rows, self._check)
-        self._remark = self._census.conclude_together()
+        super().__init__(section, files, tokenizer, ("prompt_key", "response_key"))
 
-    @property
-    def num_pairs(self) -> int:
-        """Pairs in all files."""
-        return len(self._rows)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Full batches in one pass. Raises UserError if there is none."""
-        return self._order.steps_per_epoch
-
-    def take(self, step: int) -> Rollouts:
-        """Return the pairs of a step, counted from 0 over all epochs; the incomplete batch of an epoch is dropped."""
-        rows, _ = self._order.take(self._order.position_of(step))
-        return self._record(rows)
-
-    def preview_prompt(self, step: int) -> str:
-        """Describe how the model reads the first pair of a step, and remark on all rows."""
-        rows, _ = self._order.take(self._order.position_of(step), 1)
-        row = self._rows[rows[0]]
+    def _preview(self, row: DataRow) -> str:
         prompt_ids, response_ids = self._encode(row)
-        prompt = row[self._section.prompt_key]
         what = "the first prompt with its response"
-        return f"{as_read(what, prompt, prompt_ids + response_ids, self._tokenizer)}{self._remark}"
-
-    def batches(self) -> Iterator[Rollouts]:
-        """Yield every pair once, in file order; the last batch may be smaller."""
-        return map(self._record, self._order.once_through())
+        return as_read(what, row[self._section.prompt_key], prompt_ids + response_ids, self._tokenizer)
 
     def _check(self, row: DataRow) -> None:
         self._encode(row)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from megarl.data.table import DataRow, WantedColumns
 from megarl.data.uri import Location
 from megarl.platform.errors import UserError
+from megarl.platform.files import replacing
 from megarl.platform.small_files import Damage, naming, open_file
 
 
@@ -33,12 +34,8 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows, all with the same keys, to a parquet file, completely or not at all; make a missing directory."""
     table = pa.Table.from_pylist(list(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        pq.write_table(table, part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as file:
+        pq.write_table(table, file)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ from typing import Any
 
 from megarl.data.json_lines import JsonTable, holds_json
 from megarl.data.parquet import ParquetTable
-from megarl.data.table import DataRow, RowTable, WantedColumns
+from megarl.data.table import DataRow, WantedColumns
 from megarl.data.uri import locate
 from megarl.platform.errors import UserError
 
+RowTable = JsonTable | ParquetTable
+"""The rows of one file, at least one. An error of a row begins with its `row_name`."""
 MAX_DEPTH = 100
 """Most levels of lists and named values in a value."""
 

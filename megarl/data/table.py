@@ -1,34 +1,13 @@
-"""The rows of one data file, and the columns of it that are read."""
+"""The columns that are read of a data file."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.platform.errors import UserError
 
 DataRow = dict[str, Any]
-
-
-class RowTable(Protocol):
-    """The rows of one file, in memory."""
-
-    @property
-    def name(self) -> str:
-        """The name as the user wrote it."""
-
-    def __len__(self) -> int:
-        """The number of rows, at least 1."""
-
-    def __getitem__(self, number: int) -> DataRow:
-        """Return the wanted columns of a row, counted from 0.
-
-        Raises:
-            UserError: the row cannot be read; the message begins with `row_name`.
-        """
-
-    def row_name(self, number: int) -> str:
-        """Describe the row with this number, counted from 0, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)

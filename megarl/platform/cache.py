@@ -13,12 +13,11 @@ import fcntl
 import hashlib
 import json
 import os
-import queue
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
@@ -171,16 +170,30 @@ def _copy_files(remote: RemoteDirectory, files: Sequence[Described], part: Path,
 
     A plain ETag is the MD5 of a file unless the store encrypts with its own keys. The smallest file shows which.
     """
-    record = _Record(part)
+    record = _recorded(part)
     smallest, *others = sorted(files, key=lambda file: file.size)
     has_sums = _copy_file(remote, smallest, part, report, md5=None) == _sum_of(smallest)
-    record.add(smallest)
+    _note(smallest, part, record)
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        copies = {
+            pool.submit(_copy_file, remote, file, part, report, md5=_sum_of(file) if has_sums else None): file
+            for file in others
+        }
+        try:
+            for copy in as_completed(copies):
+                copy.result()
+                _note(copies[copy], part, record)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
-    def copy(file: Described) -> None:
-        _copy_file(remote, file, part, report, md5=_sum_of(file) if has_sums else None)
-        record.add(file)
 
-    _in_streams(copy, others)
+def _note(file: Described, part: Path, record: dict[str, list[int]]) -> None:
+    """Add a complete file to the record."""
+    written = int(time.time()) - SETTLED_S
+    os.utime(part / file.name, (written, written))
+    record[file.name] = [file.size, written]
+    write_whole(part / RECORD, json.dumps(record).encode())
 
 
 def _sum_of(file: Described) -> str | None:
@@ -209,51 +222,3 @@ def _copy_file(remote: RemoteDirectory, file: Described, part: Path, report: Rep
         if file_error(error):  # of the local disk
             raise
         raise out_of_reach(str(remote), error) from error
-
-
-class _Record:
-    """The record of complete files in a directory; several threads may use it."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._lock = threading.Lock()
-        self._files = _recorded(directory)
-
-    def add(self, file: Described) -> None:
-        """Flush a file to the disk, and note it."""
-        path = self._directory / file.name
-        written = int(time.time()) - SETTLED_S
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.utime(path, (written, written))
-        with self._lock:
-            self._files[file.name] = [file.size, written]
-            write_whole(self._directory / RECORD, json.dumps(self._files).encode())
-
-
-def _in_streams(work: Callable[[Described], None], files: Sequence[Described]) -> None:
-    """Process all files in daemon threads; stop at the first error and raise it."""
-    waiting: queue.SimpleQueue[Described] = queue.SimpleQueue()
-    for file in files:
-        waiting.put(file)
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        while not failures:
-            try:
-                work(waiting.get_nowait())
-            except queue.Empty:
-                return
-            except BaseException as error:
-                failures.append(error)
-
-    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(NUM_STREAMS, len(files)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]

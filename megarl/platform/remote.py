@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ class RemoteDirectory:
             raise out_of_reach(str(self), error) from error
 
     def download(self, name: str, file: Path, report: Callable[[int], None]) -> str:
-        """Copy a remote file to `file`, report the bytes of each part, and return the MD5. Raise all errors."""
+        """Copy a remote file to the disk, report the bytes of each part, and return the MD5. Raise all errors."""
         filesystem, root = self._opened
         digest = hashlib.md5(usedforsecurity=False)
         with filesystem.open_input_stream(f"{root}/{name}") as source, file.open("wb") as target:
@@ -112,6 +113,8 @@ class RemoteDirectory:
                 target.write(chunk)
                 digest.update(chunk)
                 report(len(chunk))
+            target.flush()
+            os.fsync(target.fileno())
         return digest.hexdigest()
 
     @cached_property

@@ -47,9 +47,9 @@ class Supervision:
         )
         longest = "data.max_prompt_length + data.max_response_length"
         pairs = PairStream(section, actor.ptx_files, tokenizer, longest=longest)
-        if pairs.num_pairs < config.num_supervised:
+        if len(pairs) < config.num_supervised:
             raise UserError(
-                f"actor_rollout_ref.actor.ptx_files hold {pairs.num_pairs} pairs, but an optimizer step takes "
+                f"actor_rollout_ref.actor.ptx_files hold {len(pairs)} pairs, but an optimizer step takes "
                 f"{config.num_supervised}: lower actor_rollout_ref.actor.ptx_batch_size or add pairs"
             )
         num_minibatches = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
