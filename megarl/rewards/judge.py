@@ -9,13 +9,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from megarl.platform.files import explained, write_whole
+from megarl.rewards.config import JudgeSection
 from megarl.rewards.http import PassingError, Server, ServerError
 from megarl.sandbox.results import show
 
@@ -33,21 +33,8 @@ class VerdictError(Exception):
     """A response that the judge gave no score, with the reason."""
 
 
-@dataclass(kw_only=True)
-class Judge:
-    """Asks for the verdict on a response. The fields are those of `JudgeSection`."""
-
-    url: str
-    model: str
-    template: str
-    pattern: str
-    lowest: float
-    highest: float
-    api_key_variable: str | None
-    request: Mapping[str, Any]
-    attempt_s: float
-    num_attempts: int
-    cache: str | None
+class Judge(JudgeSection):
+    """Asks for the verdict on a response, as configured."""
 
     async def __call__(self, **arguments: Any) -> float:
         """Return the score of a response. Raises VerdictError if there is none after all attempts."""
@@ -96,7 +83,7 @@ class Judge:
 
     async def _attempt(self, body: Mapping[str, Any]) -> str:
         """Return the text of the reply to one request. Raises what `Server.post` does."""
-        reply = await self._server.post(f"{self.url.rstrip('/')}/chat/completions", body)
+        reply = await self._server.post(f"{(self.url or '').rstrip('/')}/chat/completions", body)
         try:
             choice = reply["choices"][0]
             content = choice["message"]["content"]

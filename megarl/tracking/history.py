@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from getpass import getuser
@@ -30,7 +31,7 @@ class History(NullTracker):
 
     def __init__(self, run_dir: Path, *, resume_step: int | None = None) -> None:
         self._lines = Lines(run_dir / HISTORY_FILE)
-        self._lines.cut(lambda row: resume_step is not None)
+        self._lines.cut(None if resume_step is None else sys.maxsize)
         self._step = resume_step or 0
         path = run_dir / HISTORY_FILE
         rows = read_jsonl(path) if path.exists() else []

@@ -11,7 +11,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from megarl.tracking.lines import Lines, Row, read_lines
+from megarl.tracking.lines import Lines, Row, has_step, read_lines
 from megarl.tracking.names import Ending
 from megarl.tracking.samples import GENERATIONS
 
@@ -32,7 +32,7 @@ class Jsonl:
         self, run_dir: Path, *, resume_step: int | None = None, resume_metrics: Mapping[str, float] | None = None
     ) -> None:
         self._run_dir = run_dir
-        self._resume_step = -1 if resume_step is None else resume_step
+        self._resume_step = resume_step
         self.metrics, steps = self._open(METRICS_FILE)
         self.reached = max(steps, default=-1)
         self.tables = {name: self._open(table_file(name))[0] for name in TABLES}
@@ -56,15 +56,8 @@ class Jsonl:
 
     def _open(self, name: str) -> tuple[Lines, set[int]]:
         """Return a file without its lines of later steps, and the steps of all lines that it had."""
-        lines = Lines(self._run_dir / name, has_step)
-        steps = set[int]()
-
-        def keep(row: Row) -> bool:
-            steps.add(row["step"])
-            return bool(row["step"] <= self._resume_step)
-
-        lines.cut(keep)
-        return lines, steps
+        lines = Lines(self._run_dir / name)
+        return lines, lines.cut(self._resume_step)
 
 
 class Unread:
@@ -103,11 +96,6 @@ def values_of(row: Row) -> dict[str, float]:
     return {k: value for k, value in row.items() if k not in ("step", "time") and isinstance(value, int | float)}
 
 
-def has_step(row: Row) -> bool:
-    """Return whether a JSON object has a step."""
-    return type(row.get("step")) is int  # a boolean is an integer too
-
-
 def read_jsonl(path: str | Path) -> list[Row]:
     """Return the objects of a file that have a step, without damaged lines."""
-    return [row for row, _ in read_lines(Path(path), has_step) if row is not None]
+    return [row for row, _ in read_lines(Path(path)) if row and has_step(row)]

@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,15 @@ MAX_WAITING_BYTES = 64 << 20
 
 
 class Lines:
-    """A file of complete lines, in the order of `append`.
+    """A file of complete lines, each of a step, in the order of `append`. Every other line counts as damaged.
 
     Lines that the disk does not accept wait in memory, up to `MAX_WAITING_BYTES`, and are tried again with the next
     lines. One warning marks the first failure, another the recovery. One thread appends, and others may read.
-
-    Args:
-        path: of the file.
-        is_row: whether a JSON object is a line of this file; every other line counts as damaged.
     """
 
-    def __init__(self, path: Path, is_row: Callable[[Row], bool] = lambda row: True) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.waiting: deque[bytes] = deque()
-        self._is_row = is_row
         self._failing = False
         self._lost = 0
         self._lock = threading.Lock()  # so that no line is both in the file and waiting
@@ -61,10 +56,10 @@ class Lines:
             waiting = list(self.waiting)
         if place > size + sum(map(len, waiting)):
             place = 0  # somebody has cut the file
-        rows = read_lines(self.path, self._is_row, start=place) if place < size else iter(())
+        rows = read_lines(self.path, start=place) if place < size else iter(())
         while place < size and (found := next(rows, None)):
             place += found[1]
-            if found[0] is not None:
+            if found[0] and has_step(found[0]):
                 yield found[0], place
         for line in waiting:
             size += len(line)
@@ -99,12 +94,13 @@ class Lines:
         if self.waiting:
             logger.error("%s lacks the last %d lines", self.path, sum(self._counts()))
 
-    def cut(self, keep: Callable[[Row], bool]) -> None:
-        """Remove every row unless `keep` returns True; it is called once per row, in order.
+    def cut(self, last_step: int | None) -> set[int]:
+        """Remove the rows after `last_step`; None: all rows. Return the steps of all rows that there were.
 
         Damaged lines after the last kept row, as a crash leaves them, are removed. If damaged lines or removed rows
         precede a kept row, the old file is set aside, and the kept rows make a new file.
         """
+        steps = set[int]()
         kept: list[range] = []  # ranges of bytes
         place = num_damaged = 0
         try:
@@ -114,19 +110,22 @@ class Lines:
                 logger.warning(
                     "%s is no regular file: it is set aside as %s, and a new file begins", self.path, aside.name
                 )
-                return
-            for row, num_bytes in read_lines(self.path, self._is_row):
-                if row is None:
+                return steps
+            for row, num_bytes in read_lines(self.path):
+                if row is None or not has_step(row):
                     num_damaged += 1
-                elif keep(row):
-                    begin = kept.pop().start if kept and kept[-1].stop == place else place
-                    kept.append(range(begin, place + num_bytes))
+                else:
+                    steps.add(row["step"])
+                    if last_step is not None and row["step"] <= last_step:
+                        begin = kept.pop().start if kept and kept[-1].stop == place else place
+                        kept.append(range(begin, place + num_bytes))
                 place += num_bytes
             self._leave(kept, num_damaged)
         except FileNotFoundError:
-            return
+            pass
         except OSError as error:
             logger.warning("%s keeps the lines of steps that will run again: %s", self.path, remedy(error))
+        return steps
 
     def _leave(self, kept: list[range], num_damaged: int) -> None:
         """Keep only these ranges of bytes in the file. Raise OSError if the disk does not allow it."""
@@ -153,7 +152,12 @@ class Lines:
         return len(self.waiting), self._lost
 
 
-def read_lines(path: Path, is_row: Callable[[Row], bool], *, start: int = 0) -> Iterator[tuple[Row | None, int]]:
+def has_step(row: Row) -> bool:
+    """Return whether a JSON object has a step."""
+    return type(row.get("step")) is int  # a boolean is an integer too
+
+
+def read_lines(path: Path, *, start: int = 0) -> Iterator[tuple[Row | None, int]]:
     """Yield the object of each line after the first `start` bytes of a file, and the number of bytes of the line.
 
     The object of a damaged line is None.
@@ -165,8 +169,7 @@ def read_lines(path: Path, is_row: Callable[[Row], bool], *, start: int = 0) -> 
     with open_file(path) as file:  # text mode would also split lines at U+2028
         file.seek(start)
         while line := file.readline(MAX_WAITING_BYTES):
-            row = _parse(line)
-            yield row if row is not None and is_row(row) else None, len(line)
+            yield _parse(line), len(line)
 
 
 def _parse(line: bytes) -> Row | None:

@@ -9,8 +9,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megarl.platform.errors import UserError
@@ -93,7 +93,7 @@ class Mlflow:
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
         """Record how the run ended, with its files and the summary; wait until all is sent or a try fails."""
         summary = "".join("  ".join(f"{key}={value}" for key, value in row.items()) + "\n" for row in summary_rows)
-        self._end = partial(self._store.end, int(time.time() * 1000), _STATUS[ending], summary)
+        self._end = int(time.time() * 1000), _STATUS[ending], summary
         self._closing.set()
         self._changed.set()
         self._thread.join(CLOSE_S)
@@ -134,15 +134,19 @@ class Mlflow:
         for rows in self._unread.metrics():
             # MLflow should list the headlines of training first, too, and they come only with the first step
             waits = not is_last and rows[-1]["step"] == 0
-            self._try(partial(self._store.log_metrics, rows, only_headlines=waits))
+            with self._sending():
+                self._store.log_metrics(rows, only_headlines=waits)
             if waits:
                 break
         for name, rows in self._unread.tables():
-            self._try(partial(self._send_table, name, rows))
+            with self._sending():
+                self._send_table(name, rows)
         if is_last:
             for file in KEPT:
-                self._try(partial(self._store.log_file, self._run_dir / file))
-            self._try(self._end)
+                with self._sending():
+                    self._store.log_file(self._run_dir / file)
+            with self._sending():
+                self._store.end(*self._end)
 
     def _send_table(self, name: str, rows: Sequence[Row]) -> None:
         self._store.log_table(name, rows)
@@ -153,12 +157,13 @@ class Mlflow:
             if first < step and (changes := pairs(self._first_samples, rows)):
                 self._store.log_table(BEFORE_AND_NOW, [{"step": step} | pair.cells() for pair in changes])
 
-    def _try(self, request: Callable[[], None]) -> None:
-        """Send a record, or report that the store refuses it. Any other failure is raised."""
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        """Report that the store refuses what the block sends. Any other failure is raised."""
         from megarl.tracking.mlflow_store import FAILURES, is_refused
 
         try:
-            request()
+            yield
         except Exception as error:
             self._store.forget()
             if not (isinstance(error, FAILURES) and is_refused(error)):

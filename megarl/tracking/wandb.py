@@ -93,10 +93,11 @@ class Wandb:
             return uuid.uuid4().hex[:8], -1
         path = self._run_dir / UNFINISHED_FILE
         finished = -1 if path.exists() else run.first_step - 1  # a directory without the file is new to the run
-        for row, _ in read_lines(path, lambda row: "kind" in row) if path.exists() else ():
-            if row and row["kind"] == "finished":
+        for row, _ in read_lines(path) if path.exists() else ():
+            kind = row and row.get("kind")
+            if row and kind == "finished":
                 finished = row["step"]
-            elif row and row["kind"] == "part":
+            elif row and kind == "part":
                 shutil.rmtree(self._run_dir / "wandb" / Path(row["directory"]).name, ignore_errors=True)
         if not run.same_curve and max(finished, reached) > run.resume_step:
             logger.warning(

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from megarl.commands.cli.kinds import Amount, EngineMilliseconds, LinkMicroseconds, MeanLengths
+from megarl.commands.cli.kinds import amount, engine_milliseconds, link_microseconds, mean_lengths
 from megarl.commands.plan import main
 from tests.support.hollow import write_hollow
 
@@ -151,30 +151,29 @@ def test_damaged_weights_are_a_fault_too(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_amounts_have_units() -> None:
-    amount = Amount()
-    assert amount.convert("80GB", None, None) == 80 * 10**9
-    assert amount.convert("79.5 GiB", None, None) == int(79.5 * 2**30)
-    assert amount.convert("45GB/s", None, None) == 45 * 10**9
+    assert amount("80GB") == 80 * 10**9
+    assert amount("79.5 GiB") == int(79.5 * 2**30)
+    assert amount("45GB/s") == 45 * 10**9
     with pytest.raises(click.BadParameter, match="units"):
-        amount.convert("80", None, None)
+        amount("80")
 
 
 @pytest.mark.parametrize("faulty", ["256", "0,5", "a,b", "1,2,3,4"])
 def test_lengths_are_two_or_three_numbers(faulty: str) -> None:
-    assert MeanLengths().convert("256,1024,4096", None, None) == (256, 1024, 4096)
+    assert mean_lengths("256,1024,4096") == (256, 1024, 4096)
     with pytest.raises(click.BadParameter, match=f"'{faulty}' is not PROMPT,RESPONSE"):
-        MeanLengths().convert(faulty, None, None)
+        mean_lengths(faulty)
 
 
 @pytest.mark.parametrize("faulty", ["9", "9,0.2", "a,b,c", "9,-1,0"])
 def test_engine_step_cost_is_three_numbers(faulty: str) -> None:
-    assert EngineMilliseconds().convert("9,0.25,0.5", None, None) == (9.0, 0.25, 0.5)
+    assert engine_milliseconds("9,0.25,0.5") == (9.0, 0.25, 0.5)
     with pytest.raises(click.BadParameter, match=f"'{faulty}' is not STEP,LAYER,SAMPLE"):
-        EngineMilliseconds().convert(faulty, None, None)
+        engine_milliseconds(faulty)
 
 
 @pytest.mark.parametrize("faulty", ["2", "2,15,3", "a,b", "-2,15"])
 def test_latency_of_links_is_two_numbers(faulty: str) -> None:
-    assert LinkMicroseconds().convert("2,15.5", None, None) == (2.0, 15.5)
+    assert link_microseconds("2,15.5") == (2.0, 15.5)
     with pytest.raises(click.BadParameter, match=f"'{faulty}' is not INSIDE,BETWEEN"):
-        LinkMicroseconds().convert(faulty, None, None)
+        link_microseconds(faulty)

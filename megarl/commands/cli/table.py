@@ -8,13 +8,13 @@ import click
 from megarl.commands.cli import completion
 from megarl.commands.cli.command import CONTEXT, Command, Commands, Relay
 from megarl.commands.cli.kinds import (
-    Amount,
-    Checkpoint,
-    EngineMilliseconds,
-    LinkMicroseconds,
-    MeanLengths,
-    PeakTflops,
     RunDirectory,
+    amount,
+    checkpoint,
+    engine_milliseconds,
+    link_microseconds,
+    mean_lengths,
+    peak_tflops,
 )
 from megarl.platform.log import LEVELS, set_level
 
@@ -120,7 +120,7 @@ EVALUATE = Command(
 )
 EXPORT = Command(
     "export",
-    click.Argument(["checkpoint"], type=Checkpoint()),
+    click.Argument(["checkpoint"], type=checkpoint),
     click.Argument(["out"], type=PATH),
     BEST,
     click.Option(["--trust-remote-code"], is_flag=True, help="Let a tokenizer's own Python code run."),
@@ -137,11 +137,11 @@ PLAN = Command(
     "plan",
     configuration("train"),
     click.Option(
-        ["--gpu-memory"], type=Amount(), default="80GB", show_default=True, metavar="AMOUNT", help="Memory of a device."
+        ["--gpu-memory"], type=amount, default="80GB", show_default=True, metavar="AMOUNT", help="Memory of a device."
     ),
     click.Option(
         ["--host-memory"],
-        type=Amount(),
+        type=amount,
         metavar="AMOUNT",
         help="Host memory of a node  [default: this machine's, if the run has one node that fits this machine]",
     ),
@@ -152,7 +152,7 @@ PLAN = Command(
     ),
     click.Option(
         ["--intra-node-bandwidth"],
-        type=Amount(),
+        type=amount,
         default="400GB/s",
         show_default=True,
         metavar="AMOUNT",
@@ -160,7 +160,7 @@ PLAN = Command(
     ),
     click.Option(
         ["--inter-node-bandwidth"],
-        type=Amount(),
+        type=amount,
         default="45GB/s",
         show_default=True,
         metavar="AMOUNT",
@@ -174,7 +174,7 @@ PLAN = Command(
     ),
     click.Option(
         ["--latency-us"],
-        type=LinkMicroseconds(),
+        type=link_microseconds,
         default="2,15",
         show_default=True,
         metavar="INSIDE,BETWEEN",
@@ -182,13 +182,13 @@ PLAN = Command(
     ),
     click.Option(
         ["--lengths"],
-        type=MeanLengths(),
+        type=mean_lengths,
         metavar="PROMPT,RESPONSE[,LONGEST]",
         help="Mean tokens, and those of the longest response, for the time  [default: the most]",
     ),
     click.Option(
         ["--peak-tflops"],
-        type=PeakTflops(),
+        type=peak_tflops,
         default="989.4",
         show_default="an H100's, 989.4",
         metavar="TFLOPS[,WIDTH:TFLOPS...]",
@@ -197,7 +197,7 @@ PLAN = Command(
     ),
     click.Option(
         ["--memory-bandwidth"],
-        type=Amount(),
+        type=amount,
         default="3.35TB/s",
         show_default="an H100's, 3.35TB/s",
         metavar="AMOUNT",
@@ -205,7 +205,7 @@ PLAN = Command(
     ),
     click.Option(
         ["--engine-ms"],
-        type=EngineMilliseconds(),
+        type=engine_milliseconds,
         default="0,0,0",
         show_default=True,
         metavar="STEP,LAYER,SAMPLE",
