@@ -14,8 +14,8 @@ import yaml
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.platform.errors import UserError
 from megarl.tracking.history import HISTORY_FILE
-from megarl.tracking.jsonl import METRICS_FILE, has_step, read_jsonl, table_file
-from megarl.tracking.lines import Row, read_lines
+from megarl.tracking.jsonl import METRICS_FILE, read_jsonl, table_file
+from megarl.tracking.lines import Row, has_step, read_lines
 from megarl.tracking.samples import GENERATIONS, is_sample
 
 Points = list[tuple[int, float]]
@@ -91,9 +91,9 @@ class RunReader:
         """Yield the rows of a file that are new. A line that is being written is read the next time."""
         place = self._places[name]
         try:
-            for row, num_bytes in read_lines(self._directory / name, has_step, start=place):
+            for row, num_bytes in read_lines(self._directory / name, start=place):
                 place += num_bytes
-                if row is not None:
+                if row and has_step(row):
                     self._places[name] = place
                     yield row
         except (OSError, ValueError):
