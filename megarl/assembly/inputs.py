@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.checkpoint.manifest import checksum
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, SupervisedConfig
 from megarl.data.template import is_template
 from megarl.models.config import CheckpointSection
@@ -31,7 +32,6 @@ TEXTS = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")
 """Suffixes of the files of a model that are read completely."""
 WEIGHTS = ".safetensors"
 MARKERS = ("config.json", "tokenizer.json", "tokenizer_config.json")
-CHUNK_BYTES = 1 << 22
 NUM_BLOCKS = 64
 BLOCK_BYTES = 1 << 16
 
@@ -87,21 +87,15 @@ def _describe_model(key: str, section: CheckpointSection, *, is_frozen: bool) ->
             described = remote.describe(sorted(name for name in remote.sizes if name.endswith(suffixes)))
             return {redact(f"{remote}/{file.name}"): f"{file.size} bytes, {file.mark}" for file in described}
         if place and not place.exists():
-            place = _in_cache(section.path)
+            place = downloaded(section.path, MARKERS)
+            if place is None:
+                raise UserError("it is neither here nor in the cache of the hub")
     except (UserError, OSError) as error:
         return _unknown(key, section.path, error)
     if place is None or place.is_file():
         return _describe(key, section.path)
     files = [path for path in sorted(place.iterdir()) if path.is_file() and path.name.endswith(suffixes)]
     return {redact(f"{section.path}/{path.name}"): _local(path) for path in files}
-
-
-def _in_cache(name: str) -> Path:
-    """Return the files of a Hugging Face id on this machine. Raises UserError if there are none."""
-    place = downloaded(name, MARKERS)
-    if place:
-        return place
-    raise UserError("it is neither here nor in the cache of the hub")
 
 
 def _describe(key: str, name: str) -> dict[str, str]:
@@ -132,21 +126,19 @@ def _rows(path: Path) -> str:
 
 def _local(path: Path) -> str:
     facts = path.stat()
-    checksum = _checksum(path, facts.st_size, facts.st_mtime_ns, in_blocks=path.suffix == WEIGHTS)
-    return f"{facts.st_size} bytes, CRC-32 {checksum:08x}"
+    found = _checksum(path, facts.st_size, facts.st_mtime_ns, in_blocks=path.suffix == WEIGHTS)
+    return f"{facts.st_size} bytes, CRC-32 {found:08x}"
 
 
 @cache
 def _checksum(path: Path, size: int, modified_ns: int, *, in_blocks: bool) -> int:
     """Return the CRC-32 of a file, or of NUM_BLOCKS blocks of it; `modified_ns` tells whether a known one is valid."""
     del modified_ns
-    value = 0
     with path.open("rb") as file:
-        if in_blocks and size > NUM_BLOCKS * BLOCK_BYTES:
-            for number in range(NUM_BLOCKS):
-                file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
-                value = zlib.crc32(file.read(BLOCK_BYTES), value)
-            return value
-        while chunk := file.read(CHUNK_BYTES):
-            value = zlib.crc32(chunk, value)
-    return value
+        if not in_blocks or size <= NUM_BLOCKS * BLOCK_BYTES:
+            return checksum(file)
+        value = 0
+        for number in range(NUM_BLOCKS):
+            file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+            value = zlib.crc32(file.read(BLOCK_BYTES), value)
+        return value

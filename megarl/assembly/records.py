@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megarl.assembly.inputs import inputs_of
 from megarl.assembly.next_steps import next_steps
-from megarl.assembly.resume import ResumePoint, checkpoint_texts, mirror_of, nothing_left
+from megarl.assembly.resume import ResumePoint, checkpoint_texts, mirror_of
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.checkpoint.failures import warn_of_space
 from megarl.checkpoint.store import CheckpointStore
@@ -108,12 +108,14 @@ def run_tracker(
     Collective; the first rank tracks.
     """
     trainer = config.trainer
-    on_first_rank(lambda: write_whole(Path(trainer.default_local_dir) / CONFIG_FILE, to_yaml(config).encode()))
+    run_dir = Path(trainer.default_local_dir)
+    on_first_rank(lambda: write_whole(run_dir / CONFIG_FILE, to_yaml(config).encode()))
+    code = custom_code(config)
     run = TrackedRun(
-        run_dir=Path(trainer.default_local_dir),
+        run_dir=run_dir,
         project=trainer.project_name,
         experiment=trainer.experiment_name,
-        params=to_dict(config) | ({"code": code} if (code := custom_code(config)) else {}),
+        params=to_dict(config) | ({"code": code} if code else {}),
         resume_step=resume_point.state.step if resume_point.is_resumed else None,
         resume_metrics=resume_point.state.metrics,
         same_curve=resume_point.same_curve,
@@ -148,7 +150,13 @@ def finish_records(
 ) -> None:
     """Report that no steps are left. Record the last step and complete the mirror if the run died before that."""
     if launch.rank == 0:
-        logger.info(nothing_left(Path(config.trainer.default_local_dir), resume_point.state.step, last_step))
+        logger.info(
+            "nothing left to do: %s is at step %d of %d; raise trainer.total_training_steps or trainer.total_epochs to "
+            "continue",
+            Path(config.trainer.default_local_dir),
+            resume_point.state.step,
+            last_step,
+        )
     run_tracker(config, launch, resume_point, last_step=last_step).close()
     if resume_point.checkpoint and (mirror := mirror_of(config.trainer)):
         mirror.remember(resume_point.checkpoint, best=resume_point.state.best_step)

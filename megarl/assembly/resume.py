@@ -36,7 +36,6 @@ from megarl.learner.learner import Learner
 from megarl.mark import Effect
 from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
-from megarl.platform.uri import WAITS_S, persist
 from megarl.platform.versions import installed_versions
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.run_id import known_run_ids
@@ -78,12 +77,10 @@ class ResumePoint:
         )
         if dist.get_rank() == 0:
             _show(checkpoint, found, other_versions)
-            is_renamed = {difference.key for difference in found} & {*RUN_NAMES}
-            for name in (
-                saved_ids.keys() - own_ids.keys() if continues and not is_renamed else ()
-            ):  # as after a lost disk
-                run_dir.mkdir(parents=True, exist_ok=True)
-                write_whole(run_dir / name, saved_ids[name].encode())
+            if continues and not any(difference.key in RUN_NAMES for difference in found):
+                for name in saved_ids.keys() - own_ids.keys():  # as after a lost disk
+                    run_dir.mkdir(parents=True, exist_ok=True)
+                    write_whole(run_dir / name, saved_ids[name].encode())
         same_curve = not is_foreign and all(difference.change.effect is not Effect.CURVE for difference in found)
         state = contents.state
         if any(difference.makes_scores_incomparable for difference in found):
@@ -137,7 +134,7 @@ def _is_kept(step: int | None, trainer: TrainerSection) -> bool:
     if trainer.default_hdfs_dir is None:
         return False
     try:
-        return step in persist(Remote(trainer.default_hdfs_dir).complete_steps, WAITS_S)
+        return step in Remote(trainer.default_hdfs_dir).complete_steps()
     except Exception:  # each file system has errors of its own; the mirror itself warns when it cannot be reached
         return True
 
@@ -274,11 +271,3 @@ def _cut(value: Any) -> str:
     text = str(value)
     half = (MAX_SHOWN - 3) // 2
     return text if len(text) <= MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
-
-
-def nothing_left(run_dir: Path, step: int, last_step: int) -> str:
-    """Return the message of a run that has no steps left."""
-    return (
-        f"nothing left to do: {run_dir} is at step {step} of {last_step}; raise trainer.total_training_steps or "
-        "trainer.total_epochs to continue"
-    )

@@ -1,7 +1,7 @@
 """The model card of an exported model: its origin, its training, its scores, and the lines that load it."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def _files(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"data.{key}", ", ".join(f"`{file}`" for file in ([value] if isinstance(value, str) else value))
 
 
-def _table(heading: str, titles: Sequence[str], rows: Any) -> str:
+def _table(heading: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table of Markdown below its heading; '' if it has no row."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     rule = f"|{'---|' * len(titles)}"

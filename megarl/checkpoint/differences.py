@@ -44,9 +44,12 @@ def config_differences(
     """
     found = []
     for key, change in changes.items():
-        old = _find(was, key)
-        new = _find(now, key)
-        if old != new and _ABSENT not in (old, new):
+        try:
+            old = value_at(was, key)
+            new = value_at(now, key)
+        except KeyError:
+            continue
+        if old != new:
             follows = key in _LENGTHS and (_rates_follow_the_length(was) or _rates_follow_the_length(now))
             found.append(ConfigDifference(key=key, was=old, now=new, change=_FOLLOWS if follows else change))
     order = list(Effect)
@@ -111,13 +114,14 @@ def size_differences(
     return faults
 
 
-_ABSENT = object()
-
-
-def _find(tree: Any, key: str) -> Any:
+def value_at(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key in a nested configuration. Raises KeyError."""
+    node: Any = config
     for part in key.split("."):
-        tree = tree.get(part, _ABSENT) if isinstance(tree, Mapping) else _ABSENT
-    return tree
+        if not isinstance(node, Mapping):
+            raise KeyError(key)
+        node = node[part]
+    return node
 
 
 def _rates_follow_the_length(tree: Any) -> bool:

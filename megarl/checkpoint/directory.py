@@ -8,7 +8,7 @@ RUN_DIR/global_step_40/                     complete
 
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -49,6 +49,13 @@ def step_in(directory: Path, checkpoint: Path) -> int | None:
     return next(
         (step for step in saved_steps(directory) if (directory / f"{STEP_PREFIX}{step}").resolve() == place), None
     )
+
+
+def make_empty(part: Path, names: Iterable[str]) -> None:
+    """Make the directory of an unfinished checkpoint afresh, with the directories `names` in it."""
+    shutil.rmtree(part, ignore_errors=True)
+    for name in names:
+        (part / name).mkdir(parents=True, exist_ok=True)
 
 
 def publish(part: Path, final: Path) -> None:

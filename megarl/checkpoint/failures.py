@@ -26,20 +26,21 @@ SMALL_BYTES = 1 << 20  # of a rank's files besides the models
 class Failures:
     """Counts the failed saves of one run."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._count = 0
         self._last: WriteError | None = None  # of the most recent save
 
     @contextmanager
-    def tolerated(self, directory: Path) -> Iterator[None]:
-        """Report a save inside the block that fails, and remove what it left in `directory`."""
+    def tolerated(self) -> Iterator[None]:
+        """Report a save inside the block that fails, and remove what it left in the run's directory."""
         try:
             yield
         except WriteError as error:
             self._count += 1
             self._last = error
             if dist.get_rank() == 0:
-                for part in directory.glob(f".{STEP_PREFIX}*.part"):
+                for part in self._directory.glob(f".{STEP_PREFIX}*.part"):
                     shutil.rmtree(part, ignore_errors=True)
                 logger.warning("a save failed; training continues, and the next save tries again: %s", error)
 

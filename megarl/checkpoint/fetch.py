@@ -1,7 +1,5 @@
 """Copies a remote checkpoint into the run's directory: completely or not at all, by all ranks together."""
 
-import shutil
-from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -9,17 +7,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint.contents import find_damage
-from megarl.checkpoint.directory import MANIFEST_FILE, STEP_PREFIX, publish, step_of_name
-from megarl.checkpoint.manifest import Seal, parse_manifest
+from megarl.checkpoint.directory import MANIFEST_FILE, STEP_PREFIX, make_empty, publish, step_of_name
+from megarl.checkpoint.manifest import parse_manifest
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.platform.errors import UserError
 from megarl.platform.small_files import read_bytes
-from megarl.platform.uri import WAITS_S, persist
 
 
-def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) -> Path:
+def fetch(remote: Remote, directory: Path) -> Path:
     """Copy the checkpoint at `remote`, whose name is global_step_N, into `directory`; return the copy. Collective.
 
     A copy that `directory` already has is used as it is.
@@ -27,9 +24,9 @@ def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) 
     Raises:
         UserError: there is no checkpoint, the copy does not match its manifest, or `directory` has another intact
             checkpoint of the same name.
-        Exception: the error of the file system, after one try more than there are `waits`.
+        Exception: the error of the file system.
     """
-    manifest = on_first_rank(lambda: persist(lambda: remote.read(MANIFEST_FILE), waits))
+    manifest = on_first_rank(lambda: remote.read(MANIFEST_FILE))
     name = str(remote).rpartition("/")[2]
     if manifest is None or step_of_name(name) is None:
         raise UserError(
@@ -42,26 +39,16 @@ def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) 
             return final
         raise UserError(f"{final} is intact, but differs from {remote}: move it away")
     files = parse_manifest(manifest, remote)
-    on_first_rank(lambda: _make_empty(part, files))
+    on_first_rank(lambda: make_empty(part, {str(Path(file).parent) for file in files}))
     size = dist.get_world_size()
     shares = [share_of(files, rank, size) for rank in range(size)]
     for turn in zip_longest(*shares):  # all ranks take the same turns, so that the watchdog sees progress on all
         watchdog.note(phase="fetch")
-        together(partial(_fetch, remote, part, turn[dist.get_rank()], waits))
+        mine = turn[dist.get_rank()]
+        together(partial(remote.get, mine[0], part / mine[0]) if mine else lambda: None)
     on_first_rank(lambda: (part / MANIFEST_FILE).write_bytes(manifest))
     damage = find_damage(part)
     if damage:
         raise UserError(f"{remote} arrived damaged: {damage}")
     on_first_rank(lambda: publish(part, final))
     return final
-
-
-def _make_empty(part: Path, files: Collection[str]) -> None:
-    shutil.rmtree(part, ignore_errors=True)
-    for parent in {(part / file).parent for file in (*files, MANIFEST_FILE)}:
-        parent.mkdir(parents=True, exist_ok=True)
-
-
-def _fetch(remote: Remote, part: Path, what: tuple[str, Seal] | None, waits: Sequence[float]) -> None:
-    if what:
-        persist(lambda: remote.get(what[0], part / what[0]), waits)

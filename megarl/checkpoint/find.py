@@ -9,13 +9,21 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint.contents import find_damage
-from megarl.checkpoint.directory import LATEST_FILE, STATE_FILE, STEP_PREFIX, latest_step, name_latest, saved_steps
+from megarl.checkpoint.directory import (
+    LATEST_FILE,
+    STATE_FILE,
+    STEP_PREFIX,
+    latest_step,
+    name_latest,
+    saved_steps,
+    step_of_name,
+)
 from megarl.checkpoint.fetch import fetch
 from megarl.checkpoint.remote import Remote
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import on_first_rank
 from megarl.platform.errors import UserError
-from megarl.platform.uri import WAITS_S, persist
+from megarl.platform.uri import is_uri
 from megarl.tracking.jsonl import METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -23,9 +31,7 @@ logger = logging.getLogger(__name__)
 AFRESH = "start afresh with trainer.resume_mode=disable"
 
 
-def find_checkpoint(
-    directory: Path, *, mode: str, path: str | None, mirror: str | None = None, waits: Sequence[float] = WAITS_S
-) -> Path | None:
+def find_checkpoint(directory: Path, *, mode: str, path: str | None, mirror: str | None = None) -> Path | None:
     """Return the checkpoint to resume from, None to start afresh. Collective: every file of it is checked.
 
     A checkpoint at a URI, or of the `mirror` if it is newer than every intact local one, is copied into `directory`.
@@ -35,7 +41,6 @@ def find_checkpoint(
         mode: `trainer.resume_mode`.
         path: the checkpoint of mode resume_path, a directory or a URI.
         mirror: URI or directory with copies of the run's checkpoints; None: there are none.
-        waits: seconds between tries to reach the mirror or the URI.
 
     Raises:
         UserError: the ranks do not see the same steps; the checkpoint of mode resume_path is missing or damaged; the
@@ -43,11 +48,11 @@ def find_checkpoint(
             unreachable.
     """
     if mode == "resume_path":
-        return _named(str(path), directory, waits)
+        return _named(str(path), directory)
     if mode == "disable":
         return None
     local = last_intact(directory)
-    newer = _newer(Remote(mirror), directory, _step_of(local) if local else None, waits) if mirror else None
+    newer = _newer(Remote(mirror), directory, step_of_name(local.name) if local else None) if mirror else None
     if not (newer or local) and (lost := on_first_rank(lambda: _lost(directory))):
         raise UserError(f"{lost}: restore it, name another by trainer.resume_mode=resume_path, or {AFRESH}")
     return newer or local
@@ -117,10 +122,10 @@ def _lost(directory: Path) -> str | None:
     return None
 
 
-def _named(path: str, directory: Path, waits: Sequence[float]) -> Path:
-    if "://" in path:
+def _named(path: str, directory: Path) -> Path:
+    if is_uri(path):
         try:
-            return fetch(Remote(path), directory, waits=waits)
+            return fetch(Remote(path), directory)
         except Exception as error:  # each file system has errors of its own
             raise UserError(f"trainer.resume_from_path: {error}") from error
     checkpoint = Path(path)
@@ -132,14 +137,14 @@ def _named(path: str, directory: Path, waits: Sequence[float]) -> Path:
     return checkpoint
 
 
-def _newer(mirror: Remote, directory: Path, than: int | None, waits: Sequence[float]) -> Path | None:
+def _newer(mirror: Remote, directory: Path, than: int | None) -> Path | None:
     """Copy the last intact checkpoint of the mirror if it is newer than step `than`; return the copy.
 
     Raises:
         UserError: there is no local checkpoint (`than` is None), and the mirror or its checkpoints cannot be read.
     """
     try:
-        steps = on_first_rank(lambda: persist(mirror.resumable_steps, waits))
+        steps = on_first_rank(mirror.resumable_steps)
     except Exception as error:  # each file system has errors of its own
         problem = str(error)
     else:
@@ -147,12 +152,12 @@ def _newer(mirror: Remote, directory: Path, than: int | None, waits: Sequence[fl
         wanted = [step for step in steps if than is None or step > than]
         for step in reversed(wanted):
             try:
-                fetched = fetch(mirror.checkpoint(step), directory, waits=waits)
+                fetched = fetch(mirror.checkpoint(step), directory)
             except Exception as error:
                 problem = str(error)
                 _warn(f"{STEP_PREFIX}{step} of the mirror is skipped: {problem}")
             else:
-                on_first_rank(partial(_take_over, mirror, directory, step, waits))
+                on_first_rank(partial(_take_over, mirror, directory, step))
                 return fetched
     if problem and than is None:
         raise UserError(
@@ -164,21 +169,17 @@ def _newer(mirror: Remote, directory: Path, than: int | None, waits: Sequence[fl
     return None
 
 
-def _take_over(mirror: Remote, directory: Path, step: int, waits: Sequence[float]) -> None:
+def _take_over(mirror: Remote, directory: Path, step: int) -> None:
     """Make the run resume from a checkpoint of the mirror, with the metrics that were logged before it."""
     part = directory / f".{METRICS_FILE}.part"
     try:
-        if persist(lambda: mirror.has(METRICS_FILE), waits):
-            persist(lambda: mirror.get(METRICS_FILE, part), waits)
+        if mirror.has(METRICS_FILE):
+            mirror.get(METRICS_FILE, part)
             part.replace(directory / METRICS_FILE)
     except Exception as error:
         part.unlink(missing_ok=True)
         _warn(f"{mirror}/{METRICS_FILE} cannot be fetched, so the metrics of earlier steps are missing: {error}")
     name_latest(directory, step)
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(STEP_PREFIX))
 
 
 def _warn(message: str) -> None:

@@ -95,24 +95,24 @@ def _seal(path: Path) -> Seal:
     """Flush a file to the disk; return its size and checksum."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        return path.stat().st_size, _checksum(file)
+        return path.stat().st_size, checksum(file)
 
 
-def _compare(path: Path, size: int, checksum: int) -> str | None:
+def _compare(path: Path, size: int, expected: int) -> str | None:
     """Describe how a file differs from its seal; None if it matches."""
     try:
         with naming(path), open_file(path) as file:
             found = os.fstat(file.fileno()).st_size
             if found != size:
                 return f"{path} has {found} bytes instead of {size}"
-            if _checksum(file) != checksum:
+            if checksum(file) != expected:
                 return f"{path} has another content than when it was written"
     except Damage as damage:
         return str(damage)
     return None
 
 
-def _checksum(file: BinaryIO) -> int:
+def checksum(file: BinaryIO) -> int:
     """Return the CRC-32 of the rest of an open file."""
     value = 0
     while chunk := file.read(CHUNK_BYTES):

@@ -18,7 +18,6 @@ from megarl.checkpoint.remote import Remote
 from megarl.checkpoint.upload import Uploader, UploadResult
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
-from megarl.platform.uri import WAITS_S
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +29,10 @@ STALLED_S = 600.0
 class Mirror:
     """Uploads the checkpoints of `directory`, which all ranks share. Public methods are collective."""
 
-    def __init__(
-        self,
-        remote: Remote,
-        directory: Path,
-        *,
-        keep: int | None,
-        waits: Sequence[float] = WAITS_S,
-        stalled_s: float = STALLED_S,
-    ) -> None:
+    def __init__(self, remote: Remote, directory: Path, *, keep: int | None) -> None:
         self._remote = remote
         self._directory = directory
-        self._stalled_s = stalled_s
-        self._uploader = Uploader(remote, directory, keep=keep, waits=waits)
+        self._uploader = Uploader(remote, directory, keep=keep)
         self._background = Background()
         self.uploading: int | None = None  # the step that is being uploaded
         self._pending: list[int] = []  # steps that the mirror lacks; the same on all ranks, like all that follow
@@ -87,7 +77,7 @@ class Mirror:
             if progress != before:
                 before = progress
                 since = now[0][2]
-            elif now[0][2] - since > self._stalled_s:
+            elif now[0][2] - since > STALLED_S:
                 break
         if self._pending and dist.get_rank() == 0:
             names = ", ".join(f"{STEP_PREFIX}{step}" for step in sorted(self._pending))

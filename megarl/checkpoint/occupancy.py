@@ -16,13 +16,12 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import torch.distributed as dist
 
 from megarl.checkpoint.directory import STEP_PREFIX
-from megarl.distributed.exchange import on_first_rank, together
+from megarl.distributed.exchange import on_each_rank, on_first_rank, together
 from megarl.platform.errors import UserError
 from megarl.platform.files import remedy
 
@@ -36,22 +35,16 @@ VISIBLE_S = 10.0
 _ROUND_S = 0.1
 
 
-def occupy(directory: Path, *, patience_s: float = PATIENCE_S) -> AbstractContextManager[Any]:
+def occupy(directory: Path) -> AbstractContextManager[object]:
     """Lock `directory` for this job until the block ends, and tidy it up; make it if it is missing. Collective.
 
     Raises:
         UserError: another job has the directory, named with its host and process; or some ranks see another directory
             of this name than rank 0, as on a local disk of their host.
     """
-    held: list[TextIOWrapper] = []
-
-    def enter() -> None:
-        if dist.get_rank() == 0 and (lock := _enter(directory, patience_s)):
-            held.append(lock)
-
-    together(enter)
+    lock = on_each_rank(lambda: _enter(directory) if dist.get_rank() == 0 else None)
     _require_shared(directory)
-    return held[0] if held else nullcontext()
+    return lock or nullcontext()
 
 
 def _require_shared(directory: Path) -> None:
@@ -79,13 +72,13 @@ def _appears(path: Path) -> bool:
     return is_there
 
 
-def _enter(directory: Path, patience_s: float) -> TextIOWrapper | None:
+def _enter(directory: Path) -> TextIOWrapper | None:
     """Return the open file that holds the lock; None if the file system cannot lock."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     lock = path.open("a+", encoding="utf-8")
     try:
-        is_ours = _lock(lock, patience_s)
+        is_ours = _lock(lock)
     except OSError as error:
         logger.warning("%s cannot be locked (%s): another job could use its directory at the same time", path, error)
         lock.close()
@@ -107,9 +100,9 @@ def _holder(path: Path) -> str:
     return path.read_text(encoding="utf-8") or "an unknown process"
 
 
-def _lock(file: TextIOWrapper, patience_s: float) -> bool:
-    """Return whether the file was locked within `patience_s` seconds. OSError if the file system has no locks."""
-    until = time.monotonic() + patience_s
+def _lock(file: TextIOWrapper) -> bool:
+    """Return whether the file was locked within `PATIENCE_S` seconds. OSError if the file system has no locks."""
+    until = time.monotonic() + PATIENCE_S
     has_reported = False
     while True:
         try:
@@ -120,7 +113,7 @@ def _lock(file: TextIOWrapper, patience_s: float) -> bool:
             if not has_reported:
                 holder = _holder(Path(file.name))
                 place = Path(file.name).parent
-                logger.warning("%s is in use: waiting up to %g s for %s", place, patience_s, holder)
+                logger.warning("%s is in use: waiting up to %g s for %s", place, PATIENCE_S, holder)
                 has_reported = True
             time.sleep(_ROUND_S)
         else:

@@ -1,16 +1,17 @@
 """A directory at any URI that pyarrow or fsspec opens, with the few operations that checkpoints need.
 
 The file system only has to write complete files, list and delete: object stores have no rename. A file that exists may
-be half written; a checkpoint is complete if it has its manifest, which is written last.
+be half written; a checkpoint is complete if it has its manifest, which is written last. An operation that fails is
+tried again.
 """
 
 import os
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from pyarrow.fs import FileSelector, FileType
 
@@ -19,18 +20,31 @@ from megarl.checkpoint.manifest import Seal
 from megarl.platform.errors import UserError
 from megarl.platform.secrets import redact
 from megarl.platform.small_files import MAX_BYTES, Damage
-from megarl.platform.uri import open_filesystem, split_options
+from megarl.platform.uri import WAITS_S, open_filesystem, persist, split_options
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 WITHOUT_DIRECTORIES = ("abfs", "gcs", "s3")
 """File systems that write files without directories, and may forbid to make one."""
 CHUNK_BYTES = 1 << 23
 
 
+def retried(operation: Callable[P, T]) -> Callable[P, T]:
+    """Try an operation that fails again, as `persist` does after `WAITS_S`."""
+
+    @wraps(operation)
+    def retry(*args: P.args, **kwargs: P.kwargs) -> T:
+        return persist(partial(operation, *args, **kwargs), WAITS_S)
+
+    return retry
+
+
 @dataclass(frozen=True)
 class Remote:
     """The directory `name`, opened at its first use. All other names are relative to it.
 
-    Errors of the file system are raised as they are.
+    The last attempt's error of the file system is raised as it is.
     """
 
     name: str  # URI
@@ -48,6 +62,7 @@ class Remote:
         filesystem, path = open_filesystem(self.name)
         return filesystem, path.rstrip("/")
 
+    @retried
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file, None if it is missing. Raises Damage if it is not small."""
         filesystem, root = self._opened
@@ -60,11 +75,13 @@ class Remote:
             raise Damage.in_content(f"{self}/{name}", f"it has more than {MAX_BYTES} bytes")
         return content
 
+    @retried
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
         with self._open_to_write(name) as file:
             file.write(content)
 
+    @retried
     def put(self, file: Path, name: str, seal: Seal, count: Callable[[int], None]) -> None:
         """Upload a file, reporting the bytes of each part to `count`.
 
@@ -86,6 +103,7 @@ class Remote:
         if uploaded != size:
             raise OSError(f"{self}/{name} has {uploaded} bytes instead of {size}")
 
+    @retried
     def get(self, name: str, file: Path) -> None:
         """Download a file, and flush it to the disk."""
         filesystem, root = self._opened
@@ -95,16 +113,15 @@ class Remote:
             target.flush()
             os.fsync(target.fileno())
 
+    @retried
     def has(self, name: str) -> bool:
         """Return whether there is a file or directory of this name."""
-        filesystem, root = self._opened
-        return bool(filesystem.get_file_info(f"{root}/{name}").type != FileType.NotFound)
+        return self._exists(name)
 
+    @retried
     def delete(self, name: str) -> None:
         """Delete a file if there is one."""
-        filesystem, root = self._opened
-        if self.has(name):
-            filesystem.delete_file(f"{root}/{name}")
+        self._delete(name)
 
     def latest(self) -> int | None:
         """Return the step of the directory's pointer; None if the pointer is missing or damaged."""
@@ -125,6 +142,7 @@ class Remote:
             )
         return found
 
+    @retried
     def complete_steps(self) -> list[int]:
         """Return the steps whose checkpoints have a manifest, in order."""
         filesystem, root = self._opened
@@ -133,12 +151,22 @@ class Remote:
         manifests = filesystem.get_file_info([f"{root}/{STEP_PREFIX}{step}/{MANIFEST_FILE}" for step in steps])
         return [step for step, info in zip(steps, manifests, strict=True) if info.type == FileType.File]
 
+    @retried
     def remove(self, step: int) -> None:
         """Delete a checkpoint, its manifest first, so that it is never half deleted and taken for complete."""
         filesystem, root = self._opened
-        self.delete(f"{STEP_PREFIX}{step}/{MANIFEST_FILE}")
-        if self.has(f"{STEP_PREFIX}{step}"):
+        self._delete(f"{STEP_PREFIX}{step}/{MANIFEST_FILE}")
+        if self._exists(f"{STEP_PREFIX}{step}"):
             filesystem.delete_dir(f"{root}/{STEP_PREFIX}{step}")
+
+    def _exists(self, name: str) -> bool:
+        filesystem, root = self._opened
+        return bool(filesystem.get_file_info(f"{root}/{name}").type != FileType.NotFound)
+
+    def _delete(self, name: str) -> None:
+        filesystem, root = self._opened
+        if self._exists(name):
+            filesystem.delete_file(f"{root}/{name}")
 
     def _open_to_write(self, name: str) -> Any:
         filesystem, root = self._opened

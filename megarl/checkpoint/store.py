@@ -20,7 +20,6 @@ raises an error. An old checkpoint that cannot be removed is only a warning.
 import json
 import logging
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -35,6 +34,7 @@ from megarl.checkpoint.directory import (
     STATE_FILE,
     STEP_PREFIX,
     latest_step,
+    make_empty,
     name_latest,
     publish,
     remove,
@@ -92,7 +92,7 @@ class CheckpointStore:
         self._export = export
         self._texts = texts
         self.background = Background()
-        self.failures = Failures()
+        self.failures = Failures(directory)
         self._needed: set[Path] = set()  # the checkpoint that the run resumed from, until the run has saved its own
         self._best: int | None = None  # the step of the best validation, as the newest checkpoint has it
 
@@ -111,10 +111,10 @@ class CheckpointStore:
 
     def save(self, state: State) -> None:
         """Write a checkpoint, or start to if `is_async`, after the one before is complete. Collective."""
-        with self.failures.tolerated(self.directory):
+        with self.failures.tolerated():
             self.background.finish()
         task = with_write_errors(self._saving(state), f"the checkpoint of step {state.step}")
-        with self.failures.tolerated(self.directory):
+        with self.failures.tolerated():
             if self._is_async:
                 self.background.start(task)
             else:
@@ -125,7 +125,7 @@ class CheckpointStore:
 
         Returns metrics of failed saves and of finished uploads.
         """
-        with self.failures.tolerated(self.directory):
+        with self.failures.tolerated():
             self.background.advance()
         return self.failures.metrics() | (self.mirror.advance() if self.mirror else {})
 
@@ -136,7 +136,7 @@ class CheckpointStore:
             WriteError: the last save failed.
         """
         watchdog.note(phase="save_checkpoint")
-        with self.failures.tolerated(self.directory):
+        with self.failures.tolerated():
             self.background.finish()
         if self.mirror:
             self.mirror.close()
@@ -146,7 +146,7 @@ class CheckpointStore:
     def _saving(self, state: State) -> Task:
         final = self.directory / f"{STEP_PREFIX}{state.step}"
         part = self.directory / f".{final.name}.part"
-        on_first_rank(lambda: _make_empty(part, list(self.learners)))
+        on_first_rank(lambda: make_empty(part, [*self.learners, HUGGINGFACE]))
         require_space(part, self.num_bytes)
         writings = [save_learner(learner, part / name, self._staging) for name, learner in self.learners.items()]
         write_random_states(part / RANDOM_STATES)
@@ -214,12 +214,6 @@ class CheckpointStore:
 def _write_all(writings: Sequence[Writing]) -> None:
     for writing in writings:
         writing.write()
-
-
-def _make_empty(part: Path, names: list[str]) -> None:
-    shutil.rmtree(part, ignore_errors=True)
-    for name in (*names, HUGGINGFACE):
-        (part / name).mkdir(parents=True)
 
 
 def _write_files(part: Path, files: Mapping[str, bytes]) -> None:

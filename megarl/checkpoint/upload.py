@@ -6,25 +6,21 @@ and writes the manifest and the pointer to the latest checkpoint after, so an in
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from megarl.checkpoint.background import LocalWork
 from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, STEP_PREFIX, latest_step
-from megarl.checkpoint.manifest import Seal, parse_manifest
+from megarl.checkpoint.manifest import parse_manifest
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.platform.small_files import read_bytes
-from megarl.platform.uri import persist
 from megarl.tracking.jsonl import METRICS_FILE
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,11 +35,10 @@ class UploadResult:
 class Uploader:
     """Uploads from the local `directory` of a run to its mirror `remote`. Nothing here is collective."""
 
-    def __init__(self, remote: Remote, directory: Path, *, keep: int | None, waits: Sequence[float]) -> None:
+    def __init__(self, remote: Remote, directory: Path, *, keep: int | None) -> None:
         self.remote = remote
         self.directory = directory
         self._keep = keep
-        self._waits = waits
         self._uploaded: defaultdict[int, set[str]] = defaultdict(set)  # step -> files that this rank has uploaded
         self.best: int | None = None  # the step of the best validation
         self._arrived_best: int | None = None  # the last one that the mirror had
@@ -78,45 +73,44 @@ class Uploader:
         """Return the number of bytes uploaded."""
         manifest, name = self._manifest(step)
         if dist.get_rank() == 0:
-            self._persist(self._lower_latest)
-        existing = self._persist(lambda: self.remote.read(name))
+            self._lower_latest()
+        existing = self.remote.read(name)
         if existing == manifest:
             return 0
         if existing is not None:  # of another run, or of this run before it resumed from an earlier step
-            self._persist(lambda: self.remote.delete(name))
+            self.remote.delete(name)
         num_bytes = 0
         for file, seal in share_of(parse_manifest(manifest, self._local(step)), dist.get_rank(), dist.get_world_size()):
             if file not in self._uploaded[step]:
-                self._persist(partial(self._put, step, file, seal))
+                self.remote.put(self._local(step) / file, f"{STEP_PREFIX}{step}/{file}", seal, self._count)
                 self._uploaded[step].add(file)
                 num_bytes += seal[0]
         return num_bytes
-
-    def _put(self, step: int, file: str, seal: Seal) -> None:
-        self.remote.put(self._local(step) / file, f"{STEP_PREFIX}{step}/{file}", seal, self._count)
 
     def _count(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
 
     def _lower_latest(self) -> None:
         """Lower the mirror's pointer if it names a later step than the local one: the run resumed from before it."""
-        latest, mirrored = latest_step(self.directory), self.remote.latest()
+        latest = latest_step(self.directory)
+        mirrored = self.remote.latest()
         if latest is not None and mirrored is not None and mirrored > latest:
             self.remote.write(LATEST_FILE, str(latest).encode())
 
     def _seal(self, step: int) -> int:
         """Write the metrics so far, the manifest and the pointer, then remove old checkpoints; the first rank does."""
         if dist.get_rank() == 0:
-            if (metrics := self.directory / METRICS_FILE).is_file():
-                self._persist(lambda: self.remote.write(METRICS_FILE, metrics.read_bytes()))
+            metrics = self.directory / METRICS_FILE
+            if metrics.is_file():
+                self.remote.write(METRICS_FILE, metrics.read_bytes())
             manifest, name = self._manifest(step)
-            if self._persist(lambda: self.remote.read(name)) != manifest:
-                self._persist(lambda: self.remote.write(name, manifest))
-            latest = self._persist(self.remote.latest)
+            if self.remote.read(name) != manifest:
+                self.remote.write(name, manifest)
+            latest = self.remote.latest()
             if latest is None or latest < step:
-                self._persist(lambda: self.remote.write(LATEST_FILE, str(step).encode()))
+                self.remote.write(LATEST_FILE, str(step).encode())
             try:
-                self._persist(self._remove_old)
+                self._remove_old()
             except Exception as error:  # the new checkpoint is complete, and need not be uploaded again
                 logger.warning("old checkpoints in %s could not be removed: %s", self.remote, error)
         return 0
@@ -137,9 +131,6 @@ class Uploader:
     def _manifest(self, step: int) -> tuple[bytes, str]:
         """Return the content of the local manifest of `step`, and its name in the mirror."""
         return read_bytes(self._local(step) / MANIFEST_FILE), f"{STEP_PREFIX}{step}/{MANIFEST_FILE}"
-
-    def _persist(self, work: Callable[[], T]) -> T:
-        return persist(work, self._waits)
 
     def _local(self, step: int) -> Path:
         return self.directory / f"{STEP_PREFIX}{step}"

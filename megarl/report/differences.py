@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from megarl.checkpoint.differences import value_at
 from megarl.config.reference import REQUIRED
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig
 from megarl.config.schema import MANDATORY, Schema
@@ -33,7 +34,7 @@ def from_default(config: Mapping[str, Any]) -> Iterator[Difference]:
     root = _root_of(config)
     for key, default in {**Schema.of(root).leaves, **LINKS[root]}.items():
         try:
-            value = _find(config, key)
+            value = value_at(config, key)
             usual = _follow(config, default)
         except KeyError:  # a file of another version
             continue
@@ -64,17 +65,8 @@ def _values(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in flatten(config):
         above = accumulate(key.split("."), "{}.{}".format)
         leaf = next((path for path in above if path in leaves), None)
-        found[leaf or key] = _find(config, leaf) if leaf else value
+        found[leaf or key] = value_at(config, leaf) if leaf else value
     return found
-
-
-def _find(config: Mapping[str, Any], key: str) -> Any:
-    node: Any = config
-    for part in key.split("."):
-        if not isinstance(node, Mapping):
-            raise KeyError(key)
-        node = node[part]
-    return node
 
 
 def _follow(config: Mapping[str, Any], default: Any) -> Any:
@@ -85,5 +77,5 @@ def _follow(config: Mapping[str, Any], default: Any) -> Any:
         return default
     link = LINK.fullmatch(default)
     if link:
-        return _find(config, link[1])
-    return LINK.sub(lambda link: str(_find(config, link[1])), default)
+        return value_at(config, link[1])
+    return LINK.sub(lambda link: str(value_at(config, link[1])), default)

@@ -40,7 +40,7 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], is_async: bool) -> tu
 
     def save(step: int) -> tuple[Path | None, dict[str, float], list[Path]]:
         run.save(State(step=step))
-        with run.failures.tolerated(disk.path):
+        with run.failures.tolerated():
             run.background.finish()
         return find_checkpoint(disk.path, mode="auto", path=None), run.advance(), list(disk.path.glob(".*"))
 

@@ -64,13 +64,19 @@ def another_job(directory: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def enter(directory: Path, patience_s: float) -> str:
-    with occupy(directory, patience_s=patience_s):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(occupancy, "PATIENCE_S", patience_s)
+        lock = occupy(directory)
+    with lock:
         return (directory / LOCK).read_text()
 
 
-def test_job_waiting_for_directory_reports_holder_immediately(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_job_waiting_for_directory_reports_holder_immediately(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(occupancy, "PATIENCE_S", 600.0)
     with another_job(tmp_path) as process:
-        waiting = threading.Thread(target=occupancy._enter, args=[tmp_path, 600.0])
+        waiting = threading.Thread(target=occupancy._enter, args=[tmp_path])
         waiting.start()
         while not caplog.messages:  # until the test's own time limit
             time.sleep(0.01)

@@ -17,7 +17,6 @@ from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import State
 from megarl.learner.randomness import write_random_states
 
-WAITS = (0.0,)
 SHARDS = "__0_0.distcp"
 
 
@@ -27,6 +26,11 @@ def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.checkpoint.remote.WAITS_S", (0.0,))
 
 
 @pytest.fixture
@@ -53,11 +57,11 @@ def write(directory: Path, *steps: int, kl_coef: float = 0.5) -> Path:
 
 
 def found(here: Path, there: Path) -> Path | None:
-    return find_checkpoint(here, mode="auto", path=None, mirror=str(there), waits=WAITS)
+    return find_checkpoint(here, mode="auto", path=None, mirror=str(there))
 
 
 def named(here: Path, uri: object) -> Path | None:
-    return find_checkpoint(here, mode="resume_path", path=str(uri), waits=WAITS)
+    return find_checkpoint(here, mode="resume_path", path=str(uri), mirror=None)
 
 
 def test_an_empty_disk_gets_the_last_complete_checkpoint(here: Path, there: Path) -> None:

@@ -17,7 +17,6 @@ from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import CheckpointStore
 from tests.support.faulty_filesystem import FaultyFileSystem
 
-WAITS = (0.0, 0.0)
 FILES = ["huggingface/config.json", "random_states.pt", "state.json"]
 
 
@@ -30,7 +29,8 @@ def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def armed() -> Iterator[None]:
+def armed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("megarl.checkpoint.remote.WAITS_S", (0.0, 0.0))
     FaultyFileSystem.arm()
     yield
     FaultyFileSystem.arm()
@@ -49,7 +49,7 @@ def start(tmp_path: Path, *, keep: int | None = None, is_async: bool = False) ->
         keep=keep,
         write_huggingface=write_huggingface,
         is_async=is_async,
-        mirror=Mirror(Remote(f"faulty://{tmp_path / 'there'}"), here, keep=keep, waits=WAITS, stalled_s=60.0),
+        mirror=Mirror(Remote(f"faulty://{tmp_path / 'there'}"), here, keep=keep),
     )
 
 
@@ -167,14 +167,17 @@ def test_unreachable_mirror_is_reported_at_end_only(tmp_path: Path, caplog: pyte
     assert intact(tmp_path / "there") == ["global_step_3"]
 
 
-def test_stalled_mirror_does_not_block_end_forever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_stalled_mirror_does_not_block_end_forever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = start(tmp_path)
-    mirror = Mirror(Remote(f"faulty://{tmp_path / 'there'}"), tmp_path / "here", keep=None, stalled_s=0.0)
+    mirror = Mirror(Remote(f"faulty://{tmp_path / 'there'}"), tmp_path / "here", keep=None)
     run.save(State(step=1))
     settle(run)
     FaultyFileSystem.gate.clear()
     (tmp_path / "there" / "global_step_1" / MANIFEST_FILE).unlink()
     mirror.follow(1, best=None)
+    monkeypatch.setattr("megarl.checkpoint.mirror.STALLED_S", 0.0)
     mirror.close()
     assert "lacks global_step_1." in caplog.text
 
