@@ -23,7 +23,7 @@ COLLECTED_FIELDS: Mapping[str, int] = MappingProxyType(
 EPISODE_FIELDS: Mapping[str, int] = MappingProxyType({"turn_rewards": 4})
 """The same for the columns that only episodes have."""
 LEARNING_FIELDS: Mapping[str, int] = MappingProxyType(
-    {**{"old_log_probs": 4, "ref_log_probs": 4, "values": 4}, **{"advantages": 4, "returns": 4, "weights": 4}}
+    dict.fromkeys(("old_log_probs", "ref_log_probs", "values", "advantages", "returns", "weights"), 4)
 )
 """The same for the columns that `megarl.batch.Experience` adds, on the ranks that learn from the token."""
 PROMPT_TOKEN_BYTES = 4 + 2 * 5
@@ -38,7 +38,7 @@ class HostMemory:
     """Bytes of host memory on a node."""
 
     parts: Mapping[str, int]  # bytes that a run needs, by name
-    rewards: int  # limit of the processes of rewards, in addition; they seldom reach it
+    rewards: int  # limit of the private memory of the processes of rewards, in addition; they seldom reach it
 
     @property
     def total(self) -> int:
@@ -61,8 +61,10 @@ def host_memory(workload: Workload, memory: RankMemory) -> HostMemory:
             parts[f"{model.name} optimizer"] = num_ranks * states.optimizer
     parts["copies for a save"] = _save_bytes(workload, memory, num_ranks=num_ranks)
     parts["records"] = num_ranks * record_bytes(workload.config, num_shares=workload.grid.dp)
+    num_processes, most_gb = reward_processes(workload.config)
     return HostMemory(
-        parts={name: num_bytes for name, num_bytes in parts.items() if num_bytes}, rewards=reward_bytes(workload.config)
+        parts={name: num_bytes for name, num_bytes in parts.items() if num_bytes},
+        rewards=num_ranks * num_processes * int(most_gb * 1e9),
     )
 
 
@@ -95,12 +97,6 @@ def reward_processes(config: Config) -> tuple[int, float]:
         return 0, 0.0
     is_forked = isolation_of(config.rules, config.custom_reward_function) == "response"
     return config.rules.num_workers * (1 + is_forked), config.rules.max_memory_gb
-
-
-def reward_bytes(config: Config) -> int:
-    """Return the private host memory that the processes of rewards may take on a node: a bound, not a need."""
-    num_processes, most_gb = reward_processes(config)
-    return config.trainer.n_gpus_per_node * num_processes * int(most_gb * 1e9)
 
 
 def _save_bytes(workload: Workload, memory: RankMemory, *, num_ranks: int) -> int:

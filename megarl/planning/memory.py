@@ -8,7 +8,7 @@ Not counted: what the CUDA context, the communication libraries and the allocato
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from megarl.models.trainer import parameter_shapes
 from megarl.planning.activations import PhaseWork, inference_bytes, training_bytes
@@ -18,7 +18,7 @@ from megarl.planning.workload import REWARD_MODEL, TrainerModel, Workload
 from megarl.weight_sync.plan import sampler_placement
 
 Phase = Literal["sync", "generate", "infer", "update"]
-PHASES: tuple[Phase, ...] = ("sync", "generate", "infer", "update")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 BUCKETS = 4  # of `reshard/executor.py`: two to send and two to receive
 
 

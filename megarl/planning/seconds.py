@@ -18,7 +18,7 @@ from megarl.planning.generation import SUMS_OF_LAYER, GenerationTime, bytes_betw
 from megarl.planning.machine import Lengths, Machine
 from megarl.planning.memory import RankMemory
 from megarl.planning.movement import forward_bytes
-from megarl.planning.states import DTYPE_BYTES, FLOAT32, MOMENTS, States
+from megarl.planning.states import DTYPE_BYTES, FLOAT32, MOMENTS, States, optimizer_bytes
 from megarl.planning.workload import TrainerModel, Workload
 
 OPTIMIZER_PASSES = 2  # weights and moments are read and written
@@ -52,7 +52,7 @@ def step_time(
     config = workload.config
     grid = workload.grid
     num_samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    tokens = _tokens(num_samples, lengths)
+    tokens = Tokens.of([lengths.prompt + lengths.response] * num_samples, num_outputs=num_samples * lengths.response)
     flops = forward_flops(workload.policy, tokens)
     generation = generation_time(workload, memory, machine, lengths)
     seconds = {"sync": sync_seconds, "gen": generation.total}
@@ -80,15 +80,6 @@ def step_time(
             flops += num_passes * forward_flops(model.architecture, tokens)
     peak = machine.peaks.flops_per_second * grid.num_ranks
     return StepTime(seconds=seconds, generation=generation, flops=flops, peak=peak)
-
-
-def _tokens(num_samples: int, lengths: Lengths) -> Tokens:
-    one = Tokens.of([lengths.prompt + lengths.response], num_outputs=lengths.response)
-    return Tokens(
-        num_tokens=num_samples * one.num_tokens,
-        num_pairs=num_samples * one.num_pairs,
-        num_outputs=num_samples * one.num_outputs,
-    )
 
 
 def _passes(
@@ -123,8 +114,7 @@ def _optimizer(model: TrainerModel, states: States, machine: Machine, *, grid: G
     """Return the seconds of an optimizer step: gradients summed, weights and moments updated, weights gathered."""
     replicas = grid.dp * grid.cp
     moved = (states.gradients + states.weights) * (replicas - 1) / replicas / machine.link(grid.num_ranks // grid.pp)
-    per_weight = MOMENTS if model.section.dtype == "float32" else MOMENTS + FLOAT32
-    weights = states.optimizer / per_weight
+    weights = states.optimizer / optimizer_bytes(model.section)
     touched = OPTIMIZER_PASSES * weights * (MOMENTS + FLOAT32) + weights * DTYPE_BYTES[model.section.dtype]
     return moved + (touched + states.gradients) / machine.peaks.bytes_per_second
 

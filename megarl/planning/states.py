@@ -13,6 +13,7 @@ import numpy as np
 
 from megarl.distributed.pieces import Pieces
 from megarl.learner.config import MegatronSection
+from megarl.models.flops import EXPERT
 from megarl.models.grid import Grid
 from megarl.models.trainer import ROUTER_BIAS
 from megarl.reshard.layout import Integers, Placement
@@ -34,6 +35,11 @@ class States:
     optimizer: int = 0
 
 
+def optimizer_bytes(section: MegatronSection) -> int:
+    """Return the bytes of optimizer state per weight: Adam's moments, and of bfloat16 weights a float32 copy."""
+    return MOMENTS if section.dtype == "float32" else MOMENTS + FLOAT32
+
+
 def frozen_states(chunks: Sequence[Shapes], section: MegatronSection) -> States:
     """Return the states of a model that does not learn; `chunks` are the parameters of the rank's model chunks."""
     numel = sum(math.prod(shape) for chunk in chunks for shape in chunk.values())
@@ -48,8 +54,6 @@ def trained_states(chunks: Sequence[Shapes], section: MegatronSection, grid: Gri
     padded so that they divide by the data-parallel ranks, and a rank has the optimizer state of its part alone.
     Experts have buffers of their own, shared by the ranks that hold the same experts.
     """
-    itemsize = DTYPE_BYTES[section.dtype]
-    per_weight = MOMENTS if section.dtype == "float32" else MOMENTS + FLOAT32
     total = 0
     shard = 0
     for chunk in chunks:
@@ -61,7 +65,11 @@ def trained_states(chunks: Sequence[Shapes], section: MegatronSection, grid: Gri
                 numel = sum(map(math.prod, shapes))
                 shard += numel
             total += numel
-    return States(weights=total * itemsize, gradients=total * FLOAT32, optimizer=shard * per_weight)
+    return States(
+        weights=total * DTYPE_BYTES[section.dtype],
+        gradients=total * FLOAT32,
+        optimizer=shard * optimizer_bytes(section),
+    )
 
 
 def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid, *, is_first: bool = True) -> int:
@@ -78,8 +86,7 @@ def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid,
             if section.use_distributed_optimizer:
                 total += _most_copied(shapes, num_ranks) * (MOMENTS + FLOAT32)
             elif is_first:
-                per_weight = MOMENTS if section.dtype == "float32" else MOMENTS + FLOAT32
-                total += sum(map(math.prod, shapes)) * per_weight
+                total += sum(map(math.prod, shapes)) * optimizer_bytes(section)
     return total
 
 
@@ -103,19 +110,13 @@ def held_bytes(placement: Placement, num_ranks: int) -> Integers:
     return held
 
 
-def is_expert(name: str) -> bool:
-    """Tell whether a Megatron parameter belongs to one of the routed experts."""
-    return ".experts." in name
-
-
 def _buffers(chunk: Shapes, grid: Grid) -> list[tuple[list[tuple[int, ...]], int]]:
     """Return the shapes of each buffer, and the number of ranks that add their gradients in it.
 
     The router's bias, a few hundred numbers that no gradient changes, is in none of them.
     """
-    apart = {name for name in chunk if is_expert(name)}
-    dense = [shape for name, shape in chunk.items() if name not in apart and not name.endswith(ROUTER_BIAS)]
-    experts = [shape for name, shape in chunk.items() if name in apart]
+    dense = [shape for name, shape in chunk.items() if EXPERT not in name and not name.endswith(ROUTER_BIAS)]
+    experts = [shape for name, shape in chunk.items() if EXPERT in name]
     buffers = [(dense, grid.dp * grid.cp), (experts, grid.num_ranks // (grid.etp * grid.ep * grid.pp))]
     return [(shapes, num_ranks) for shapes, num_ranks in buffers if shapes]
 

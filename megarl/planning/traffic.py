@@ -93,10 +93,8 @@ def _ranks_with_data_last(grid: Grid) -> list[int]:
 
 
 def _renumbered(placement: Placement, number: list[int]) -> Placement:
-    renumbered = {boxes: _renumber(boxes, number) for boxes in dict.fromkeys(placement.values())}
+    renumbered = dict[ShardedBoxes, ShardedBoxes]()
+    for boxes in dict.fromkeys(placement.values()):
+        places = [PlacedBox(place.box, tuple(sorted(number[rank] for rank in place.ranks))) for place in boxes.places]
+        renumbered[boxes] = ShardedBoxes(tuple(places), boxes.dtype)
     return {name: renumbered[boxes] for name, boxes in placement.items()}
-
-
-def _renumber(boxes: ShardedBoxes, number: list[int]) -> ShardedBoxes:
-    places = (PlacedBox(place.box, tuple(sorted(number[rank] for rank in place.ranks))) for place in boxes.places)
-    return ShardedBoxes(tuple(places), boxes.dtype)
