@@ -79,12 +79,6 @@ def make_engine(config: Config, source: Source, tokenizer: Tokenizer) -> Rollout
     )
 
 
-def make_partial(config: Config) -> Partial | None:
-    """Return how many groups a step draws. None if it draws all of its samples to their end."""
-    section = config.actor_rollout_ref.rollout.partial
-    return Partial(wanted=config.data.train_batch_size, section=section) if section.enable else None
-
-
 def make_sampler(
     config: Config,
     engine: RolloutEngine,
@@ -169,12 +163,13 @@ def make_sample_store(config: Config) -> SampleStore | None:
 
 def make_samples(config: Config, prompts: PromptStream, sampler: EngineSampler, scorer: Reward) -> SampleSource:
     """Make the source of new samples. It keeps them in files if `trainer.rollout_data_dir` names a directory."""
+    partial = config.actor_rollout_ref.rollout.partial
     collector = Collector(
         prompts=prompts,
         sampler=sampler,
         scorer=scorer,
         algorithm=config.algorithm,
-        partial=make_partial(config),
+        partial=Partial(wanted=config.data.train_batch_size, section=partial) if partial.enable else None,
     )
     store = make_sample_store(config)
     return Recorder(samples=collector, store=store) if store else collector
