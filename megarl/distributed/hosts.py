@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from megarl.distributed.place import Launch
 from megarl.platform.errors import UserError
+from megarl.platform.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -165,9 +166,7 @@ def announce(path: Path, port: int) -> tuple[str, int]:
     """Write the address and the port of this process, rank 0, to `path`, which all hosts see; return both."""
     address = main_address()
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps([[address], port]), encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps([address, port]).encode())
     return address, port
 
 
@@ -185,14 +184,14 @@ def find_announced(path: Path, launch: Launch, *, timeout_s: float) -> tuple[str
             found = path.read_text(encoding="utf-8")
         except OSError:
             found = ""
-        addresses, port = json.loads(found) if found else ([], 0)
-        for address in addresses:
+        if found:
+            address, port = json.loads(found)
             if _listens(address, port):
                 return address, port
         if reports.wait():
             written = found or "nothing yet"
             logger.warning("waiting for rank 0, which writes its address to %s (%s); %s", path, written, REMEDY)
-    raise UserError(f"rank 0 does not listen at any address in {path} ({found or 'none'}): {REMEDY}")
+    raise UserError(f"rank 0 does not listen at the address in {path} ({found or 'none'}): {REMEDY}")
 
 
 def gather(store: Store, host: str, launch: Launch, *, timeout_s: float) -> Seat:

@@ -49,10 +49,10 @@ def rendezvous(environ: Mapping[str, str], launch: Launch, directory: Path) -> t
     """Return host and port of rank 0: `MASTER_ADDR` and `MASTER_PORT`, else what the launcher's variables imply.
 
     All ranks of a job compute the same port, and two jobs on a host rarely share it. Open MPI does not give ranks the
-    host of rank 0. If such a job spans hosts, rank 0 writes its addresses into a file of `directory`.
+    host of rank 0. If such a job spans hosts, rank 0 writes its address into a file of `directory`.
 
     Raises:
-        UserError: rank 0 does not listen at any of the addresses that it wrote.
+        UserError: rank 0 does not listen at the address that it wrote.
     """
     if "OMPI_COMM_WORLD_RANK" in environ:
         job = environ.get("PMIX_NAMESPACE", environ.get("OMPI_MCA_ess_base_jobid", ""))
