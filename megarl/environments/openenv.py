@@ -7,7 +7,7 @@ the episode begins anew under another id, and its earlier turns are played again
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from functools import cache
 from typing import Any
 from uuid import uuid4
@@ -112,9 +112,8 @@ def _loop() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def _run(coroutine: Any) -> Step:
-    answer: Step = _loop().run(coroutine)
-    return answer
+def _run(coroutine: Coroutine[Any, Any, Step]) -> Step:
+    return _loop().run(coroutine)
 
 
 @cache

@@ -157,9 +157,9 @@ def figures(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
             yield {"title": title, "expect": chart.expect, "data": traces, "layout": layout}
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """Return at most `most` points: each the mean of neighbouring points, at the last of their steps."""
-    size = -(-len(points) // most) or 1
+def thin(points: Points) -> Points:
+    """Return at most `MOST_POINTS` points: each the mean of neighbouring points, at the last of their steps."""
+    size = -(-len(points) // MOST_POINTS) or 1
     parts = [points[start : start + size] for start in range(0, len(points), size)]
     return [(part[-1][0], fmean(value for _, value in part)) for part in parts]
 

@@ -121,9 +121,9 @@ def read_curves(directory: Path) -> list[Row]:
     return sorted(_lines(directory / METRICS_FILE), key=lambda row: row["step"])
 
 
-def _lines(path: Path) -> list[Any]:
+def _lines(path: Path) -> list[Row]:
     try:
-        return list(read_jsonl(path))
+        return read_jsonl(path)
     except (OSError, ValueError):
         return []
 

@@ -8,7 +8,6 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from megarl.platform.secrets import redact
 from megarl.sandbox.wire import Inbox
@@ -62,7 +61,7 @@ class ChildProcess:
         except (EOFError, OSError):
             raise WorkerLost("error", self.how_it_ended()) from None
 
-    def take(self) -> Any:
+    def take(self) -> object:
         """Return the next message; None if it is incomplete. Raises WorkerLost if it is none."""
         try:
             return self.inbox.take()
