@@ -18,7 +18,8 @@ from megarl.tracking.samples import GENERATIONS
 
 def next_steps(config: Config | SupervisedConfig, ending: Ending) -> Iterator[tuple[str, str]]:
     """Yield what a run has left, with its place, and what can be done next, with the command."""
-    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
+    trainer = config.trainer
+    run_dir = Path(trainer.default_local_dir)
     steps = saved_steps(run_dir)
     if steps:
         yield "checkpoint", str(run_dir / f"{STEP_PREFIX}{max(steps)}")

@@ -1,7 +1,6 @@
 """Builds a run of reinforcement learning, or a replay of one, as configured."""
 
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -117,11 +116,6 @@ class Inputs:
             raise ConfigError(faults)
         return inputs
 
-    @property
-    def streams(self) -> dict[str, PromptStream | None]:
-        """The prompts, by their use."""
-        return {"train": self.prompts, "validation": self.val_prompts}
-
     def preview_prompt(self, state: State) -> str:
         """Describe for people the prompt that a run in this state reads first."""
         remark = f"\nvalidation:{self.val_prompts.remark}" if self.val_prompts and self.val_prompts.remark else ""
@@ -148,7 +142,7 @@ def build_training(config: Config, launch: Launch, resources: ExitStack) -> Trai
     engine = make_engine(config, inputs.source, inputs.tokenizer)
     models, checkpoints = _make_models(config, launch, inputs, resume_point, mirrored=True)
     tracker = run_tracker(config, launch, resume_point, last_step=inputs.last_step)
-    _log_sizes(config, resume_point, tracker, inputs.streams)
+    _log_sizes(config, resume_point, tracker, inputs)
     scorer = make_scorer(config, inputs.rules, models.mesh, inputs.tokenizer, inputs.source)
     step_cache = make_step_cache(config, inputs.prompts, resume_point)
     sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, inputs.environments, step_cache)
@@ -194,7 +188,7 @@ def build_replay(config: Config, launch: Launch, resources: ExitStack, recorded:
     samples = Replay.find(recorded, after=resume_point.state.step)
     unrecorded = replace(resume_point, state=replace(resume_point.state, metrics={}))  # the run recorded the metrics
     tracker = run_tracker(replay_config, launch, unrecorded, last_step=samples.last_step)
-    _log_sizes(config, resume_point, tracker, inputs.streams)
+    _log_sizes(config, resume_point, tracker, inputs)
     job = make_job(
         replay_config,
         launch,
@@ -334,11 +328,10 @@ def make_kl_controller(section: KLControlSection, state: State) -> KL:
     return AdaptiveKL(coef, target=section.target_kl, horizon=section.horizon)
 
 
-def _log_sizes(
-    config: Config, resume_point: ResumePoint, tracker: Tracker, streams: Mapping[str, PromptStream | None]
-) -> None:
+def _log_sizes(config: Config, resume_point: ResumePoint, tracker: Tracker, inputs: Inputs) -> None:
     """Record how many prompts are too long, if the run is new and filters them."""
     if config.data.filter_overlong_prompts and not resume_point.is_resumed:
+        streams = {"train": inputs.prompts, "validation": inputs.val_prompts}
         sizes = [{"files": name} | stream.sizes for name, stream in streams.items() if stream]
         tracker.log_table("data/prompts", sizes, step=resume_point.state.step)
 
@@ -347,7 +340,9 @@ def _make_checkpoints(
     config: Config, launch: Launch, source: Source, tokenizer: Tokenizer, models: Models, *, mirrored: bool
 ) -> CheckpointStore:
     """Make the checkpoints of the models that learn."""
-    actor, critic, dtype = models.actor, models.critic, config.actor_rollout_ref.actor.megatron.dtype
+    actor = models.actor
+    critic = models.critic
+    dtype = config.actor_rollout_ref.actor.megatron.dtype
 
     def export(checkpoint: Path) -> None:
         export_model(actor.learner, source, tokenizer, checkpoint / HUGGINGFACE, launch)

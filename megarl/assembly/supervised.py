@@ -50,7 +50,8 @@ def _learn(
     config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, task: SupervisedTask
 ) -> Learner | None:
     """Train, and return the model, or None if it was exported after the last step already."""
-    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
+    trainer = config.trainer
+    run_dir = Path(trainer.default_local_dir)
     last_step = trainer.total_training_steps or trainer.total_epochs * task.batches.steps_per_epoch
     faults = [*learning_faults(config, last_step)]
     if faults:

@@ -39,7 +39,8 @@ def serve_forks(
         _, files, *_ = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)
         if len(files) < 2:
             os._exit(0)  # the supervisor has hung up
-        request, (theirs, printed) = inbox.wait(), files
+        theirs, printed = files
+        request = inbox.wait()
         for data_source in request["data_sources"]:
             rules.warm_up(data_source)
         gc.freeze()  # a collection in a worker would touch, and so copy, everything that is loaded
