@@ -6,7 +6,6 @@ A page is docs/PAGE.md. With `--check` nothing is written, and the program fails
 import argparse
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -17,6 +16,7 @@ from megarl.tracking.metrics import GROUPS, TABLES, Metric
 
 T = TypeVar("T")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+AND = ", and "
 SPREAD = ("mean", "max", "min")
 KINDS = {"true or false": "bool", "integer": "int", "number": "float", "text": "str", "mapping": "dict"}
 """The words of a type -> the shorter ones of the page."""
@@ -41,17 +41,17 @@ def metrics() -> Iterator[str]:
         for condition, found in by_condition([(metric.when, metric) for metric in group]):
             if condition:
                 yield f"*Condition: {condition}.*"
-            yield "\n".join(lines(found, condition, earlier))
+            yield "\n".join(lines(found, earlier))
     yield "## Tables"
     yield table(("table", "columns", "rows"), [(f"`{name}`", columns, meaning) for name, columns, meaning in TABLES])
 
 
-def lines(group: Sequence[Metric], shared: str, earlier: dict[tuple[str, str, str], str]) -> Iterator[str]:
+def lines(group: Sequence[tuple[str, Metric]], earlier: dict[tuple[str, str, str], str]) -> Iterator[str]:
     """Yield the items of metrics: mean, maximum and minimum of a number share one, and so do those described before."""
-    names = {metric.name for metric in group}
+    names = {metric.name for _, metric in group}
     known: dict[tuple[str, str], list[str]] = {}
-    for metric in group:
-        condition = "" if metric.when == shared else f" *Condition: {metric.when}.*"
+    for further, metric in group:
+        condition = f" *Condition: {further}.*" * bool(further)
         base, _, end = metric.name.rpartition("/")
         unit = f" ({metric.unit})".replace(" (-)", "").replace("nats per token", "nats/token")
         described = earlier.setdefault((end, metric.unit, metric.meaning), base)
@@ -106,28 +106,28 @@ def section(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
         elif title and part.twin is None:
             same.setdefault(f"As in {linked(title)}", []).append(f"`{key.name}`")
         else:
-            own.append((key.condition.replace("Read only", "Only"), key))
+            own.append((key.condition.strip("*.").removeprefix("Read only if "), key))
     items = [f"- {like}: {', '.join(names)}." for like, names in same.items()]
     for shared, found in by_condition(own):
         if shared:
             if items:
                 yield "\n".join(items)
-            yield f"{shared.removesuffix('.*')}:*"
+            yield f"*Only if {shared}:*"
             items = []
-        items += [item(key, is_conditional=not shared) for key in found]
+        items += [item(key, condition) for condition, key in found]
     if items:
         yield "\n".join(items)
 
 
-def item(key: Key, *, is_conditional: bool) -> str:
+def item(key: Key, condition: str) -> str:
     """Return the item of a key."""
     kind = re.sub(r" >=? 0\b(?!\.)(, )?|" + "|".join(KINDS), short_kind, key.kind)
     default, *further = ["empty"] if key.default == "``" else key.default.splitlines()
     if default == "`null`":
         kind = kind.removesuffix(" or null")
     kind = "" if kind == implied(default) else f"{kind}; "
-    condition = key.condition.replace("Read only", "Only") if is_conditional else ""
-    return f"- **`{key.name}`** ({kind}{default}{' ...`' * bool(further)}): {key.text} {condition}".rstrip()
+    only = f" *Only if {condition}.*" * bool(condition)
+    return f"- **`{key.name}`** ({kind}{default}{' ...`' * bool(further)}): {key.text}{only}"
 
 
 def implied(default: str) -> str:
@@ -140,14 +140,25 @@ def implied(default: str) -> str:
     return "int" if re.fullmatch(r"-?\d+", value) else "float" if re.fullmatch(r"-?[\d.e-]+", value) else "str"
 
 
-def by_condition(found: Sequence[tuple[str, T]]) -> Iterator[tuple[str, list[T]]]:
-    """Yield those without a shared condition, after an empty text; then those that share a condition, after it."""
-    counts = Counter(condition for condition, _ in found)
-    shared = [condition for condition, count in counts.items() if condition and count > 1]
-    for heading in ("", *shared):
-        group = [one for condition, one in found if (condition if condition in shared else "") == heading]
-        if group:
-            yield heading, group
+def by_condition(found: Sequence[tuple[str, T]]) -> Iterator[tuple[str, list[tuple[str, T]]]]:
+    """Yield shared conditions, each with what it is shared by and their further conditions; first all without one.
+
+    A condition is shared if two have it. What has the conditions of several groups is in that with most.
+    """
+    clauses = [frozenset(condition.split(AND)) for condition, _ in found if condition]
+    shared = [one for one in dict.fromkeys(condition for condition, _ in found if condition) if is_shared(one, clauses)]
+    groups: dict[str, list[tuple[str, T]]] = {"": [], **{one: [] for one in shared}}
+    for condition, item in found:
+        own = condition.split(AND) if condition else []
+        fitting = [one for one in shared if {*one.split(AND)} <= {*own}]
+        heading = max(fitting, key=lambda one: len(one.split(AND)), default="")
+        groups[heading].append((AND.join(one for one in own if one not in heading.split(AND)), item))
+    yield from ((heading, group) for heading, group in groups.items() if group)
+
+
+def is_shared(condition: str, clauses: Sequence[frozenset[str]]) -> bool:
+    """Return whether several have a condition."""
+    return sum({*condition.split(AND)} <= one for one in clauses) > 1
 
 
 def short_kind(found: re.Match[str]) -> str:

@@ -114,7 +114,7 @@ class FilterGroupsSection:
     """Replace prompts whose responses all score the same by further prompts."""
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = "acc"
     """The number that must differ: the reward's acc (or else its score), its score, or the score with the length
-    penalty (seq_reward, seq_final_reward)."""
+    penalty."""
     max_num_gen_batches: CountFromZero = 10
     """Most batches of a step; a step that needs more stops the run. 0 = no limit."""
 
@@ -162,8 +162,8 @@ class CustomEstimatorSection:
     path: str | None = None
     """Python file that defines the estimator."""
     name: str = "compute_advantages"
-    """Name of the function. It takes any of token_rewards, scores, mask and `needs`, and returns advantages, or
-    advantages and the critic's returns."""
+    """Function of any of token_rewards, scores, mask and `needs` that returns advantages, or advantages and the
+    critic's returns."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, by name."""
     needs: list[Need] = field(default_factory=list)
@@ -176,8 +176,7 @@ class AlgorithmSection:
     """`algorithm.*`: from scores to advantages."""
 
     adv_estimator: AdvantageEstimator = "gae"
-    """Advantage estimator: docs/algorithms.md describes all. gae needs a critic; none = all advantages are 0, for
-    distillation."""
+    """Advantage estimator (docs/algorithms.md); none = all advantages are 0, for distillation."""
     custom_estimator: CustomEstimatorSection = key(CustomEstimatorSection, read_if=when(".adv_estimator", "custom"))
     """An advantage estimator of the user."""
     gamma: Fraction = key(1.0, read_if=_read_by_estimators("gamma"))
@@ -219,12 +218,11 @@ class PolicyLossSection:
     """`actor_rollout_ref.actor.policy_loss.*`: the policy loss."""
 
     loss_mode: LossMode = "vanilla"
-    """vanilla = PPO's clipped surrogate with dual clip; custom = a function of yours; docs/algorithms.md describes
-    all."""
+    """The loss (docs/algorithms.md); custom = a function of yours."""
     path: str | None = key(None, read_if=when(".loss_mode", "custom"))
     """Python file that defines the loss."""
     name: str = key("compute_policy_loss", read_if=when(".loss_mode", "custom"))
-    """Name of the function. It takes any of log_probs, old_log_probs, advantages and mask, and returns a PolicyLoss."""
+    """Function of any of log_probs, old_log_probs, advantages and mask that returns a PolicyLoss."""
     kwargs: dict[str, Any] = key(dict, read_if=when(".loss_mode", "custom"))
     """Further arguments of the function, by name."""
     clip_cov_ratio: Fraction = key(0.0002, read_if=when(".loss_mode", "clip_cov"))

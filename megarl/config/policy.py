@@ -78,8 +78,7 @@ class ActorSection(UpdateSection):
     kl_loss_coef: Weight = key(0.001, read_if=IN_LOSS)
     """Weight of the divergence in the loss."""
     kl_loss_type: KLEstimator = key("low_var_kl", read_if=IN_LOSS)
-    """Estimator of the divergence: k1 = kl, k2 = mse, k3 = low_var_kl. Exact, over the vocabulary: full = from the
-    actor's side, full_forward = from the reference's side, full_js = Jensen-Shannon."""
+    """Estimator of the divergence: k1 = kl, k2 = mse, k3 = low_var_kl; full, full_forward and full_js are exact."""
     kl_loss_k3_bound: Bound | None = key(10.0, read_if=(IN_LOSS, when(".kl_loss_type", *K3)))
     """Largest k3 estimate of a token, in nats; a larger one has no gradient. null = no bound."""
     kl_loss_js_beta: Mixture = key(0.5, read_if=(IN_LOSS, when(".kl_loss_type", "full_js")))
@@ -132,4 +131,4 @@ class CriticSection(UpdateSection):
     forward_micro_batch_size: Count | None = key(None, MICRO)
     """Most sequences per forward pass of the estimate, per rank; null = ppo_micro_batch_size."""
     cliprange_value: Bound = 0.5
-    """Values that differ more than this from the old ones give no gradient; 1e30 = no limit."""
+    """Largest change of a value that has a gradient; 1e30 = no limit."""

@@ -18,12 +18,12 @@ class TextSection:
     """`data.*` of every run: files of texts, and how texts become tokens."""
 
     train_files: str | list[str]
-    """Parquet or JSON file or files (.jsonl, .json, also .gz and .zst); local paths or URIs that pyarrow or fsspec
-    opens (s3://, hdfs://, ...)."""
+    """Parquet or JSON file or files (.jsonl, .json, also .gz and .zst): paths or URIs that pyarrow or fsspec opens
+    (s3://, hdfs://, ...)."""
     val_files: str | list[str] | None = key(None, SCORES)
-    """File or files for validation, as `train_files`; null = no validation."""
+    """Files for validation, as `train_files`; null = none."""
     tokenizer: str | None = None
-    """HF directory, HF id or SentencePiece `.model` file, or a URI of one; null = that of the trained model."""
+    """HF directory or id, SentencePiece `.model` file, or a URI of one; null = the trained model's."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of messages {role, content}, or a plain string."""
     shuffle: bool = True
@@ -31,11 +31,11 @@ class TextSection:
     chat_template: str | None = None
     """Jinja file or string that replaces the tokenizer's chat template."""
     apply_chat_template: bool | None = None
-    """true = apply the chat template to every prompt, a string being one user message; false = take the content of
-    messages as it is; null = apply it to lists of messages, if the tokenizer has one."""
+    """true = apply the chat template to every prompt, a string being one user message; false = to none; null = to lists
+    of messages, if the tokenizer has one."""
     special_tokens_in_text: Literal["split", "allow", "error"] = "split"
-    """Names of special tokens in texts of files and environments: letters (split), tokens (allow, for files that a
-    template has written), or a fault in files (error)."""
+    """Names of special tokens in texts are letters (split), tokens (allow, for files that a template has written), or a
+    fault of a file (error)."""
 
 
 @section(DATA)
@@ -53,16 +53,15 @@ class DataSection(TextSection):
     truncation: Literal["error", "left", "right", "middle"] = key(
         "error", read_if=when(".filter_overlong_prompts", False)
     )
-    """Prompts longer than `max_prompt_length` are refused (error), or cut at that place, except the token that begins a
-    text and the template's beginning of the response."""
+    """Prompts longer than `max_prompt_length` are refused (error), or cut at that place."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `max_prompt_length`."""
     seed: Seed = key(1, read_if=DRAWS)
     """Seed of the order of rows, samples and supervised pairs."""
     reward_fn_key: str = "data_source"
-    """Column with the data source, which picks the built-in reward; only built-in rewards need it."""
+    """Column with the data source, which picks the built-in reward."""
     prompt_id_key: str | None = key(None, Change(Effect.NONE, "names of prompts in records"))
-    """Column with an id of the prompt for logs and kept samples; null = none."""
+    """Column with an id of the prompt for logs and kept samples."""
     max_prompt_id_length: Length | None = None
     """Longest id, in characters; a longer id is an error."""
     return_raw_chat: bool = key(False, read_if=RULES)

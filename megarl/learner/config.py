@@ -66,13 +66,11 @@ class OptimSection:
     lr_warmup_steps_ratio: Fraction = key(0.0, read_if=when(".lr_warmup_steps", None))
     """Linear warm-up as a share of the schedule's length."""
     min_lr_ratio: Fraction | None = key(None, read_if=when(".warmup_style", "cosine", "linear"))
-    """Learning rate of the last update, and of any after the schedule, as a share of the peak; null = the decay reaches
-    0 one update after the last."""
+    """Last learning rate as a share of the peak; null = the decay reaches 0 one update after the last."""
     warmup_style: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up."""
     total_training_steps: Interval = key(-1, read_if=LENGTH)
-    """Length of the schedule in steps in which the model learns (the actor: after trainer.critic_warmup); -1 or 0 = the
-    run's length."""
+    """Steps of the schedule in which the model learns; -1 or 0 = the run's."""
     weight_decay: Weight = 0.01
     """Decoupled weight decay, of all except norms and biases."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)

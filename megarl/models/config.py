@@ -37,8 +37,8 @@ class ModelSection(CheckpointSection):
     """`actor_rollout_ref.model.*`: the checkpoint of the actor."""
 
     enable_gradient_checkpointing: Recompute = key(False, Change(Effect.ROUNDING, "what is recomputed"))
-    """Recompute activations in the backward pass: selective = those inside feed-forward layers and experts; true = all
-    of a layer."""
+    """Recompute activations in the backward pass: selective = those of feed-forward layers and experts; true = all of a
+    layer."""
 
 
 @section(MODEL)
@@ -68,4 +68,4 @@ class RewardCheckpointSection(CheckpointSection):
     """Hugging Face directory, its URI or Hugging Face id; required."""
     input_tokenizer: str | None = None
     """Tokenizer of the tokens that the model receives; they are decoded and encoded with the model's own chat template.
-    null = the model has the policy's vocabulary and template, and reads the tokens as they are."""
+    null = the model has the policy's vocabulary and reads the tokens as they are."""

@@ -33,8 +33,8 @@ class CustomRewardSection:
     path: str | None = None
     """Python file that defines the function; null = built-in rewards."""
     name: str = "compute_score"
-    """Name of the function: f(data_source, solution_str, ground_truth, extra_info) -> float. It may be asynchronous,
-    take lists (data_sources, ...), or be a class with such a method."""
+    """Function f(data_source, solution_str, ground_truth, extra_info) -> float; also asynchronous, of lists, or a class
+    with such a method."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function or of the class's constructor."""
 
@@ -81,9 +81,8 @@ class RulesSection:
     judge: JudgeSection = key(JudgeSection, read_if=when(".judge.url"))
     """A language model behind a server."""
     isolation: Literal["response", "process"] = key("response", read_if=(*OF_RULES, OF_FUNCTION))
-    """response = a process of the custom function scores one response, or one batch, and no other; process = it scores
-    one after another, so that a response may change later scores. Built-in rules and the judge always have
-    `process`."""
+    """response = a process of the custom function scores one response, or one batch, and ends; process = it scores one
+    after another, so that a response may change later scores."""
     canary_every: CountFromZero = key(
         100,
         Change(Effect.NONE, "how often a reward is checked, not its scores"),
@@ -108,8 +107,8 @@ class RulesSection:
     trial_rows: CountFromZero = key(
         10, Change(Effect.NONE, "how many rows the reward is tried on before the run"), read_if=OF_RULES
     )
-    """Rows that the rules are tried on before a run starts, with the ground truth as the response; 0 = none, and no
-    check of all rows' ground truths and prompts."""
+    """Rows that the rules are tried on before a run, with the ground truth as the response; 0 = none, and no check of
+    all rows."""
 
 
 def isolation_of(section: RulesSection, custom: CustomRewardSection) -> Literal["response", "process"]:

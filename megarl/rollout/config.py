@@ -59,9 +59,8 @@ class SyncSection:
     """The difference above which a self-check stops the run; null = 0.0625 in bfloat16, 0.00024 if both compute in
     float32."""
     mismatch_stop: Annotated[float, Field(ge=0.0, le=0.5)] | None = key(None, read_if=COMPARES)
-    """Mismatch above which the run stops instead of learning: the mean of min(d^2, 1) / 2 over the step's tokens, with
-    d the difference of log-probabilities. null = 0.0156 in bfloat16, 2.4e-07 if both compute in float32; 0.5 =
-    never."""
+    """Mismatch (docs/verify.md) above which the run stops instead of learning; null = 0.0156 in bfloat16, 2.4e-07 if
+    both compute in float32; 0.5 = never."""
     mismatch_growth: Annotated[float, Field(ge=1.0, le=1e9)] = key(10.0, read_if=COMPARES)
     """The run also stops above this multiple of the median mismatch of its first 8 steps."""
     mismatch_share: Fraction = key(0.05, read_if=COMPARES)
@@ -76,12 +75,11 @@ class PartialSection:
     """End a step before its slowest responses end; they continue in the next step."""
     max_staleness: Count = 4
     """Most steps between the weights that drew a token and the step that learns from it; a step waits for responses
-    that would become older."""
+    that would exceed it."""
     stop_when: Annotated[float, Field(ge=0.5, le=1.0)] | Annotated[int, Field(ge=2, le=1_000_000)] = 0.8
-    """The end of a step. 0.5 to 1.0 = this share of the prompts being drawn have all their responses; the engine draws
-    data.train_batch_size / stop_when prompts at once, and a step learns from train_batch_size. 2 or more = this number
-    of engine steps; the engine draws train_batch_size prompts at once, and a step learns from those that are
-    complete."""
+    """A step ends when this share of the prompts being drawn is complete (0.5 to 1.0; the engine draws
+    data.train_batch_size / stop_when prompts at once), or after this number of engine steps (2 or more; it learns from
+    the complete prompts)."""
 
     @property
     def num_engine_steps(self) -> int | None:
@@ -145,7 +143,7 @@ class RolloutSection:
     partial: PartialSection = key(PartialSection, read_if=when(".partial.enable", True))
     """Responses that continue under the weights of the next step."""
     keep_complete: bool = key(False, ENGINE)
-    """Keep the complete responses of a running step in files, so that a killed run draws only the others."""
+    """Keep complete responses of a running step in files, so that a killed run draws only the others."""
     sync: SyncSection = field(default_factory=SyncSection)
     """The transfer of weights to the engine, and its checks."""
 

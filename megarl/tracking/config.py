@@ -56,8 +56,7 @@ class TrainerSection:
     mlflow_tracking_uri: str | None = key(
         None, RECORDS, read_if=when(".logger", "mlflow", words="`trainer.logger` names mlflow")
     )
-    """MLflow server; null = MLFLOW_TRACKING_URI, or else mlflow.db next to the run's directory, for all runs of a
-    project."""
+    """MLflow server; null = MLFLOW_TRACKING_URI, or else mlflow.db next to the run's directory."""
     nnodes: Count = key(1, SPLIT)
     """Machines."""
     n_gpus_per_node: Count = key(8, SPLIT)
@@ -67,7 +66,7 @@ class TrainerSection:
     save_last: bool = key(True, RECORDS)
     """Save the last step, whatever save_freq is."""
     save_best: bool = key(True, RECORDS, read_if=AFTER_STEPS)
-    """Save each step with the best validation so far, and keep it until a better one is saved."""
+    """Save each step with the best validation so far, until a better one is saved."""
     test_freq: Interval = key(-1, VALIDATION)
     """Steps between validations; -1 or 0 = none."""
     val_before_train: bool = key(True, VALIDATION, read_if=when("data.val_files"))
@@ -79,14 +78,13 @@ class TrainerSection:
     balance_batch: bool = key(True, SPLIT)
     """Spread the samples over the data-parallel ranks by length."""
     default_hdfs_dir: str | None = key(None, RECORDS)
-    """Mirror of the checkpoints, to resume on an empty disk: a directory or URI that pyarrow or fsspec opens (s3://,
-    hdfs://, ...), for this run alone."""
+    """Mirror of the checkpoints for this run alone, to resume on an empty disk: a directory or URI that pyarrow or
+    fsspec opens."""
     default_local_dir: Annotated[str, AfterValidator(_local)] = key("checkpoints", RECORDS)
     """The run's directory."""
     resume_mode: Literal["auto", "disable", "resume_path"] = key("auto", RECORDS)
-    """auto = resume from the last checkpoint in the run's directory; disable = start anew; resume_path = resume from
-    resume_from_path. Later or unrelated checkpoints are set aside. A restarted job resumes from its own last
-    checkpoint."""
+    """auto = from the last checkpoint in the run's directory; disable = start anew; resume_path = from
+    resume_from_path. A restarted job resumes from its own last checkpoint."""
     resume_from_path: str | None = key(None, RECORDS)
     """Checkpoint to resume from, with resume_mode=resume_path: a directory, or a URI that ends in global_step_N."""
     max_ckpt_to_keep: Count | None = key(3, RECORDS)
@@ -106,8 +104,8 @@ class TrainerSection:
     deterministic: bool = key(False, Change(Effect.ROUNDING, "other kernels"))
     """Take only CUDA kernels that give the same bits every time, which are slower; on CPU all do."""
     peak_tflops: Annotated[float, Field(gt=0.0, le=1e6)] | None = key(None, RECORDS)
-    """Peak TFLOP/s of a device, for the perf/mfu metrics (`megarl doctor --peaks` measures it); null = the published
-    speed in bfloat16 of H100, H200 or B200, and no perf/mfu on other devices."""
+    """Peak TFLOP/s of a device for perf/mfu (`megarl doctor --peaks` measures it); null = the published bfloat16 speed
+    of H100, H200 or B200, else no perf/mfu."""
     phase_timeout_s: Seconds = key(1800.0, Change(Effect.NONE, "how long, not what"))
     """Seconds without progress after which every rank reports its state and the job ends."""
     max_skipped_updates: CountFromZero = key(3, Change(Effect.NONE, "when a run gives up"))

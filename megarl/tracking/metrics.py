@@ -260,7 +260,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
             "`perf/mfu` of the actor's updates, with the passes of an exact divergence",
             _PEAK,
         ),
-        Metric("perf/mfu/critic", "0-1", "`perf/mfu` of the critic's updates", f"{_PEAK}, {_CRITIC}"),
+        Metric("perf/mfu/critic", "0-1", "`perf/mfu` of the critic's updates", f"{_PEAK}, and {_CRITIC}"),
         Metric("perf/max_host_memory_gb", "GB", "Most host memory of a rank since its start"),
         Metric(
             "perf/max_memory_allocated_gb",
