@@ -78,13 +78,22 @@ def configuration() -> Iterator[str]:
     for root, found in parts().items():
         heading, command = ROOTS[root]
         yield f"## {heading}: `{called(command)}`"
-        whole = {part.title: part.twin for part in found if part.twin is not None and not (part.keys or part.condition)}
+        whole = {part.title: like for part in found if (like := twin_of(part, earlier))}
         if whole:
-            yield "\n".join(f"- `{title.split()[-1]}` has the keys of {linked(twin)}." for title, twin in whole.items())
+            yield "\n".join(f"- `{title.split()[-1]}` has the keys of {linked(like)}." for title, like in whole.items())
         for part in found:
             if part.title not in whole:
                 yield from section(part, earlier)
                 earlier.append(part)
+
+
+def twin_of(part: Part, earlier: Sequence[Part]) -> str:
+    """Return the title of an earlier section whose keys a section has unchanged; empty if there is none."""
+    if part.twin is None or part.condition:
+        return ""
+    if not part.keys:
+        return part.twin
+    return next((one.title for one in earlier if (one.twin, one.keys) == (part.twin, part.keys)), "")
 
 
 def section(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
@@ -93,10 +102,11 @@ def section(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
     text = re.sub(r"^`[^`]+`[^:]*: ", "", part.text)
     text = text[:1].upper() + text[1:]
     if part.twin is not None:
-        text = f"The keys are those of {linked(part.twin)}{'; these differ' * bool(part.keys)}."
+        text = f"As {linked(part.twin)}{', except:' if part.keys else '.'}"
     outer = [other.condition for other in earlier if part.title.startswith(f"{other.title}.")]
     condition = "" if part.condition in outer else part.condition
-    yield fill(f"{text} {condition}".strip(), width=120, break_on_hyphens=False, break_long_words=False)
+    words = f"{text} {condition}" if part.twin is None else f"{condition} {text}"
+    yield fill(words.strip(), width=120, break_on_hyphens=False, break_long_words=False)
     same: dict[str, list[str]] = {}
     own = []
     for key in part.keys:
