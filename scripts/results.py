@@ -54,9 +54,8 @@ def main() -> None:
     }
     results = run_all(commands, out, MEASURE, jobs=options.jobs)
 
-    lines = {name: own_lines(name) for name in ALGORITHMS}
     command = shlex.join(["python", "scripts/results.py", *sys.argv[1:]])
-    write_page(options.docs, results, lines, samples=SAMPLES, command=command)
+    write_page(options.docs, results, tuple(ALGORITHMS), samples=SAMPLES, command=command)
 
 
 def own_lines(algorithm: str) -> dict[str, Any]:

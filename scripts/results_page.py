@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
 from statistics import mean
-from typing import Any
 
 import numpy
 from seeded import Result
@@ -44,25 +43,18 @@ All algorithms have the same data, tokenizer and warmed-up model of a seed, and 
 `configs/quickstart_ppo.yaml`: {samples} responses and two updates of the policy in a step, Adam with a learning rate
 of 3e-4 (PPO's critic has its own), no bonus for entropy, and a temperature of 1. If an algorithm compares responses,
 eight share a prompt, ReMax's greedy response among them. DAPO draws several batches in a step; its score is read at the
-same budget, by interpolation between two validations. The other settings come from the algorithm's file in `configs/`:
-
-| algorithm | lines |
-|---|---|
-{lines}
-
-Nothing is tuned for an algorithm beyond its file. The files have the papers' numbers, which were chosen for models a
-thousand times this size. So the page shows that each algorithm learns on this task. It does not show which
-algorithm is best elsewhere.
+same budget, by interpolation between two validations.
+The other settings come from the algorithm's file in `configs/` (the length of `overlong_buffer` is scaled), with the
+papers' numbers for models a thousand times this size. So the page shows that each algorithm learns on this task, and not
+which is best elsewhere.
 
 [benchmarks/curves.md](benchmarks/curves.md) has other curves.
 """
 
 
-def write_page(
-    docs: Path, results: Sequence[Result], lines: Mapping[str, dict[str, Any]], *, samples: int, command: str
-) -> None:
+def write_page(docs: Path, results: Sequence[Result], names: Sequence[str], *, samples: int, command: str) -> None:
     """Write `results.md` and its picture into `docs`."""
-    runs = {name: [result for result in results if result.algorithm == name] for name in lines}
+    runs = {name: [result for result in results if result.algorithm == name] for name in names}
     (docs / PICTURE).parent.mkdir(parents=True, exist_ok=True)
     shortest = min(results, key=lambda result: result.curve[-1][0])
     points = [number for number, _ in shortest.curve]
@@ -82,7 +74,6 @@ def write_page(
         machine=_machine(),
         date=time.strftime("%Y-%m-%d"),
         versions=_versions(),
-        lines="\n".join(f"| {name} | {_as_keys(own)} |" for name, own in lines.items()),
     )
     (docs / "results.md").write_text(page, encoding="utf-8")
     print(docs / "results.md")
@@ -93,18 +84,6 @@ def _row(name: str, runs: Sequence[Result], budget: int) -> str:
     minutes = mean(run.seconds for run in runs) / 60
     cells = [name, *(f"{score:.3f}" for score in scores), f"**{mean(scores):.3f}**", f"{minutes:.1f}"]
     return f"| {' | '.join(cells)} |"
-
-
-def _as_keys(tree: Mapping[str, Any]) -> str:
-    """Return `a.b: value` for every leaf."""
-
-    def leaves(node: Any, path: str) -> list[str]:
-        if isinstance(node, Mapping):
-            return [line for key, value in node.items() for line in leaves(value, f"{path}.{key}" if path else key)]
-        shown = {True: "true", False: "false"}.get(node, node) if isinstance(node, bool) else node
-        return [f"`{path.removeprefix('actor_rollout_ref.')}: {shown}`"]
-
-    return ", ".join(leaves(tree, "")) or "those of `configs/quickstart_ppo.yaml`"
 
 
 def draw(png: Path, runs: Mapping[str, Sequence[Result]], points: Sequence[int]) -> None:
