@@ -45,8 +45,8 @@ of 3e-4 (PPO's critic has its own), no bonus for entropy, and a temperature of 1
 eight share a prompt, ReMax's greedy response among them. DAPO draws several batches in a step; its score is read at the
 same budget, by interpolation between two validations.
 The other settings come from the algorithm's file in `configs/` (the length of `overlong_buffer` is scaled), with the
-papers' numbers for models a thousand times this size. So the page shows that each algorithm learns on this task, and not
-which is best elsewhere.
+papers' numbers for models a thousand times this size. So the page shows that each algorithm learns on this task, and
+not which is best elsewhere.
 
 [benchmarks/curves.md](benchmarks/curves.md) has other curves.
 """

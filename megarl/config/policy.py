@@ -42,9 +42,9 @@ class UpdateSection:
     """The update of a model from samples."""
 
     ppo_mini_batch_size: Count = 256
-    """Prompts per optimizer step, over all ranks."""
+    """Prompts per optimizer step."""
     ppo_micro_batch_size: Count | None = key(None, MICRO)
-    """Most sequences per forward pass of the update, per rank; null = the token budget alone."""
+    """Most sequences per forward pass of the update; null = the token budget alone."""
     ppo_epochs: Count = 1
     """Passes over the samples of a step."""
     grad_clip: Bound = key(1.0, OPTIMIZER)
@@ -60,7 +60,7 @@ class ActorSection(UpdateSection):
     use_dynamic_bsz: bool = key(True, MICRO)
     """Fill micro-batches up to a token budget; false = ppo_micro_batch_size sequences each."""
     ppo_max_token_len_per_gpu: Length = key(16384, MICRO, read_if=BUDGET)
-    """Token budget of a micro-batch, per rank."""
+    """Token budget of a micro-batch."""
     clip_ratio: Fraction = key(0.2, read_if=(CLIPS, ONE_CLIP))
     """Policy ratios outside [1 - clip_ratio, 1 + clip_ratio] give no gradient."""
     clip_ratio_low: Fraction | None = key(None, read_if=CLIPS)
@@ -88,7 +88,7 @@ class ActorSection(UpdateSection):
     ptx_files: str | list[str] | None = None
     """File or files with the pairs: prompts in the column data.prompt_key, responses in `response`."""
     ptx_batch_size: Count | None = None
-    """Pairs per optimizer step, over all ranks; null = the samples of a mini-batch."""
+    """Pairs per optimizer step; null = the samples of a mini-batch."""
     shuffle: bool = True
     """Draw the mini-batches in random order."""
     optim: OptimSection = field(default_factory=OptimSection)
@@ -111,7 +111,7 @@ class RefSection:
     teachers: dict[str, str] = key(dict, MODEL)
     """References by data source, as in ref.model.path; ref.model reads the samples of all other sources."""
     log_prob_micro_batch_size: Count | None = key(None, MICRO, read_if=ESTIMATED)
-    """Most sequences per forward pass, per rank; null = the token budget alone."""
+    """Most sequences per forward pass; null = the token budget alone."""
     log_prob_max_token_len_per_gpu: Length | None = key(None, MICRO, read_if=(BUDGET, ESTIMATED))
     """Token budget of a forward pass; null = actor.ppo_max_token_len_per_gpu."""
     megatron: MegatronSection = key(MegatronSection, read_if=(ONE_SEED, UNTRAINED))
@@ -129,6 +129,6 @@ class CriticSection(UpdateSection):
     megatron: MegatronSection = key(MegatronSection, read_if=ONE_SEED)
     """The split over the ranks."""
     forward_micro_batch_size: Count | None = key(None, MICRO)
-    """Most sequences per forward pass of the estimate, per rank; null = ppo_micro_batch_size."""
+    """Most sequences per forward pass of the estimate; null = ppo_micro_batch_size."""
     cliprange_value: Bound = 0.5
     """Largest change of a value that has a gradient; 1e30 = no limit."""

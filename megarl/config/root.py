@@ -64,7 +64,7 @@ class RewardModelSection(RulesSection):
     megatron: MegatronSection = key(MegatronSection, read_if=(ONE_SEED, UNTRAINED, ENABLED))
     """The split of the neural model over the ranks."""
     micro_batch_size: Count | None = key(64, MICRO, read_if=ENABLED)
-    """Most sequences per forward pass, per rank; null = the actor's token budget alone."""
+    """Most sequences per forward pass; null = the actor's token budget alone."""
     max_length: Length | None = key(None, read_if=ENABLED)
     """Most tokens of a prompt with its response, in the model's vocabulary; a longer text loses its beginning. null =
     the model's positions."""
@@ -264,7 +264,7 @@ class SupervisedConfig:
     grad_clip: Bound = key(1.0, OPTIMIZER)
     """Largest gradient norm."""
     max_token_len_per_gpu: Length = key(16384, MICRO)
-    """Token budget of a micro-batch, per rank."""
+    """Token budget of a micro-batch."""
     trainer: TrainerSection = key(TrainerSection, read_if=(OF_REWARDS, when("data.val_files", of=("test_freq",))))
     """Length, ranks, records and checkpoints of the run."""
 

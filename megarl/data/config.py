@@ -47,9 +47,9 @@ class DataSection(TextSection):
     max_response_length: Length = 512
     """Longest response, in tokens."""
     train_batch_size: Count = 1024
-    """Prompts per step, over all ranks."""
+    """Prompts per step."""
     val_batch_size: Count | None = key(None, VALIDATION, read_if=VALIDATES)
-    """Prompts per validation batch, over all ranks; null = all at once."""
+    """Prompts per validation batch; null = all at once."""
     truncation: Literal["error", "left", "right", "middle"] = key(
         "error", read_if=when(".filter_overlong_prompts", False)
     )
@@ -75,9 +75,9 @@ class SupervisedDataSection(TextSection):
     """`data.*` of runs that learn from files alone."""
 
     train_batch_size: Count = 256
-    """Rows per optimizer step, over all ranks."""
+    """Rows per optimizer step."""
     micro_batch_size: Count | None = key(None, MICRO)
-    """Most rows per forward pass, per rank; null = the token budget alone."""
+    """Most rows per forward pass; null = the token budget alone."""
     seed: Seed = key(1, read_if=when(".shuffle", True))
     """Seed of the order of rows."""
 

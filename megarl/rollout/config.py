@@ -130,7 +130,7 @@ class RolloutSection:
     enable_prefix_caching: bool = key(True, ENGINE)
     """Compute a prompt once for its n responses."""
     log_prob_micro_batch_size: Count | None = key(None, MICRO)
-    """Most sequences per forward pass for the actor's old log-probabilities, per rank; null = the token budget
+    """Most sequences per forward pass for the actor's old log-probabilities; null = the token budget
     alone."""
     calculate_log_probs: bool = key(True, NO_CHOICE)
     """Compare the engine's log-probabilities with the trainer's in every step."""
