@@ -74,11 +74,10 @@ def _head(results: Results, num_devices: int) -> Iterator[str]:
         yield "\n".join(f"- {title.capitalize()}: {line(found[title])}" for title in ("machine", "versions"))
     yield f"    {COMMAND}"
     yield _paragraph(
-        "checks a machine with one GPU or several, in stages. A call takes 470 seconds (`--budget-s`), and the same "
-        "command runs the remaining stages; `--stages NAME,...` chooses. OUT gets a JSON file and a log of each stage, "
-        "the traces, and this page. The machine needs torch and the packages of `requirements/gpu.lock`, and no "
-        "network. `--rehearse` runs every stage with tiny models on the CPU, and `--hollow` on the "
-        "[hollow device](../hollow.md). Results on GPUs also go to "
+        "checks a machine in stages. A call takes 470 seconds (`--budget-s`), and the same command runs the remaining "
+        "stages; `--stages NAME,...` chooses. OUT gets results, logs, traces and this page. The machine needs the "
+        "packages of `requirements/gpu.lock`, and no network. `--rehearse` runs every stage with tiny models on the "
+        "CPU, and `--hollow` on the [hollow device](../hollow.md). Results on GPUs also go to "
         "`docs/benchmarks/gpu.json`, which this page shows."
     )
 

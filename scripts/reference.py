@@ -81,7 +81,7 @@ def configuration() -> Iterator[str]:
         whole = {part.title: like for part in found if (like := twin_of(part, earlier))}
         if whole:
             links = ", ".join(f"`{title.split()[-1]}` ({linked(like)})" for title, like in whole.items())
-            yield fill(f"Sections with known keys: {links}.", width=120, break_on_hyphens=False, break_long_words=False)
+            yield fill(f"Sections that repeat others: {links}.", 120, break_on_hyphens=False, break_long_words=False)
         for part in found:
             if part.title not in whole:
                 yield from section(part, earlier)

@@ -23,7 +23,7 @@ class CheckpointSection:
     """`*.model.*`: a checkpoint to start from."""
 
     path: str
-    """Hugging Face directory, its URI (any that fsspec opens) or Hugging Face id."""
+    """HF directory, its URI (any that fsspec opens) or HF id."""
     external_lib: str | list[str] | None = None
     """Module or modules to import first, to register models or tokenizers."""
     override_config: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class CriticModelSection(ModelSection):
     """`critic.model.*`: the checkpoint of the critic; a scalar head replaces the head of a language model."""
 
     path: str = ""
-    """Hugging Face directory, its URI or Hugging Face id; required."""
+    """HF directory, its URI or HF id; required."""
     tokenizer_path: str | None = None
     """Tokenizer of the critic, in which it reads the policy's text; null = the policy's."""
 
@@ -65,7 +65,7 @@ class RewardCheckpointSection(CheckpointSection):
     """`reward_model.model.*`: the model that scores responses, a sequence classifier with one label."""
 
     path: Annotated[str, BeforeValidator(_empty_if_none)] = ""
-    """Hugging Face directory, its URI or Hugging Face id; required."""
+    """HF directory, its URI or HF id; required."""
     input_tokenizer: str | None = None
     """Tokenizer of the tokens that the model receives; they are decoded and encoded with the model's own chat template.
     null = the model has the policy's vocabulary and reads the tokens as they are."""
