@@ -82,7 +82,7 @@ def room_for_optimizer(part: Any) -> dict[Any, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerCopy:
-    """What a rank copied of a distributed optimizer: the state of the parameters that it writes."""
+    """The part of a distributed optimizer that a rank copied: the state of the parameters that it writes."""
 
     state: dict[Any, Any]  # as `get_parameter_state_dp_zero` returns it
     written: frozenset[int]  # the numbers of these parameters
