@@ -29,3 +29,8 @@ class Pieces:
         if rank == self.owner:
             return sum(map(len, self.on_ranks.values()))
         return len(self.on_ranks.get(rank, ()))
+
+    def place_in_copy(self, rank: int) -> slice:
+        """Return where a rank's piece is in the elements that the rank copies."""
+        piece = self.on_ranks[rank]
+        return slice(piece.start, piece.stop) if rank == self.owner else slice(0, len(piece))

@@ -5,7 +5,7 @@ distributed optimizer. Later, parameters at the borders of shards are put togeth
 that messages of other threads cannot interfere.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,18 +89,21 @@ class OptimizerCopy:
     gather: Callable[[], None]  # completes the state when all data-parallel ranks call it, from any thread
 
 
+@dataclass(frozen=True)
 class _Values:
     """A number for each element of some parameters, which Megatron takes by the places of parameters in a buffer."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.starts: dict[int, int] = {}  # place of a parameter in the buffer -> its place in the memory
+    memory: Tensor
+    places: Mapping[int, slice]  # begin of a parameter in the buffer -> its place in the memory
 
     def __getitem__(self, place: slice) -> Tensor:
-        start = self.starts.get(place.start)
-        if start is None:  # another rank writes this parameter
+        if place.start not in self.places:  # another rank writes this parameter
             return torch.zeros(1).expand(place.stop - place.start)
-        return self.memory[start : start + place.stop - place.start]
+        return self.memory[self.places[place.start]]
+
+
+Message = tuple[Callable[..., Any], Tensor, int]
+"""`dist.isend` or `dist.irecv`, the memory, and the other rank of the group."""
 
 
 def copy_optimizer(part: Any, staging: Staging, name: str) -> OptimizerCopy:
@@ -108,55 +111,49 @@ def copy_optimizer(part: Any, staging: Staging, name: str) -> OptimizerCopy:
 
     The rank that holds most of a parameter writes it, so only parameters at the borders of shards travel.
     """
-    size = part.data_parallel_group.size()
+    members = tuple(dist.get_process_group_ranks(part.data_parallel_group))
     rank = part.data_parallel_group.rank()
-    group = staging.group(tuple(dist.get_process_group_ranks(part.data_parallel_group))) if size > 1 else None
+    group = staging.group(members) if len(members) > 1 else None
     state: dict[Any, Any] = {"buckets_coalesced": True}
-    written = set[int]()
-    messages: list[tuple[Tensor, int, bool]] = []  # memory, the other rank, and whether this one receives
-    count = 0
-    for number, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
-        [(dtype, places)] = ranges.items()
-        own = {param: where["param"] for place in places for param, where in place["param_map"].items()}
-        pieces = [_pieces(place, buffer.buckets, size) for place in buffer.param_index_map.values()]
+    written = list[bool]()  # of each parameter
+    messages = list[Message]()
+    for number, (buffer, by_dtype) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
+        [dtype] = by_dtype
+        pieces = [_pieces(place, buffer.buckets, len(members)) for place in buffer.param_index_map.values()]
         numel = sum(each.copied_by(rank) for each in pieces)
-        values = {key: _Values(staging.take(f"{name}.{number}.{key}", (numel,), torch.float32)) for key in OPTIMIZED}
-        state[number] = {dtype: {"numel_unpadded": buffer.numel} | values}
-        offset = 0
+        memory = {key: staging.take(f"{name}.{number}.{key}", (numel,), torch.float32) for key in OPTIMIZED}
+        places: dict[int, slice] = {}
+        end = 0
         for each, (param, (start, *_)) in zip(pieces, buffer.param_index_map.items(), strict=True):
-            copied = each.copied_by(rank)
-            is_owner = each.owner == rank
-            if is_owner:
-                written.add(count)
-            for key, of_key in values.items() if copied else ():
-                memory = of_key.memory[offset : offset + copied]
-                if is_owner:
-                    of_key.starts[start] = offset
-                    messages += [
-                        (memory[piece.start : piece.stop], other, True)
-                        for other, piece in each.on_ranks.items()
-                        if other != rank
-                    ]
-                else:
-                    messages.append((memory, each.owner, False))
-                if param in own:
-                    mine = memory[own[param].start : own[param].end] if is_owner else memory
-                    mine.copy_(part._get_main_param_and_optimizer_states(param)[key].detach(), non_blocking=True)
-            offset += copied
-            count += 1
+            place = slice(end, end + each.copied_by(rank))
+            end = place.stop
+            written.append(each.owner == rank)
+            if each.owner == rank:
+                places[start] = place
+            if rank in each.on_ranks:
+                values = part._get_main_param_and_optimizer_states(param)
+                for key in OPTIMIZED:
+                    copy = memory[key][place]
+                    copy[each.place_in_copy(rank)].copy_(values[key].detach(), non_blocking=True)
+                    messages += _messages(copy, each, rank)
+        state[number] = {dtype: {"numel_unpadded": buffer.numel}}
+        state[number][dtype] |= {key: _Values(memory[key], places) for key in OPTIMIZED}
 
     def gather() -> None:
-        works = [
-            dist.irecv(memory, group=group, group_src=other)
-            if receives
-            else dist.isend(memory, group=group, group_dst=other)
-            for memory, other, receives in messages
-        ]
-        for work in works:
-            if work is not None:  # torch returns None to a rank outside of the group
-                work.wait()
+        operations = [dist.P2POp(operation, data, group=group, group_peer=peer) for operation, data, peer in messages]
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
 
-    return OptimizerCopy(state=state, written=frozenset(written), gather=gather)
+    numbers = frozenset(number for number, is_written in enumerate(written) if is_written)
+    return OptimizerCopy(state=state, written=numbers, gather=gather)
+
+
+def _messages(copy: Tensor, pieces: Pieces, rank: int) -> list[Message]:
+    """Return the messages that complete a parameter on its owner. `copy` is what this rank has of it."""
+    if rank != pieces.owner:
+        return [(dist.isend, copy, pieces.owner)]
+    others = ((other, piece) for other, piece in pieces.on_ranks.items() if other != rank)
+    return [(dist.irecv, copy[piece.start : piece.stop], other) for other, piece in others]
 
 
 def _pieces(place: tuple[int, int, int], buckets: list[Any], size: int) -> Pieces:

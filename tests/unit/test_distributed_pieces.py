@@ -14,6 +14,7 @@ def test_pieces_by_hand() -> None:
     assert over_three.on_ranks == {0: range(2), 1: range(2, 12), 2: range(12, 17)}
     assert over_three.owner == 1
     assert [over_three.copied_by(rank) for rank in range(4)] == [2, 17, 5, 0]
+    assert [over_three.place_in_copy(rank) for rank in range(3)] == [slice(0, 2), slice(2, 12), slice(0, 5)]
     assert Pieces.cut(5, 15, shard=10).owner == 0  # the first of two equal pieces
 
 
