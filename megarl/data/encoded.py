@@ -31,7 +31,7 @@ from megarl.data.census import Census, Counts
 from megarl.data.look import RowFaults, check_each, raise_faults
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
-from megarl.distributed.exchange import on_each_rank, on_first_rank, together
+from megarl.distributed.exchange import on_each_rank, on_first_rank, run_of, together
 from megarl.platform.cache import VARIABLE, cache_directory
 from megarl.platform.files import explained
 
@@ -83,7 +83,7 @@ class _Host:
 
     rank: int
     num_ranks: int
-    name: str
+    name: str  # another in each run
 
     @classmethod
     def here(cls) -> "_Host":
@@ -94,10 +94,6 @@ class _Host:
         rank = int(os.environ.get("LOCAL_RANK", "0"))
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         return cls(rank, num_ranks, f"{run}-{socket.gethostname()}-{dist.get_rank() - rank}")
-
-    def share(self, count: int) -> range:
-        """Return this rank's part of the work of the host."""
-        return range(self.rank * count // self.num_ranks, (self.rank + 1) * count // self.num_ranks)
 
 
 def encode_once(
@@ -121,8 +117,9 @@ def encode_once(
     exists = kept is not None and kept.is_dir()
     part = (directory if kept and _is_writable(directory) else Path(tempfile.gettempdir())) / f".{host.name}.part"
     try:
-        faults = together(lambda: RowFaults() if exists else _write(part, rows, encode, census, host))
-        raise_faults(faults[: host.num_ranks])  # each host encodes all rows
+        of_ranks = together(lambda: (host.name, RowFaults() if exists else _write(part, rows, encode, census, host)))
+        for name in dict.fromkeys(name for name, _ in of_ranks):  # each host encodes all rows
+            raise_faults(faults for of_host, faults in of_ranks if of_host == name)
         if kept and host.rank == 0 and not exists:
             with suppress(OSError):  # another job has published the same, or the cache is not writable
                 part.rename(kept)
@@ -144,12 +141,13 @@ def _write(
     part: Path, rows: Rows, encode: Callable[[DataRow], EncodedPrompt | None], census: Census, host: _Host
 ) -> RowFaults:
     """Encode this rank's share of the rows into a file. Return the faults."""
+    share = run_of(len(rows), rank=host.rank, size=host.num_ranks)
     faults = RowFaults()
     waiting = list[dict[str, Any]]()
     with explained(f"{VARIABLE}={part.parent}"):
         part.mkdir(parents=True, exist_ok=True)
         with pa.OSFile(str(part / f"{host.rank}.arrow"), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
-            for number, prompt in check_each(rows, host.share(len(rows)), encode, faults):
+            for number, prompt in check_each(rows, share, encode, faults):
                 if prompt is not None:
                     waiting.append({"row": number, "token_ids": prompt.token_ids, "text": prompt.text})
                 if len(waiting) == ROWS_AT_ONCE:

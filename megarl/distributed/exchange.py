@@ -130,8 +130,11 @@ def in_shares(count: int, work: Callable[[range], T]) -> list[T]:
 
 def share(count: int) -> range:
     """Return this rank's share of `range(count)`, which is cut into equal runs."""
-    rank = dist.get_rank()
-    size = dist.get_world_size()
+    return run_of(count, rank=dist.get_rank(), size=dist.get_world_size())
+
+
+def run_of(count: int, *, rank: int, size: int) -> range:
+    """Return the part of `range(count)` of one of `size` ranks: equal runs, as far as that is possible."""
     return range(rank * count // size, (rank + 1) * count // size)
 
 

@@ -13,6 +13,7 @@ from megarl.data.order import Position
 from megarl.data.parquet import write_rows
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.platform.errors import UserError
 from tests.support.ranks import RankPool
 from tests.support.sentencepieces import train_sentencepiece
 
@@ -98,3 +99,30 @@ def test_host_without_tokens_encodes_alone(pool: RankPool, model: str, file: str
     assert [found for found, _, _ in results[:2]] == [0, 0]
     assert sum(found for found, _, _ in results[2:]) == NUM_ROWS
     assert [prompts for _, prompts, _ in results] == [alone] * 4
+
+
+def first_error(file: str, model: str, cache: str, ranks_of_first: int) -> str:
+    """Return the faults on this rank, if the first host has more ranks than the second."""
+    is_first = dist.get_rank() < ranks_of_first
+    size = ranks_of_first if is_first else dist.get_world_size() - ranks_of_first
+    variables = {
+        "MEGARL_CACHE": f"{cache}/{is_first}",
+        "LOCAL_RANK": str(dist.get_rank() - (0 if is_first else ranks_of_first)),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+    section = DataSection(train_files=file, max_prompt_length=24)
+    with patch.dict(os.environ, variables), patch.object(socket, "gethostname", lambda: f"host-{is_first}"):
+        try:
+            PromptDataset(section, file, load_tokenizer(model))
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_hosts_of_unequal_size_agree_on_faults(pool: RankPool, model: str, tmp_path: Path) -> None:
+    """The only faulty row is the last one, which the last rank of each host encodes."""
+    rows = [{"prompt": "1 + 1", "data_source": "gsm8k", "reward_model": {"ground_truth": "2"}} for _ in range(8)]
+    rows[7]["prompt"] = "+ " * 40
+    write_rows(tmp_path / "train.parquet", rows)
+    errors = pool.run(4, first_error, str(tmp_path / "train.parquet"), model, str(tmp_path), 3)
+    assert len(set(errors)) == 1 and errors[0].count("row 7, column prompt: the prompt has") == 1
