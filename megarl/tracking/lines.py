@@ -103,8 +103,10 @@ class Lines:
         steps = set[int]()
         kept: list[range] = []  # ranges of bytes
         place = num_damaged = 0
+        if not os.path.lexists(self.path):
+            return steps
         try:
-            if os.path.lexists(self.path) and not os.path.isfile(self.path):  # noqa: PTH113 - raises nothing
+            if not os.path.isfile(self.path):  # noqa: PTH113 - raises nothing
                 aside = _aside(self.path)
                 self.path.rename(aside)
                 logger.warning(
@@ -121,8 +123,6 @@ class Lines:
                         kept.append(range(begin, place + num_bytes))
                 place += num_bytes
             self._leave(kept, num_damaged)
-        except FileNotFoundError:
-            pass
         except OSError as error:
             logger.warning("%s keeps the lines of steps that will run again: %s", self.path, remedy(error))
         return steps
