@@ -72,9 +72,10 @@ class Order:
             return range(start, stop)
         key = (self._seed, epoch, 0)
         if self.num_rows > MOST_DRAWN:
-            places = np.arange(start, stop, dtype=np.int64)
-            return list(map(int, permuted(places, self.num_rows, key=key)))
-        return list(map(int, self._permutation(key)[start:stop]))
+            rows = permuted(np.arange(start, stop), self.num_rows, key=key)
+        else:
+            rows = self._permutation(key)[start:stop]
+        return list(map(int, rows))
 
     def _draw(self, key: tuple[int, ...]) -> NDArray[np.int64]:
         """Return the order of all rows in an epoch."""

@@ -59,7 +59,7 @@ class PromptDataset:
         self._columns = PromptColumns(section=section, needs=needs)
         self._rows = self._columns.open(files)
         self._census = Census(tokenizer)
-        digest = on_first_rank(lambda: self._digest(files, needs))
+        digest = on_first_rank(lambda: self._digest(needs))
         self._encoded = encode_once(self._rows, self._encode, self._census, digest=digest)
         if not len(self._encoded):
             raise UserError(f"every prompt is longer than data.max_prompt_length={section.max_prompt_length}: raise it")
@@ -87,13 +87,14 @@ class PromptDataset:
         """Describe how the model reads the first prompt."""
         return as_read("the first prompt", prompt.raw_prompt, list(prompt.token_ids), self._tokenizer)
 
-    def _digest(self, files: str | Sequence[str], needs: Needs) -> str | None:
+    def _digest(self, needs: Needs) -> str | None:
         """Return a name for the tokens of all prompts; None if they are those of this run alone."""
         tokenizer = self._tokenizer.digest
         if tokenizer is None:
             return None
-        names = [files] if isinstance(files, str) else list(files)
-        return digest_of(names, [tokenizer, asdict(needs), {key: getattr(self._section, key) for key in _READ}])
+        return digest_of(
+            self._rows.names, [tokenizer, asdict(needs), {key: getattr(self._section, key) for key in _READ}]
+        )
 
     def _encode(self, row: DataRow) -> EncodedPrompt | None:
         """Return the prompt of a row; None if it is too long and dropped. Raises UserError for an invalid row."""

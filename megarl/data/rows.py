@@ -41,11 +41,11 @@ class Rows:
             UserError: a file is missing, cannot be read, lacks a column, has it twice or has no row; every such file
                 is named. Later, when a row is read: the row is damaged.
         """
-        names = [files] if isinstance(files, str) else list(files)
-        if not names:
+        self.names = [files] if isinstance(files, str) else list(files)
+        if not self.names:
             raise UserError("no data files are given")
         wanted = WantedColumns(required=tuple(columns), optional=tuple(optional), remedies=remedies)
-        self._tables = _read_all(names, wanted)
+        self._tables = _read_all(self.names, wanted)
         self._starts = [0, *accumulate(map(len, self._tables))]
 
     def __len__(self) -> int:

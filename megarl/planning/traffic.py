@@ -67,7 +67,7 @@ def sync_traffic(workload: Workload, *, ranks_per_node: int, links: Links, data_
         ranks_per_node=ranks_per_node,
         bucket_bytes=rollout.sync.bucket_megabytes << 20,
         two_level=rollout.sync.two_level,
-    ).traffic(domain=links.domain or ranks_per_node)
+    ).traffic(domain=links.domain)
     inside = traffic.received - traffic.crossing
     full = sum(math.prod(shape) * source[name].dtype.itemsize for name, shape in hf_shapes(workload.policy).items())
     return SyncTraffic(
