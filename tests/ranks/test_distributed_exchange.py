@@ -76,7 +76,7 @@ def connected_late(store: Path) -> float:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
-    join_world(store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    join_world(store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=timedelta(minutes=5))
     return over_five_groups()[0]
 
 
@@ -93,7 +93,7 @@ def of_cuda(store: Path) -> Any:
         patch.object(dist, "init_process_group", lambda backend, **place: start({"nccl": "fake"}[backend], **place)),
     ):
         place = {"store": dist.FileStore(str(store), size), "rank": rank, "world_size": size}
-        join_world(**place, timeout=timedelta(seconds=60))
+        join_world(**place, timeout=timedelta(minutes=5))
     backends = dist.get_backend(), dist.get_backend(dist.new_group()), dist.get_backend(host_group())
     agree({"same": 1})
     wait_for_all()
