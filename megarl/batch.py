@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -25,7 +26,7 @@ S = TypeVar("S", bound="Rollouts")
 PER_TOKEN = "per token"
 """The mark of fields with a number for each token."""
 BLOCK = 1 << 16
-"""Places in the rows of a block."""
+"""Places in the rows of a block, which fit into the cache of a processor."""
 
 
 def int32(values: Iterable[int] = ()) -> "array[int]":
@@ -248,23 +249,38 @@ class Rollouts(Prompts):
         """Return the column `[N]` that is laid out in `rows` `[B, T]`."""
         return flat(rows, self.num_tokens)
 
-    def row_blocks(self, *columns: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Yield blocks of neighbouring samples: which they are, and the rows `[b, T]` of each column.
+    def blocks(self, *columns: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Yield blocks of neighbouring samples: which they are, and their part of each column, a view.
 
-        The rows of a block fit into the cache of a processor, however many samples there are. Without samples there is
-        one block, which is empty.
+        A block has at most `BLOCK` tokens or one sample. Without samples there is one block, which is empty.
         """
+        for samples, tokens in self._blocks:
+            yield samples, [column[tokens] for column in columns]
+
+    @cached_property
+    def _blocks(self) -> list[tuple[slice, slice]]:
+        """The samples of each block, and their tokens."""
         lengths = self.num_tokens.tolist()
         ends = [0, *accumulate(lengths)]
-        for first, last in pairwise(_cuts(lengths)):
-            samples, tokens = slice(first, last), slice(ends[first], ends[last])
-            yield samples, [in_rows(column[tokens], self.num_tokens[samples]) for column in columns]
+        return [(slice(first, last), slice(ends[first], ends[last])) for first, last in pairwise(_cuts(lengths))]
+
+    def learnt_blocks(self, *columns: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield the tokens of the policy in each block: how many each sample has, int64 `[b]`, and their columns."""
+        for samples, (mask, *parts) in self.blocks(self.mask, *columns):
+            counts = self.num_tokens[samples]
+            if self.is_all_learnt:
+                yield counts, parts
+            else:
+                yield sample_sums(mask, counts).to(torch.int64), [part[mask] for part in parts]
+
+    def row_blocks(self, *columns: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Yield blocks of neighbouring samples: which they are, and the rows `[b, T]` of each column."""
+        for samples, parts in self.blocks(*columns):
+            yield samples, [in_rows(part, self.num_tokens[samples]) for part in parts]
 
     def sums(self, column: Tensor) -> Tensor:
         """Return the sum of a column over each sample, `[B]` float64. It depends on no other sample."""
-        if not len(self):
-            return torch.zeros(0, dtype=torch.float64)  # which torch's function refuses
-        return torch.segment_reduce(column.double(), "sum", lengths=self.num_tokens)
+        return torch.cat([sample_sums(part, self.num_tokens[samples]) for samples, (part,) in self.blocks(column)])
 
     def num_learnt(self) -> Tensor:
         """Return the number of tokens of the policy in each sample: `[B]` int64."""
@@ -292,8 +308,7 @@ class Rollouts(Prompts):
 
     def on_tokens(self, numbers: Tensor) -> Tensor:
         """Return the column `[N]` with a number of each sample, `[B]`, on each of its tokens."""
-        counts = self.num_tokens.tolist()
-        return torch.cat([numbers[:0], *(number.expand(count) for number, count in zip(numbers, counts, strict=True))])
+        return on_tokens(numbers, self.num_tokens)
 
     def response_ids(self, sample: int) -> Tensor:
         """Return the response tokens of a sample, those of its environment included: int32."""
@@ -468,6 +483,33 @@ def counted_from(starts: Tensor, counts: Tensor) -> Tensor:
     """Return `starts[i], starts[i] + 1, ...`, `counts[i]` numbers for each `i`, end to end: int64."""
     ends = counts.cumsum(0)
     return torch.arange(int(counts.sum())) + (starts - ends + counts).repeat_interleave(counts)
+
+
+def reduced(reduce: np.ufunc, column: Tensor, counts: Tensor) -> Tensor:
+    """Reduce the numbers of each sample to one, `[b]`; zero without tokens. It depends on no other sample.
+
+    Args:
+        reduce: such as `numpy.maximum`.
+        column: `[n]`, in host memory.
+        counts: `[b]` int64, the tokens of each sample.
+    """
+    numbers, lengths = column.numpy(), counts.numpy()
+    starts = lengths.cumsum() - lengths
+    has_tokens = lengths > 0
+    found = np.zeros(len(lengths), dtype=numbers.dtype)
+    if len(numbers):
+        found[has_tokens] = reduce.reduceat(numbers, starts[has_tokens])
+    return torch.from_numpy(found)
+
+
+def sample_sums(column: Tensor, counts: Tensor) -> Tensor:
+    """Return the sum of the numbers of each sample, as `reduced` does: `[b]` float64."""
+    return reduced(np.add, column.double(), counts)
+
+
+def on_tokens(numbers: Tensor, counts: Tensor) -> Tensor:
+    """Return the column `[n]` with a number of each sample, `[b]`, on each of its `counts` (int64 `[b]`) tokens."""
+    return torch.from_numpy(np.repeat(numbers.numpy(), counts.numpy()))
 
 
 def _cuts(lengths: Sequence[int]) -> list[int]:

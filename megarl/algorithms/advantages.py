@@ -240,7 +240,7 @@ def whiten(x: Tensor, mask: Tensor, *, mean: Tensor | float, var: Tensor | float
     The moments are arguments so that `x` may be a part of the batch and the moments those of the complete batch, from
     `masked_moments` or from sums, sums of squares and counts of all ranks.
     """
-    standardised = (masked(x, mask).double() - mean) / torch.as_tensor(var + 1e-8, dtype=torch.float64).sqrt()
+    standardised = (x.double() - mean) / torch.as_tensor(var + 1e-8, dtype=torch.float64).sqrt()
     return masked(standardised.to(torch.float32), mask)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megarl.algorithms.kl import bounded_exp
 from megarl.algorithms.masked import masked
+from megarl.batch import sample_sums
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -55,18 +56,24 @@ def accepted(weights: Tensor, mask: Tensor, *, lower: float, upper: float) -> Te
     return mask & (weights >= lower) & (weights <= upper)
 
 
-def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the sums that `mismatch_means` needs, of each sample: `[B]` float64 tensors, zero without a token."""
-    trainer, engine = (masked(numbers, mask).double() for numbers in (log_probs, rollout_log_probs))
-    log_ratio = trainer - engine  # zero under the mask
+def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
+    """Return the sums that `mismatch_means` needs, of each sample: `[B]` float64 tensors, zero without a token.
+
+    Args:
+        log_probs: `[N]` of the trainer, for the tokens that count, sample after sample.
+        rollout_log_probs: `[N]` of the engine.
+        num_tokens: `[B]` int64, how many tokens of each sample count.
+    """
+    trainer, engine = log_probs.double(), rollout_log_probs.double()
+    log_ratio = trainer - engine
     ratio = bounded_exp(log_ratio)
-    lengths = mask.sum(-1)
-    training = -trainer.sum(-1) / lengths.clamp(min=1)
-    rollout = -engine.sum(-1) / lengths.clamp(min=1)
+    lengths = num_tokens.double()
+    training = -sample_sums(trainer, num_tokens) / lengths.clamp(min=1)
+    rollout = -sample_sums(engine, num_tokens) / lengths.clamp(min=1)
     of_tokens = {
         "kl": -log_ratio,
         "k3_kl": ratio - log_ratio - 1.0,
-        "chi2_token": masked(ratio.square(), mask),
+        "chi2_token": ratio.square(),
     }
     of_sequences = {
         "training_log_ppl": training,
@@ -76,12 +83,12 @@ def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) ->
         "log_ppl_diff": training - rollout,
         "log_ppl_abs_diff": (training - rollout).abs(),
         "ppl_ratio": (training - rollout).exp(),
-        "chi2_seq": bounded_exp(log_ratio.sum(-1)) ** 2,
+        "chi2_seq": bounded_exp(sample_sums(log_ratio, num_tokens)) ** 2,
     }
     has_tokens = (lengths > 0).double()
     return (
-        {"num_tokens": lengths.double(), "num_sequences": has_tokens}
-        | {name: x.sum(-1) for name, x in of_tokens.items()}
+        {"num_tokens": lengths, "num_sequences": has_tokens}
+        | {name: sample_sums(x, num_tokens) for name, x in of_tokens.items()}
         | {name: x * has_tokens for name, x in of_sequences.items()}
     )
 
@@ -111,7 +118,7 @@ def token_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
     Returns:
         `[B, T]` float32, zero elsewhere; `[B, T]` bool: under the mask, and finite on both sides.
     """
-    difference = _log_ratio(log_probs, rollout_log_probs, mask)
+    difference = log_probs.double() - rollout_log_probs.double()
     judged = mask & difference.isfinite()
     return masked((difference.square().clamp(max=1.0) / 2).to(torch.float32), judged), judged
 

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.batch import BLOCK
 from megarl.distributed.exchange import host_group
 
 DIGIT_BITS = 11  # of a number's bits that one round decides
@@ -22,21 +23,26 @@ def kth_largest(numbers: Tensor, k: int, *, counts: bool) -> float:
     num_bits = 8 * numbers.element_size()
     integers = {32: torch.int32, 64: torch.int64}[num_bits]
     lowest = torch.iinfo(integers).min
-    left = _key(numbers.view(integers)) ^ lowest if counts else torch.empty(0, dtype=integers)
+    blocks = [_key(block) ^ lowest for block in numbers.view(integers).split(BLOCK)] if counts else []
     found = 0
     for shift in range((num_bits - 1) // DIGIT_BITS * DIGIT_BITS, -1, -DIGIT_BITS):
-        digits = (left >> shift) & ((1 << DIGIT_BITS) - 1)
-        histogram = torch.bincount(digits, minlength=1 << DIGIT_BITS)
+        histogram = torch.zeros(1 << DIGIT_BITS, dtype=torch.int64)
+        for block in blocks:
+            histogram += torch.bincount(_digits(block, shift), minlength=len(histogram))
         if dist.is_initialized():
             dist.all_reduce(histogram, group=host_group())
         at_least = histogram.flip(0).cumsum(0).flip(0)  # numbers with this digit or a larger one
         digit = int((at_least >= k).nonzero()[-1])
         k -= int(at_least[digit] - histogram[digit])
-        left = left[digits == digit]
+        blocks = [block[_digits(block, shift) == digit] for block in blocks]
         found |= digit << shift
     found &= (1 << num_bits) - 1  # the highest digit has bits to spare, which repeat the sign
     signed = found - (1 << num_bits) if found >> (num_bits - 1) else found
     return float(_key(torch.tensor([signed], dtype=integers) ^ lowest).view(numbers.dtype))
+
+
+def _digits(keys: Tensor, shift: int) -> Tensor:
+    return (keys >> shift) & ((1 << DIGIT_BITS) - 1)
 
 
 def _key(bits: Tensor) -> Tensor:

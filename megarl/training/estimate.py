@@ -4,7 +4,8 @@ Invariant: numbers of a token are computed on the ranks that have its sample. Nu
 numbers of all samples, which every rank has, so no result depends on how the samples are spread.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from megarl.algorithms import advantages as estimators
 from megarl.algorithms.advantages import token_rewards, whiten
+from megarl.algorithms.calls import arguments_of
 from megarl.algorithms.config import AlgorithmSection, OverlongBufferSection, RolloutCorrectionSection
 from megarl.algorithms.correction import accepted, mismatch_means, mismatch_sums, ratios, truncated_weights
-from megarl.algorithms.invariance import estimates_of
 from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.masked import masked
 from megarl.algorithms.shaping import overlong_penalty
@@ -22,7 +23,9 @@ from megarl.batch import Experience, Rewarded, flat, in_rows
 from megarl.distributed.sharded import Sharded
 from megarl.training.custom import CustomEstimator
 from megarl.training.interfaces import Metrics
-from megarl.training.statistics import extent, mean, moments, spread, token_spread
+from megarl.training.statistics import mean, spread, summaries, token_spread
+
+Estimator = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
 def estimate(
@@ -58,7 +61,7 @@ def estimate(
         kl = _divergence(old_log_probs, ref_log_probs, exact_kl, mask, algorithm)
     if share.turn_rewards is None:
         scores = response_rewards(share, algorithm.overlong_buffer)
-        function = partial(estimates_of, token_rewards, kwargs={"kl_coef": kl_coef or 0.0})
+        function = partial(token_rewards, kl_coef=kl_coef or 0.0)
         [rewards] = _row_by_row(function, share, {"kl": kl, "mask": mask}, scores=scores)
     else:
         rewards = masked(share.turn_rewards - (kl_coef or 0.0) * kl, mask)
@@ -143,31 +146,40 @@ def _advantages(
     keys = {key: getattr(algorithm, key) for key in algorithm.estimator.reads}
     if algorithm.estimator.compares:
         numbers = {"scores": totals.to(torch.float32), "groups": index.groups, "lengths": index.num_learnt}
-        (of_samples,) = estimates_of(function, numbers | {"mask": torch.ones(len(index), 1, dtype=torch.bool)}, keys)
+        numbers["mask"] = torch.ones(len(index), 1, dtype=torch.bool)
+        of_samples = function(**arguments_of(function, numbers), **keys)
         of_tokens = share.on_tokens(of_samples[samples.mine, 0])
         found = [masked(of_tokens, share.mask)]
     else:
         columns = {"token_rewards": rewards, "mask": share.mask} | ({} if values is None else {"values": values})
         greedy = {} if baselines is None else {"baselines": baselines[samples.mine]}
-        found = _row_by_row(partial(estimates_of, function, kwargs=keys), share, columns, **greedy)
+        found = _row_by_row(partial(function, **keys), share, columns, **greedy)
     advantages, *more = found
     if algorithm.estimator.whitens:
-        center, var = moments(samples, advantages)
-        advantages = whiten(advantages, share.mask, mean=center, var=var)
+        [summary] = summaries(samples, advantages)
+        blocks = share.blocks(advantages, share.mask)
+        advantages = torch.cat(
+            [whiten(part, mask, mean=summary.mean, var=summary.variance) for _, (part, mask) in blocks]
+        )
     return advantages, more[0] if more else torch.zeros_like(rewards)
 
 
 def _row_by_row(
-    estimate: Callable[[Mapping[str, Tensor]], Sequence[Tensor]],
+    estimator: Estimator,
     share: Rewarded,
     columns: Mapping[str, Tensor],
     **of_samples: Tensor,
 ) -> list[Tensor]:
-    """Return the columns `[n]` that `estimate` makes of each sample alone, from `columns` and numbers `[b]`."""
+    """Return the columns `[n]` that the estimator makes of each sample alone, from `columns` and numbers `[b]`."""
+    columns = arguments_of(estimator, columns)
+    of_samples = arguments_of(estimator, of_samples)
     blocks = []
     for block, rows in share.row_blocks(*columns.values()):
-        tensors = dict(zip(columns, rows, strict=True)) | {name: numbers[block] for name, numbers in of_samples.items()}
-        blocks.append([flat(found, share.num_tokens[block]) for found in estimate(tensors)])
+        numbers = {name: column[block] for name, column in of_samples.items()}
+        found = estimator(**dict(zip(columns, rows, strict=True)), **numbers)
+        blocks.append(
+            [flat(each, share.num_tokens[block]) for each in (found if isinstance(found, tuple) else [found])]
+        )
     return [torch.cat(of_blocks) for of_blocks in zip(*blocks, strict=True)]
 
 
@@ -229,28 +241,27 @@ def mismatch_metrics(samples: Sharded[Rewarded], old_log_probs: Tensor) -> Metri
     if share.rollout_log_probs is None:
         return {}
     difference = (old_log_probs.exp() - share.rollout_log_probs.exp()).abs()
-    middle, largest, _ = extent(samples, difference)
-    _, var = moments(samples, difference)
-    columns = (old_log_probs, share.rollout_log_probs, share.mask)
-    blocks = [mismatch_sums(*rows) for _, rows in share.row_blocks(*columns)]
+    [summary] = summaries(samples, difference)
+    columns = (old_log_probs, share.rollout_log_probs)
+    blocks = [mismatch_sums(mine, drawn, counts) for counts, (mine, drawn) in share.learnt_blocks(*columns)]
     names = [*blocks[0]]
     sums = torch.cat([torch.stack([*block.values()], dim=-1) for block in blocks])
     of_samples = samples.gather(sums).unbind(-1)
     return {
-        "training/rollout_probs_diff_max": largest,
-        "training/rollout_probs_diff_mean": middle,
-        "training/rollout_probs_diff_std": float(var.sqrt()),
+        "training/rollout_probs_diff_max": summary.largest,
+        "training/rollout_probs_diff_mean": summary.mean,
+        "training/rollout_probs_diff_std": math.sqrt(summary.variance),
     } | mismatch_means(dict(zip(names, of_samples, strict=True)))
 
 
 def _critic_metrics(experience: Sharded[Experience]) -> Metrics:
     share = experience.share
-    _, var_of_error = moments(experience, share.returns - share.values)
-    _, var_of_returns = moments(experience, share.returns)
+    columns = (share.returns, share.values, share.returns - share.values)
+    returns, values, errors = summaries(experience, *columns)
     return (
-        token_spread("critic/returns", experience, share.returns)
-        | token_spread("critic/values", experience, share.values)
-        | {"critic/vf_explained_var": float(1.0 - var_of_error / (var_of_returns + 1e-5))}
+        returns.metrics("critic/returns")
+        | values.metrics("critic/values")
+        | {"critic/vf_explained_var": 1.0 - errors.variance / (returns.variance + 1e-5)}
     )
 
 

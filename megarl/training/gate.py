@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.correction import token_mismatch
-from megarl.batch import Rollouts, flat
+from megarl.batch import Rollouts, in_rows, sample_sums
 from megarl.distributed.exchange import together
 from megarl.distributed.selection import kth_largest
 from megarl.distributed.sharded import Index, Sharded
@@ -96,10 +96,11 @@ class Gate:
             _report_blindness(samples, log_probs, sampled, step=step)
         kept = means <= FAR_OUT * limit
         left_out = 1.0 - float(kept.double().mean())
-        level = _mean(samples, mismatch, comparable, kept)
+        level = _mean(samples, mismatch, comparable, kept, count=int(num_comparable[kept].sum()))
         if left_out > self.limits.mismatch_share or level > limit or not kept.any():
-            everything = _mean(samples, mismatch, comparable, torch.ones_like(kept))
-            raise MismatchError(_failure(samples.index, everything, kept, limit, step=step))
+            everything = torch.ones_like(kept)
+            level = _mean(samples, mismatch, comparable, everything, count=int(num_comparable.sum()))
+            raise MismatchError(_failure(samples.index, level, kept, limit, step=step))
         if left_out and dist.get_rank() == 0:
             logger.warning(
                 "nothing learns from %d samples of step %d: engine and trainer disagree about their probabilities: %s",
@@ -174,30 +175,32 @@ def _mismatches(share: Rollouts, log_probs: Tensor, sampled: Tensor) -> tuple[Te
     """Return the mismatch of each token, which tokens have one (both `[n]`), and the means of samples, `[b]`."""
     assert share.rollout_log_probs is not None
     found = []
-    for samples, rows in share.row_blocks(log_probs, share.rollout_log_probs, sampled):
-        mismatch, comparable = token_mismatch(*rows)
-        num_tokens = share.num_tokens[samples]
-        found.append((flat(mismatch, num_tokens), flat(comparable, num_tokens), _means(mismatch, comparable)))
+    for samples, columns in share.blocks(log_probs, share.rollout_log_probs, sampled):
+        mismatch, comparable = token_mismatch(*columns)
+        found.append((mismatch, comparable, _means(mismatch, comparable, share.num_tokens[samples])))
     tokens, judged, means = (torch.cat(of_blocks) for of_blocks in zip(*found, strict=True))
     return tokens, judged, means
 
 
-def _means(mismatch: Tensor, comparable: Tensor) -> Tensor:
-    """Return the `[n]` means over the comparable of `[n, m]` tokens without the largest; 0 for rows without others."""
-    counts = comparable.sum(-1)
+def _means(mismatch: Tensor, comparable: Tensor, num_tokens: Tensor) -> Tensor:
+    """Return the `[b]` means over the comparable tokens without the largest; 0 for samples without others.
+
+    `num_tokens` are those of each sample; the other arguments are `[n]`.
+    """
+    counts = sample_sums(comparable, num_tokens)
     free = (counts // 100).clamp(min=FREE_TOKENS)
     most = int(free.max()) if len(free) else 0
-    largest = mismatch.topk(min(most, mismatch.shape[1])).values.double()
+    rows = in_rows(mismatch, num_tokens)
+    largest = rows.topk(min(most, rows.shape[1])).values.double()
     largest = largest.where(torch.arange(largest.shape[1]) < free[:, None], 0.0)
-    total = mismatch.sum(-1, dtype=torch.float64)
+    total = sample_sums(mismatch, num_tokens)
     return (total - largest.sum(-1)).clamp(min=0.0) / (counts - free).clamp(min=1)
 
 
-def _mean(samples: Sharded[Rollouts], mismatch: Tensor, comparable: Tensor, kept: Tensor) -> float:
-    """Return the same mean over all comparable tokens of the kept samples (bool `[B]`) together. Collective."""
+def _mean(samples: Sharded[Rollouts], mismatch: Tensor, comparable: Tensor, kept: Tensor, *, count: int) -> float:
+    """Return the same mean over all `count` comparable tokens of the kept samples (bool `[B]`) together. Collective."""
     share = samples.share
-    tokens = comparable & share.on_tokens(kept[samples.mine])
-    count = int(samples.gather(share.sums(tokens)).sum())
+    tokens = comparable if kept.all() else comparable & share.on_tokens(kept[samples.mine])
     free = min(max(count // 100, FREE_TOKENS), count)
     if free == count:
         return 0.0

@@ -21,7 +21,7 @@ from megarl.distributed.sharded import Sharded
 from megarl.rollout.config import PartialSection
 from megarl.rollout.session import WINDOW
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Session
-from megarl.training.statistics import extent
+from megarl.training.statistics import summaries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,8 @@ def staleness(rollouts: Sharded[Rollouts], *, step: int) -> Metrics:
     """Measure the steps that finished between the weights of each response token and this step. Collective."""
     versions = rollouts.share.weight_versions
     assert versions is not None, "samples that an engine drew"
-    mean, largest, _ = extent(rollouts, step - versions)
-    return {"rollout/staleness/mean": mean, "rollout/staleness/max": largest}
+    [summary] = summaries(rollouts, step - versions)
+    return {"rollout/staleness/mean": summary.mean, "rollout/staleness/max": summary.largest}
 
 
 def _renewed(in_flight: Sequence[Group], *, step: int, max_staleness: int) -> tuple[list[Group], int]:

@@ -3,10 +3,14 @@
 Each sample contributes numbers of its own tokens, in float64. The numbers of all samples are added in their order.
 """
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.batch import Rollouts
+from megarl.algorithms.masked import masked
+from megarl.batch import Rollouts, on_tokens, reduced, sample_sums
 from megarl.distributed.sharded import Sharded
 from megarl.training.interfaces import Metrics
 
@@ -17,42 +21,66 @@ def spread(name: str, x: Tensor) -> Metrics:
     return {f"{name}/mean": float(x.mean()), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}
 
 
+@dataclass(frozen=True)
+class Summary:
+    """Statistics of numbers of tokens; all are 0 without tokens."""
+
+    mean: float
+    variance: float  # unbiased; 0 for a single token
+    largest: float
+    smallest: float
+
+    def metrics(self, name: str) -> Metrics:
+        """Return mean, largest and smallest."""
+        return {f"{name}/mean": self.mean, f"{name}/max": self.largest, f"{name}/min": self.smallest}
+
+
 def token_spread(name: str, samples: Sharded[Rollouts], column: Tensor) -> Metrics:
-    """Return the metrics of the numbers that `extent` returns."""
-    middle, largest, smallest = extent(samples, column)
-    return {f"{name}/mean": middle, f"{name}/max": largest, f"{name}/min": smallest}
+    """Return mean, largest and smallest of a column `[n]` over the tokens of the policy. Collective."""
+    [summary] = summaries(samples, column)
+    return summary.metrics(name)
 
 
-def extent(samples: Sharded[Rollouts], column: Tensor) -> tuple[float, float, float]:
-    """Return mean, largest and smallest over the tokens of the policy. `column` `[n]` is of this rank's share."""
-    share = samples.share
-    values = (column if share.is_all_learnt else column[share.mask]).double()
-    found = torch.zeros(len(share), 3, dtype=torch.float64)
-    if len(share):  # torch refuses to reduce no segment
-        of_kinds = [torch.segment_reduce(values, kind, lengths=share.num_learnt()) for kind in ("sum", "max", "min")]
-        found = torch.stack(of_kinds, dim=-1)
-    sums, largest, smallest = samples.gather(found).unbind(-1)
-    has_tokens = samples.index.num_learnt > 0
-    middle = float(sums.sum() / num_tokens(samples))
-    return middle, float(largest[has_tokens].max()), float(smallest[has_tokens].min())
+def summaries(samples: Sharded[Rollouts], *columns: Tensor) -> list[Summary]:
+    """Summarize columns `[n]` of this rank's share over the tokens of the policy. Collective.
 
-
-def moments(samples: Sharded[Rollouts], column: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and unbiased variance over the tokens of the policy: two 0-dim float64 tensors, 0 if undefined.
-
-    It takes two passes, because the values of a batch may be large compared with their spread.
+    The variance follows from sums of squares around the mean of each sample, because the values of a batch may be large
+    compared with their spread: Chan et al. 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances", equation 2.1.
     """
-    share = samples.share
-    total = num_tokens(samples)
-    mean = samples.gather(share.sums(column.double() * share.mask)).sum() / total
-    squares = (column.double() - mean) ** 2 * share.mask
-    return mean, samples.gather(share.sums(squares)).sum() / max(total - 1, 1)
+    of_share = torch.stack([_of_samples(samples.share, column) for column in columns], dim=1)
+    has_tokens = samples.index.num_learnt > 0
+    if not has_tokens.any():
+        return [Summary(0.0, 0.0, 0.0, 0.0) for _ in columns]
+    counts = samples.index.num_learnt[has_tokens]
+    return [_joined(counts, *of_samples.unbind(-1)) for of_samples in samples.gather(of_share)[has_tokens].unbind(1)]
+
+
+def _of_samples(share: Rollouts, column: Tensor) -> Tensor:
+    """Return sum, sum of squares around the mean, largest and smallest of each sample: `[b, 4]` float64."""
+    found = []
+    for counts, (numbers,) in share.learnt_blocks(column):
+        numbers = numbers.double()
+        total = sample_sums(numbers, counts)
+        deviations = numbers - on_tokens(total / counts.clamp(min=1), counts)
+        extremes = (reduced(kind, numbers, counts) for kind in (np.maximum, np.minimum))
+        found.append(torch.stack([total, sample_sums(deviations.square(), counts), *extremes], dim=-1))
+    return torch.cat(found)
+
+
+def _joined(counts: Tensor, totals: Tensor, squares: Tensor, largest: Tensor, smallest: Tensor) -> Summary:
+    """Join the numbers of samples with `counts` tokens each: `[B]`, none 0."""
+    total = int(counts.sum())
+    middle = totals.sum() / total
+    between = (counts * (totals / counts - middle).square()).sum()
+    variance = (squares.sum() + between) / max(total - 1, 1)
+    return Summary(float(middle), float(variance), float(largest.max()), float(smallest.min()))
 
 
 def mean(samples: Sharded[Rollouts], column: Tensor) -> float:
-    """Return the mean over the tokens of the policy; 0 without any."""
+    """Return the mean over the tokens of the policy; 0 without any. Collective."""
     share = samples.share
-    return float(samples.gather(share.sums(column.double().masked_fill(~share.mask, 0.0))).sum() / num_tokens(samples))
+    return float(samples.gather(share.sums(masked(column, share.mask))).sum() / num_tokens(samples))
 
 
 def num_tokens(samples: Sharded[Rollouts]) -> int:

@@ -46,7 +46,7 @@ def test_ratios_of_worlds_apart_stay_finite() -> None:
 
 
 def test_means_by_hand() -> None:
-    metrics = mismatch_means(mismatch_sums(TRAINER, ROLLOUT, MASK))
+    metrics = mismatch_means(mismatch_sums(TRAINER[MASK], ROLLOUT[MASK], MASK.sum(-1)))
     trainer_ppl, rollout_ppl = [math.exp(1.0 - TWO), math.exp(2.0)], [math.exp(1.0), math.exp(2.0)]
     assert metrics == pytest.approx(
         {
@@ -75,13 +75,18 @@ def test_mismatch_means_are_independent_of_sample_split(seed: int, owners: list[
     trainer, rollout = -torch.rand(2, 6, 4, generator=generator)
     mask = torch.rand(6, 4, generator=generator) < 0.6
     owner = torch.tensor(owners)
-    parts = [mismatch_sums(trainer[owner == rank], rollout[owner == rank], mask[owner == rank]) for rank in range(3)]
+
+    def sums(samples: torch.Tensor) -> dict[str, torch.Tensor]:
+        chosen = mask[samples]
+        return mismatch_sums(trainer[samples][chosen], rollout[samples][chosen], chosen.sum(-1))
+
+    parts = [sums(owner == rank) for rank in range(3)]
     added = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    assert mismatch_means(added) == pytest.approx(mismatch_means(mismatch_sums(trainer, rollout, mask)), abs=1e-12)
+    assert mismatch_means(added) == pytest.approx(mismatch_means(sums(owner >= 0)), abs=1e-12)
 
 
 def test_agreement_has_no_divergence() -> None:
-    metrics = mismatch_means(mismatch_sums(ROLLOUT, ROLLOUT, MASK))
+    metrics = mismatch_means(mismatch_sums(ROLLOUT[MASK], ROLLOUT[MASK], MASK.sum(-1)))
     zero = ("kl", "k3_kl", "chi2_token", "chi2_seq", "log_ppl_diff", "log_ppl_abs_diff")
     assert [metrics[f"rollout_corr/{name}"] for name in zero] == [0.0] * 6
     assert metrics["rollout_corr/ppl_ratio"] == 1.0

@@ -46,11 +46,15 @@ def keys() -> Iterator[str]:
 @cache
 def recorded() -> set[str]:
     """Return the names that the code records and that are written in it."""
-    sums = mismatch_sums(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool))
+    sums = mismatch_sums(torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.int64))
     of_validation = statistics([torch.ones(2)], [["a", "b"]], num=2)
     return (
         set(keys())
-        | {f"{name}/{end}" for name in (*calls("spread"), *calls("token_spread")) for end in ("mean", "max", "min")}
+        | {
+            f"{name}/{end}"
+            for name in (*calls("spread"), *calls("token_spread"), *calls("metrics"))
+            for end in ("mean", "max", "min")
+        }
         | {f"timing_s/{phase}" for phase in calls("timers")}
         | mismatch_means(sums).keys()
         | {f"val/countdown/{name}" for name in of_validation}

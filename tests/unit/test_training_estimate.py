@@ -108,7 +108,7 @@ def test_mismatch_compares_probabilities_of_real_tokens() -> None:
             "training/rollout_probs_diff_mean": 0.05,
             "training/rollout_probs_diff_std": 0.05 * math.sqrt(2.0),
         }
-        | mismatch_means(mismatch_sums(trainer[None], engine[None], mask[None])),
+        | mismatch_means(mismatch_sums(trainer[:2], engine[:2], torch.tensor([2]))),
         rel=1e-5,
     )
     assert metrics["rollout_corr/chi2_token"] == pytest.approx((1.25**2 - 1.0) / 2)
