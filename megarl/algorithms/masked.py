@@ -12,7 +12,7 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
     """Return `x` with zeros, and zero gradients, at the positions that are False in `mask`, of the same shape."""
     assert x.shape == mask.shape, f"{tuple(x.shape)} values under a mask of {tuple(mask.shape)}"
     assert mask.dtype == torch.bool, f"the mask is {mask.dtype}, not bool"
-    return torch.where(mask, x, torch.zeros((), dtype=x.dtype))
+    return x.masked_fill(~mask, 0.0)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
