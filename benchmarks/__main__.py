@@ -1,4 +1,4 @@
-"""Measurements: `python -m benchmarks {step,scaling,episodes,reshard,phases,plan,checkpoint,rewards} [...]`.
+"""Measurements: `python -m benchmarks MEASUREMENT [...]`.
 
 Each command prints a table for people or, with `--json`, one JSON object.
 """

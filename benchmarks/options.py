@@ -172,10 +172,24 @@ def rewards_parser() -> Arguments:
 
 def samples_parser() -> Arguments:
     """Return the options of measured samples."""
-    parser = _parser("samples", SAMPLES, "--json")
+    parser = _parser("samples", SAMPLES, "--exchange 2 8 32 --simulate 8 2048 --json")
     parser.add_argument("--samples", type=int, default=512, help="of two processes; more processes have more")
     parser.add_argument("--tokens", type=int, default=4096, help="of each response")
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 8], help="numbers of processes")
+    parser.add_argument(
+        "--processes", type=int, nargs="*", default=[2, 8], metavar="N", help="processes that take steps; no N: none"
+    )
+    parser.add_argument(
+        "--exchange", type=int, nargs="+", default=[], metavar="N", help="exchange counts among N processes too"
+    )
+    parser.add_argument(
+        "--simulate", type=int, nargs="+", default=[], metavar="R", help="take the steps of one of R ranks too, alone"
+    )
+    parser.add_argument(
+        "--page",
+        type=Path,
+        metavar="FILE.json",
+        help="measure nothing; print docs/benchmarks/samples.md from FILE.json",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -1,0 +1,52 @@
+"""The traffic and the memory of a rank: bytes that it sends point to point, and how far its memory rises."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the bytes and the messages that this process sends point to point within the block."""
+    found = Counter[str]()
+    send = dist.isend
+
+    def isend(tensor: torch.Tensor, *args: Any, **settings: Any) -> Any:
+        found["bytes"] += tensor.nbytes
+        found["messages"] += 1
+        return send(tensor, *args, **settings)
+
+    with patch.object(dist, "isend", isend):
+        yield found
+
+
+@contextmanager
+def peak() -> Iterator[dict[str, int]]:
+    """Measure how far the resident memory of this process rises within the block."""
+    before = begin_peak()
+    found = dict[str, int]()
+    yield found
+    found["bytes"] = peak_of() - before
+
+
+def begin_peak(process: int | str = "self") -> int:
+    """Let the peak of a process begin anew, and return the bytes that it has."""
+    Path(f"/proc/{process}/clear_refs").write_text("5")  # proc(5)
+    return _resident("VmRSS", process)
+
+
+def peak_of(process: int | str = "self") -> int:
+    """Return the most bytes that a process has had since its peak began."""
+    return _resident("VmHWM", process)
+
+
+def _resident(name: str, process: int | str) -> int:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(name)]
+    return int(line.split()[1]) << 10

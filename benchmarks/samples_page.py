@@ -1,0 +1,179 @@
+"""The results of `python -m benchmarks samples`: for a terminal, and as the page docs/benchmarks/samples.md."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import fill
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks import report
+from megarl.platform.screen import Screen
+
+Found = Mapping[str, Any]
+WIDTH = 120
+TARGETS = {
+    "ns_per_token_busiest_rank": ("processor time of the busiest rank for a token of the step, ns", "-"),
+    "peak_over_share": ("peak of memory over the tokens and outputs of a rank", "-"),
+    "times_each_token_crosses": ("times that each token crosses between ranks", "at most 1.01"),
+    "growth_2_to_8": ("an exchange of 8 ranks over one of 2, processor time", "below 4, which is linear"),
+    "growth_to_largest": (
+        "an exchange of the most ranks over one of the fewest, processor time",
+        "below the ranks' ratio",
+    ),
+    "over_transferqueue": ("GB/s point to point over GB/s through TransferQueue", "above 1"),
+}
+"""Number of the summary -> its meaning and its target."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table with its heading, and a text about it."""
+
+    title: str
+    text: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def markdown(found: Found) -> str:
+    """Return the page."""
+    head = [
+        "# The samples of a step, outside of models",
+        "<!-- Written by `python -m benchmarks samples --page`; change benchmarks/samples_page.py instead. -->",
+        _paragraph(
+            "Ranks take the loop's own step with samples that engines have drawn: a record, the exchange with the "
+            "ranks that learn, the gate, the advantages, metrics and mini-batches. Models answer at once. Processor "
+            "time is that of the busiest rank, because ranks share the cores."
+        ),
+    ]
+    parts = [
+        f"{'## ' + each.title}\n\n{_paragraph(each.text)}\n\n{report.table(each.columns, each.rows)}"
+        for each in tables(found)
+    ]
+    origin = [
+        f"- Date: {found['machine']['date']}",
+        f"- Command: `{found['command']}`",
+        *(f"- {title.capitalize()}: {report.line(found[title])}" for title in ("machine", "versions")),
+    ]
+    if "peer" in found:
+        origin.append(f"- Versions of the peer: {report.line(found['peer']['transferqueue']['versions'])}")
+    return "\n\n".join([*head, *parts, "\n".join(origin)]) + "\n"
+
+
+def show(found: Found, console: Screen) -> None:
+    """Print the tables, and below them how they were measured."""
+    console.width = max(console.width, report.WIDTH)
+    for each in tables(found):
+        table = Table(*each.columns, title=each.title)
+        for row in each.rows:
+            table.add_row(*row)
+        console.print(table)
+    for title in ("command", "machine", "versions"):
+        console.print(f"{title}: {report.line(found[title])}", highlight=False, soft_wrap=True)
+
+
+def tables(found: Found) -> Iterator[Rows]:
+    """Yield a table for each part that was measured."""
+    numbers = [(text, f"{found[name]:.2f}", target) for name, (text, target) in TARGETS.items() if name in found]
+    if numbers:
+        text = "The largest number of all cases, and its target."
+        yield Rows("Targets", text, ("number", "measured", "target"), numbers)
+    if found["cases"]:
+        yield _cases(found["cases"])
+    if found["exchange"]:
+        yield _exchange(found["exchange"])
+    if found["simulated"]:
+        yield _simulated(found["simulated"])
+        yield _spots(found["simulated"])
+    if "peer" in found:
+        yield _peer(found["peer"])
+
+
+def _cases(cases: Sequence[Found]) -> Rows:
+    columns = ("ranks", "samples", "estimator", "ns a token", "ns a token of the share", "peak / share", "crosses")
+    rows = [
+        (
+            str(case["num_processes"]),
+            f"{case['num_samples']} x {case['num_tokens']}",
+            case["estimator"],
+            f"{case['ns_per_token_busiest_rank']:.0f}",
+            f"{case['ns_per_token_of_share']:.0f}",
+            f"{case['peak_over_share']:.1f}",
+            f"{case['times_each_token_crosses']:.3f}",
+        )
+        for case in cases
+    ]
+    text = "Processes over gloo, with equally many samples each. The share is the samples that a rank learns from."
+    return Rows("A step", text, columns, rows)
+
+
+def _exchange(exchanges: Sequence[Found]) -> Rows:
+    columns = ("ranks", "us", "processor us", "over the first", "messages of a rank", "bytes of a rank")
+    rows = [
+        (
+            str(each["num_ranks"]),
+            f"{each['us']:.0f}",
+            f"{each['cpu_us']:.0f}",
+            f"{each['cpu_us'] / exchanges[0]['cpu_us']:.2f}",
+            f"{each['messages']:.0f}",
+            f"{each['bytes']:.0f}",
+        )
+        for each in exchanges
+    ]
+    text = (
+        "Each replica is one rank and has finished 4 samples. The first time is the median of an exchange; ranks that "
+        "outnumber the cores wait for a core in it. The processor time is that of the busiest rank."
+    )
+    return Rows("An exchange of counts", text, columns, rows)
+
+
+def _simulated(ranks: Sequence[Found]) -> Rows:
+    columns = (
+        *("ranks", "rank", "step s", "ns a token of the share", "MB sent", "MB received", "messages"),
+        *("index MB", "us an exchange"),
+    )
+    rows = [
+        (
+            str(each["num_ranks"]),
+            str(each["rank"]),
+            f"{each['seconds']:.3f}",
+            f"{each['ns_per_token_of_share']:.0f}",
+            f"{each.get('bytes_sent', 0) / 1e6:.2f}",
+            f"{each.get('bytes_received', 0) / 1e6:.2f}",
+            str(each["messages"]),
+            f"{each['index_bytes'] / 1e6:.2f}",
+            f"{each['us_per_exchange']:.0f}",
+        )
+        for each in ranks
+    ]
+    text = (
+        "The first rank and the busiest one, each alone, with as many samples a rank as above and ragged responses. "
+        "Messages are counted instead of sent, so the seconds have no network in them."
+    )
+    return Rows("Many ranks, simulated", text, columns, rows)
+
+
+def _spots(ranks: Sequence[Found]) -> Rows:
+    names = list(ranks[0]["spots_us"])
+    rows = [
+        (str(each["num_ranks"]), str(each["rank"]), *(f"{each['spots_us'].get(name, 0.0):.0f}" for name in names))
+        for each in ranks
+    ]
+    return Rows("Parts of a simulated step", "Microseconds.", ("ranks", "rank", *names), rows)
+
+
+def _peer(peer: Found) -> Rows:
+    rows = [
+        (name, f"{peer[key]['gb_per_second']:.3f}", f"{peer[key]['peak_over_samples']:.1f}")
+        for name, key in (("megarl", "megarl"), ("TransferQueue", "transferqueue"))
+    ]
+    text = (
+        f"One rank gives {peer['bytes'] / 1e6:.0f} MB of samples to another: point to point over gloo; by a put and a "
+        "get of SimpleStorage with Ray. Memory is the rise of all processes, without the samples that are given."
+    )
+    return Rows("Compared with TransferQueue", text, ("way", "GB/s", "peak / samples"), rows)
+
+
+def _paragraph(text: str) -> str:
+    return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)

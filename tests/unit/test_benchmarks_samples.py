@@ -1,0 +1,102 @@
+"""The samples of a step: ranks that are simulated, the summary with its targets, and the page."""
+
+from typing import Any
+
+import torch
+
+from benchmarks import samples, samples_page, samples_simulated
+from benchmarks.samples_step import PROMPT, Case
+from megarl.learner.packing import partition
+
+NUM_RANKS, SHARE, NUM_TOKENS = 4, 16, 8
+CASE = Case(NUM_RANKS, NUM_RANKS * SHARE, NUM_TOKENS, "grpo", ragged=True)
+EXCHANGES = [
+    {"num_ranks": n, "us": 9.0 * n, "cpu_us": us, "messages": 2.0, "bytes": 296.0} for n, us in ((2, 4), (8, 10))
+]
+OF_CASE = {
+    "num_processes": 2,
+    "num_samples": 32,
+    "num_tokens": 8,
+    "estimator": "grpo",
+    "ns_per_token_busiest_rank": 120.0,
+    "ns_per_token_of_share": 240.0,
+    "peak_over_share": 1.5,
+    "times_each_token_crosses": 1.001,
+}
+OF_RANK = {
+    "num_ranks": 8,
+    "rank": 3,
+    "seconds": 0.25,
+    "ns_per_token_of_share": 2000.0,
+    "messages": 5,
+    "bytes_sent": 2_000_000,
+    "index_bytes": 40_000,
+    "us_per_exchange": 700.0,
+    "spots_us": {"of_groups": 12.0, "send": 34.0},
+}
+
+
+def found(**parts: Any) -> dict[str, Any]:
+    """Return the results of a command that has measured some parts."""
+    origin = {"command": "python -m benchmarks samples", "machine": {"date": "2030-01-02"}, "versions": {"torch": "2"}}
+    return origin | {"cases": [], "exchange": [], "simulated": []} | parts
+
+
+def owners(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rank that draws each sample, and the rank that learns from it."""
+    drawn = torch.tensor(case.groups) % case.num_processes
+    learnt = torch.empty_like(drawn)
+    lengths = [length + len(PROMPT) for length in case.lengths]
+    for part, chosen in enumerate(partition(lengths, case.groups, case.num_processes)):
+        learnt[chosen] = (part + 1) % case.num_processes
+    return drawn, learnt
+
+
+def test_a_simulated_rank_has_the_traffic_of_a_run() -> None:
+    drawn, learnt = owners(CASE)
+    sizes = 13 * torch.tensor(CASE.lengths) + 5  # a sample has a score and a flag too
+    for rank in range(NUM_RANKS):
+        with samples_simulated.simulated(rank, NUM_RANKS) as transport:
+            of_rank = samples_simulated.found_on(rank, CASE, transport)
+        leaves, comes = (drawn == rank) & (learnt != rank), (drawn != rank) & (learnt == rank)
+        assert of_rank.get("bytes_sent", 0) == sizes[leaves].sum()
+        assert of_rank.get("bytes_received", 0) == sizes[comes].sum()
+        assert of_rank["messages"] == len(learnt[leaves].unique()) + len(drawn[comes].unique())
+        assert of_rank["index_bytes"] == len(sizes) * (5 * 8 + 1)
+        assert of_rank["seconds"] > 0.0
+        assert all(spent > 0.0 for spent in of_rank["spots_us"].values())
+
+
+def test_busiest_rank_draws_and_learns_most() -> None:
+    drawn, learnt = owners(CASE)
+    lengths = torch.tensor(CASE.lengths)
+    tokens = [int(lengths[drawn == rank].sum() + lengths[learnt == rank].sum()) for rank in range(NUM_RANKS)]
+    assert tokens[samples_simulated.busiest(CASE)] == max(tokens)
+
+
+def test_summary_has_largest_numbers_and_growth() -> None:
+    cases = [OF_CASE, OF_CASE | {"peak_over_share": 2.5}]
+    assert samples.summary(found(cases=cases, exchange=EXCHANGES)) == {
+        "ns_per_token_busiest_rank": 120.0,
+        "peak_over_share": 2.5,
+        "times_each_token_crosses": 1.001,
+        "growth_2_to_8": 2.5,
+        "growth_to_largest": 2.5,
+    }
+    assert samples.summary(found(exchange=EXCHANGES[:1])) == {"growth_to_largest": 1.0}
+
+
+def test_results_become_the_page() -> None:
+    ours, theirs = ({"gb_per_second": speed, "peak_over_samples": 2.0} for speed in (1.0, 0.25))
+    peer = {"bytes": 10**6, "megarl": ours, "transferqueue": theirs | {"versions": {"ray": "9"}}}
+    whole = found(cases=[OF_CASE], exchange=EXCHANGES, simulated=[OF_RANK], peer=peer | {"over_transferqueue": 4.0})
+    page = samples_page.markdown(whole | samples.summary(whole))
+    assert "| an exchange of 8 ranks over one of 2, processor time | 2.50 | below 4, which is linear |" in page
+    assert "| 2 | 32 x 8 | grpo | 120 | 240 | 1.5 | 1.001 |" in page
+    assert "| 8 | 72 | 10 | 2.50 | 2 | 296 |" in page
+    assert "| 8 | 3 | 0.250 | 2000 | 2.00 | 0.00 | 5 | 0.04 | 700 |" in page
+    assert "| 8 | 3 | 12 | 34 |" in page
+    assert "| TransferQueue | 0.250 | 2.0 |" in page
+    assert "- Date: 2030-01-02\n- Command: `python -m benchmarks samples`\n" in page
+    assert page.endswith("- Versions of the peer: ray 9\n")
+    assert "##" not in samples_page.markdown(found())
