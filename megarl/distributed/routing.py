@@ -99,30 +99,41 @@ def _send(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares: S
     """Begin to send the samples of this rank's old share to the first rank of each new share that has none of them."""
     old = samples.shares
     sending = []
-    for share, (target, *_) in enumerate(shares.ranks if old.reports else ()):
-        chosen = ((samples.index.owners == old.here) & (owners == share)).nonzero()[:, 0]
-        if len(chosen) and target not in old.ranks[old.here]:
-            content = layout.pack(samples.share.select(samples.local(chosen)))
+    for share, local in _by_share(owners[samples.mine]) if old.reports else ():
+        target = shares.ranks[share][0]
+        if target not in old.ranks[old.here]:
+            content = layout.pack(samples.share.select(local))
             sending.append(dist.isend(content, target, group=host_group()))
     return sending
 
 
 def _receive(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares: Shares) -> list[tuple[Tensor, Any]]:
     """Return the samples of this rank's new share, by the share that they come from: their places, and a record."""
-    parts = []
+    index = samples.index
+    old = samples.shares
+    needed = (owners == shares.here).nonzero()[:, 0]
+    kept = needed[index.owners[needed] == old.here]
+    parts = [(kept, layout.pack(samples.share.select(samples.local(kept))))]  # also without a sample: the example
     coming: list[Any] = []
-    for source, (first, *_) in enumerate(samples.shares.ranks):
-        places = ((samples.index.owners == source) & (owners == shares.here)).nonzero()[:, 0]
-        if source == samples.shares.here:
-            content = layout.pack(samples.share.select(samples.local(places)))
-        else:
-            content = torch.empty(layout.num_bytes(samples.index.num_tokens[places]), dtype=torch.uint8)
-            if len(places):
-                coming.append(dist.irecv(content, first, group=host_group()))
-        parts.append((places, content))
+    for source, chosen in _by_share(index.owners[needed]):
+        if source != old.here:
+            places = needed[chosen]
+            content = torch.empty(layout.num_bytes(index.num_tokens[places]), dtype=torch.uint8)
+            coming.append(dist.irecv(content, old.ranks[source][0], group=host_group()))
+            parts.append((places, content))
     for each in coming:
         each.wait()
     return [(places, layout.unpack(content, samples, places)) for places, content in parts]
+
+
+def _by_share(owners: Tensor) -> list[tuple[int, Tensor]]:
+    """Return the shares among `owners`, int64 `[b]`, ascending, each with its places, int64 and ascending.
+
+    The cost depends on the given samples alone, and not on the number of shares.
+    """
+    found, counts = owners.unique(return_counts=True)
+    places = owners.argsort(stable=True).split(counts.tolist())
+    return list(zip(found.tolist(), places, strict=True))
 
 
 def _pass_on(content: Tensor, shares: Shares) -> None:
