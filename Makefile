@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make setup        .venv with exactly requirements/cpu.lock (PYTHON=... chooses the interpreter)"
-	@echo "make setup-peers  .venv-peers: .venv with the libraries that 'python -m benchmarks step --peer' measures"
+	@echo "make setup-peers  .venv-peers: .venv with the libraries that --peer of 'python -m benchmarks' measures"
 	@echo "make docs         build/site: these pages and a reference of each package as a site, without a network"
 	@echo "make quickstart   watch a small language model learn arithmetic by PPO"
 	@echo "make fix          mend what ruff can mend, and format"

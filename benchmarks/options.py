@@ -172,7 +172,7 @@ def rewards_parser() -> Arguments:
 
 def samples_parser() -> Arguments:
     """Return the options of measured samples."""
-    parser = _parser("samples", SAMPLES, "--exchange 2 8 32 --simulate 8 2048 --json")
+    parser = _parser("samples", SAMPLES, "--exchange 2 8 32 --simulate 8 2048 --peer transferqueue --json")
     parser.add_argument("--samples", type=int, default=512, help="of two processes; more processes have more")
     parser.add_argument("--tokens", type=int, default=4096, help="of each response")
     parser.add_argument(
@@ -183,6 +183,9 @@ def samples_parser() -> Arguments:
     )
     parser.add_argument(
         "--simulate", type=int, nargs="+", default=[], metavar="R", help="take the steps of one of R ranks too, alone"
+    )
+    parser.add_argument(
+        "--peer", choices=("transferqueue",), help="send samples through this library too (`make setup-peers`)"
     )
     parser.add_argument(
         "--page",

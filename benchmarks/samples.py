@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks import report, samples_exchange, samples_page, samples_simulated
+from benchmarks import report, samples_exchange, samples_page, samples_peer, samples_simulated
 from benchmarks.options import samples_parser
 from benchmarks.samples_meter import counted, peak
 from benchmarks.samples_step import STEP, Case, exchange_windows, first_step, job_of
@@ -40,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
     if options.page:
         print(samples_page.markdown(json.loads(options.page.read_text(encoding="utf-8"))), end="")
         return 0
+    if options.peer:
+        samples_peer.check()
     share = options.samples // 2
     cases = [
         Case(number, share * number, options.tokens, estimator)
@@ -54,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
         for number in options.simulate
         for measured in samples_simulated.measure(Case(number, share * number, options.tokens, "grpo", ragged=True))
     ]
+    if options.peer:
+        found["peer"] = samples_peer.measure(num_samples=share, num_tokens=options.tokens)
     found |= summary(found)
     if options.json:
         print(json.dumps(found))
@@ -78,6 +82,8 @@ def summary(found: dict[str, Any]) -> dict[str, float]:
     if found["exchange"]:
         sizes = [each["num_ranks"] for each in found["exchange"]]
         numbers["growth_to_largest"] = growth_of(found["exchange"], min(sizes), max(sizes)) or 1.0
+    if "peer" in found:
+        numbers["over_transferqueue"] = found["peer"]["over_transferqueue"]
     return numbers
 
 

@@ -228,7 +228,7 @@ case ${1:-} in
 packages) setup_packages ;;
 newest) lay_over .venv-newest requirements/newest.txt ;;
 oldest) lay_over .venv-oldest requirements/oldest.txt ;;
-peers) lay_over .venv-peers requirements/peers.lock trl.trainer.grpo_trainer ;;
+peers) lay_over .venv-peers requirements/peers.lock trl.trainer.grpo_trainer transfer_queue ;;
 docs) lay_over .venv-docs requirements/docs.lock mkdocs material mkdocstrings_handlers.python ;;
 cuda) setup_cuda ;;
 *) die "unknown argument '$1': give none, 'packages', 'newest', 'oldest', 'peers', 'docs' or 'cuda'." ;;

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.step_trl import PYTHON
 from tests.support.programs import run_python
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -27,3 +28,15 @@ def test_samples_cross_once_and_exchanges_take_rounds(tmp_path: Path) -> None:
     page = run_python("-m", "benchmarks", "samples", "--page", str(tmp_path / "samples.json"), timeout_s=60)
     assert page.startswith("# The samples of a step")
     assert "## Many ranks, simulated" in page
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="no environment with TransferQueue: make setup-peers")
+@pytest.mark.timeout(600)
+def test_samples_travel_through_transferqueue() -> None:
+    arguments = [*SIZES, "--processes", "--peer", "transferqueue"]
+    found = json.loads(run_python("-m", "benchmarks", *arguments, timeout_s=560).splitlines()[-1])
+    peer = found["peer"]
+    assert peer["bytes"] == 16 * 16 * 13
+    ratio = peer["megarl"]["gb_per_second"] / peer["transferqueue"]["gb_per_second"]
+    assert found["over_transferqueue"] == pytest.approx(ratio)
+    assert {"TransferQueue", "ray"} < peer["transferqueue"]["versions"].keys()

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import pytest
 import torch
 
-from benchmarks import samples, samples_page, samples_simulated
+from benchmarks import samples, samples_page, samples_peer, samples_simulated
 from benchmarks.samples_step import PROMPT, Case
 from megarl.learner.packing import partition
 
@@ -52,7 +53,7 @@ def owners(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return drawn, learnt
 
 
-def test_a_simulated_rank_has_the_traffic_of_a_run() -> None:
+def test_simulated_rank_has_traffic_of_a_run() -> None:
     drawn, learnt = owners(CASE)
     sizes = 13 * torch.tensor(CASE.lengths) + 5  # a sample has a score and a flag too
     for rank in range(NUM_RANKS):
@@ -76,14 +77,32 @@ def test_busiest_rank_draws_and_learns_most() -> None:
 
 def test_summary_has_largest_numbers_and_growth() -> None:
     cases = [OF_CASE, OF_CASE | {"peak_over_share": 2.5}]
-    assert samples.summary(found(cases=cases, exchange=EXCHANGES)) == {
+    assert samples.summary(found(cases=cases, exchange=EXCHANGES, peer={"over_transferqueue": 3.0})) == {
         "ns_per_token_busiest_rank": 120.0,
         "peak_over_share": 2.5,
         "times_each_token_crosses": 1.001,
         "growth_2_to_8": 2.5,
         "growth_to_largest": 2.5,
+        "over_transferqueue": 3.0,
     }
     assert samples.summary(found(exchange=EXCHANGES[:1])) == {"growth_to_largest": 1.0}
+
+
+def test_ways_are_compared_by_whole_time() -> None:
+    seconds = [{"put": 1.0, "get": 2.0}, {"put": 2.0, "get": 4.0}, {"put": 5.0, "get": 1.0}]
+    theirs = {"seconds": seconds, "peak_bytes": 8e9, "versions": {"ray": "2"}}
+    ours = {"seconds": [1.0, 3.0, 2.0], "peak_bytes": 2e9}
+    compared = samples_peer.beside(ours, theirs, 4 * 10**9)
+    assert compared["over_transferqueue"] == 3.0
+    assert compared["megarl"] == {"gb_per_second": 2.0, "peak_over_samples": 0.5}
+    assert compared["transferqueue"]["gb_per_second"] == pytest.approx(2 / 3)
+    assert compared["transferqueue"]["peak_over_samples"] == 2.0
+
+
+def test_missing_environment_of_transferqueue_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(samples_peer, "PYTHON", tmp_path / "python")
+    with pytest.raises(ValueError, match="python is missing; run `make setup-peers` in "):
+        samples_peer.check()
 
 
 def test_results_become_the_page() -> None:
