@@ -8,7 +8,7 @@ mini-batches. Models answer at once. Processor time is counted, because the proc
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -69,28 +69,28 @@ def main(argv: Sequence[str]) -> int:
 def summary(found: dict[str, Any]) -> dict[str, float]:
     """Return the numbers that have targets, as far as they were measured: the largest of all cases.
 
-    `growth_2_to_8` is that of an exchange: the processor time of its busiest rank with 8 processes over that with 2.
+    `growth_2_to_8` is that of a step with an equal share: the processor time of its busiest rank with 8 processes over
+    that with 2. `growth_of_exchange` is that of an exchange, from the fewest to the most ranks.
     """
     numbers = {
         name: max(case[name] for case in found["cases"])
         for name in ("ns_per_token_busiest_rank", "peak_over_share", "times_each_token_crosses")
         if found["cases"]
     }
-    growth = growth_of(found["exchange"], SMALL, LARGE)
-    if growth is not None:
-        numbers["growth_2_to_8"] = growth
+    steps = {(case["num_processes"], case["estimator"]): case["ns_per_token_of_share"] for case in found["cases"]}
+    growths = [
+        time / steps[SMALL, estimator]
+        for (number, estimator), time in steps.items()
+        if number == LARGE and (SMALL, estimator) in steps
+    ]
+    if growths:
+        numbers["growth_2_to_8"] = max(growths)
     if found["exchange"]:
-        sizes = [each["num_ranks"] for each in found["exchange"]]
-        numbers["growth_to_largest"] = growth_of(found["exchange"], min(sizes), max(sizes)) or 1.0
+        times = {each["num_ranks"]: each["cpu_us"] for each in found["exchange"]}
+        numbers["growth_of_exchange"] = times[max(times)] / times[min(times)]
     if "peer" in found:
         numbers["over_transferqueue"] = found["peer"]["over_transferqueue"]
     return numbers
-
-
-def growth_of(exchanges: Iterable[dict[str, Any]], small: int, large: int) -> float | None:
-    """Return how the processor time of an exchange grows between two numbers of ranks; None if one was not measured."""
-    times = {each["num_ranks"]: each["cpu_us"] for each in exchanges}
-    return times[large] / times[small] if {small, large} <= times.keys() else None
 
 
 def measure(case: Case) -> dict[str, Any]:

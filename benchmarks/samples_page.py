@@ -13,15 +13,12 @@ from megarl.platform.screen import Screen
 Found = Mapping[str, Any]
 WIDTH = 120
 TARGETS = {
-    "ns_per_token_busiest_rank": ("processor time of the busiest rank for a token of the step, ns", "-"),
-    "peak_over_share": ("peak of memory over the tokens and outputs of a rank", "-"),
+    "ns_per_token_busiest_rank": ("processor time of the busiest rank for a token of the step, ns", "at most 50"),
+    "peak_over_share": ("peak of memory over the tokens and outputs of a rank", "at most 3"),
     "times_each_token_crosses": ("times that each token crosses between ranks", "at most 1.01"),
-    "growth_2_to_8": ("an exchange of 8 ranks over one of 2, processor time", "below 4, which is linear"),
-    "growth_to_largest": (
-        "an exchange of the most ranks over one of the fewest, processor time",
-        "below the ranks' ratio",
-    ),
-    "over_transferqueue": ("GB/s point to point over GB/s through TransferQueue", "above 1"),
+    "growth_2_to_8": ("processor time of a step of 8 ranks over one of 2, with equal shares", "0.85 to 1.15"),
+    "growth_of_exchange": ("processor time of an exchange, of the most ranks over the fewest", "less than the ranks"),
+    "over_transferqueue": ("GB/s point to point over GB/s through TransferQueue", "at least 5"),
 }
 """Number of the summary -> its meaning and its target."""
 

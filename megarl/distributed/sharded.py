@@ -225,8 +225,14 @@ def shard(record: R, owners: Tensor, shares: Shares) -> Sharded[R]:
 
 
 def assembled(parts: Sequence[tuple[Tensor, R]]) -> R:
-    """Return the samples of several records that share their prompts, in the order of their places, int64 `[b]`."""
-    places, records = zip(*parts, strict=True)
+    """Return the samples of several records that share their prompts, in the order of their places, int64 `[b]`.
+
+    Places of a record are ascending.
+    """
+    filled = [part for part in parts if len(part[0])] or parts[:1]
+    if len(filled) == 1:
+        return filled[0][1]
+    places, records = zip(*filled, strict=True)
     joined = join([replace(each, prompts=[]) for each in records])
     groups = torch.cat([each.groups for each in records])
     everything = replace(joined, prompts=records[0].prompts, groups=groups)

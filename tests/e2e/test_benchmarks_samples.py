@@ -22,7 +22,7 @@ def test_samples_cross_once_and_exchanges_take_rounds(tmp_path: Path) -> None:
     assert [case["estimator"] for case in found["cases"]] == ["grpo", "gae"]
     assert 1.0 < found["times_each_token_crosses"] < 1.05  # a sample has a few bytes besides its tokens
     assert [each["messages"] for each in found["exchange"]] == [2, 4, 6]
-    assert found["growth_2_to_8"] == found["exchange"][2]["cpu_us"] / found["exchange"][0]["cpu_us"]
+    assert found["growth_of_exchange"] == found["exchange"][2]["cpu_us"] / found["exchange"][0]["cpu_us"]
     assert [each["num_ranks"] for each in found["simulated"]][:1] == [4]
     (tmp_path / "samples.json").write_text(printed)
     page = run_python("-m", "benchmarks", "samples", "--page", str(tmp_path / "samples.json"), timeout_s=60)

@@ -76,16 +76,17 @@ def test_busiest_rank_draws_and_learns_most() -> None:
 
 
 def test_summary_has_largest_numbers_and_growth() -> None:
-    cases = [OF_CASE, OF_CASE | {"peak_over_share": 2.5}]
+    more = {"num_processes": 8, "peak_over_share": 2.5, "ns_per_token_of_share": 264.0}
+    cases = [OF_CASE, OF_CASE | more]
     assert samples.summary(found(cases=cases, exchange=EXCHANGES, peer={"over_transferqueue": 3.0})) == {
         "ns_per_token_busiest_rank": 120.0,
         "peak_over_share": 2.5,
         "times_each_token_crosses": 1.001,
-        "growth_2_to_8": 2.5,
-        "growth_to_largest": 2.5,
+        "growth_2_to_8": pytest.approx(1.1),
+        "growth_of_exchange": 2.5,
         "over_transferqueue": 3.0,
     }
-    assert samples.summary(found(exchange=EXCHANGES[:1])) == {"growth_to_largest": 1.0}
+    assert samples.summary(found(exchange=EXCHANGES[:1])) == {"growth_of_exchange": 1.0}
 
 
 def test_ways_are_compared_by_whole_time() -> None:
