@@ -111,7 +111,7 @@ def test_results_become_the_page() -> None:
     peer = {"bytes": 10**6, "megarl": ours, "transferqueue": theirs | {"versions": {"ray": "9"}}}
     whole = found(cases=[OF_CASE], exchange=EXCHANGES, simulated=[OF_RANK], peer=peer | {"over_transferqueue": 4.0})
     page = samples_page.markdown(whole | samples.summary(whole))
-    assert "| an exchange of 8 ranks over one of 2, processor time | 2.50 | below 4, which is linear |" in page
+    assert "| processor time of an exchange, of the most ranks over the fewest | 2.50 | less than the ranks |" in page
     assert "| 2 | 32 x 8 | grpo | 120 | 240 | 1.5 | 1.001 |" in page
     assert "| 8 | 72 | 10 | 2.50 | 2 | 296 |" in page
     assert "| 8 | 3 | 0.250 | 2000 | 2.00 | 0.00 | 5 | 0.04 | 700 |" in page
