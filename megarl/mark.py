@@ -59,7 +59,7 @@ def never(why: str, *of: str) -> Condition:
     return Condition(fact="", why=why, of=of)
 
 
-def key(default: Any, change: Change | None = None, *, read_if: Condition | tuple[Condition, ...] = ()) -> Any:
+def key(default: object, change: Change | None = None, *, read_if: Condition | tuple[Condition, ...] = ()) -> Any:
     """Return a field with a mark.
 
     Args:

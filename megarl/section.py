@@ -53,7 +53,7 @@ def section(change: Change | None = None) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
-def flatten(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(params: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and leaf values of nested mappings. An empty mapping is a leaf."""
     for key, value in params.items():
         if isinstance(value, Mapping) and value:

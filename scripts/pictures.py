@@ -254,7 +254,7 @@ def _example_plan() -> tuple[list[Any], Any, Any]:
 
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 16, "vocab_size": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2}
-    model = read_architecture({"model_type": "llama"} | sizes | heads)
+    model = read_architecture({"model_type": "llama", **sizes, **heads})
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
 
     def layout(rank: int, num_ranks: int) -> Any:

@@ -266,7 +266,7 @@ def _show(checkpoint: Path, found: list[ConfigDifference], other_versions: Mappi
         logger.info("note: validation scores are not comparable with earlier ones, so the best starts anew: %s", keys)
 
 
-def _cut(value: Any) -> str:
+def _cut(value: object) -> str:
     """Return a value as text. Keep both ends of a long value, because a digest comes last."""
     text = str(value)
     half = (MAX_SHOWN - 3) // 2

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from megarl.checkpoint.contents import Contents
-from megarl.tracking.lines import Row
 from megarl.tracking.names import LEARNT, REWARD, validation_of
+from megarl.tracking.protocol import Row
 
 CARD_FILE = "README.md"
 

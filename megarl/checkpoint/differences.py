@@ -33,7 +33,7 @@ class ConfigDifference:
 
 
 def config_differences(
-    was: Mapping[str, Any], now: Mapping[str, Any], changes: Mapping[str, Change]
+    was: Mapping[str, object], now: Mapping[str, object], changes: Mapping[str, Change]
 ) -> list[ConfigDifference]:
     """Return the keys whose values differ, those with the largest effect first.
 
@@ -93,7 +93,7 @@ def input_differences(
 
 
 def size_differences(
-    was: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
+    was: Mapping[str, Mapping[str, object]], now: Mapping[str, Mapping[str, object]]
 ) -> dict[str, list[str]]:
     """Describe by model the sizes that differ between a checkpoint (`was`) and a run (`now`), and missing models.
 
@@ -114,7 +114,7 @@ def size_differences(
     return faults
 
 
-def value_at(config: Mapping[str, Any], key: str) -> Any:
+def value_at(config: Mapping[str, object], key: str) -> Any:
     """Return the value of a dotted key in a nested configuration. Raises KeyError."""
     node: Any = config
     for part in key.split("."):
@@ -124,7 +124,7 @@ def value_at(config: Mapping[str, Any], key: str) -> Any:
     return node
 
 
-def _rates_follow_the_length(tree: Any) -> bool:
+def _rates_follow_the_length(tree: object) -> bool:
     """Return whether a learning rate anywhere in the configuration warms up or decays over a share of the run."""
     if not isinstance(tree, Mapping):
         return False

@@ -69,7 +69,7 @@ def _table(title: str, runs: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _cell(curve: Mapping[str, Any] | None) -> str:
+def _cell(curve: Mapping[str, object] | None) -> str:
     if curve is None:
         return "-"
     best = "" if curve["best"] is None else f" ({curve['best']:.4g} at {curve['best_step']})"

@@ -62,7 +62,7 @@ def recognise(layer: Layer, schema: Schema) -> tuple[dict[str, Any], list[Fault]
     return leaves, faults
 
 
-def _key_faults(path: str, value: Any, schema: Schema) -> Iterator[Fault]:
+def _key_faults(path: str, value: object, schema: Schema) -> Iterator[Fault]:
     if path in schema.leaves:
         for answer in answer_values(path, value):
             yield Fault(path, answer)

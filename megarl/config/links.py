@@ -61,7 +61,7 @@ def parse(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
 
 
-def follow(path: str, values: Mapping[str, Any], trail: tuple[str, ...] = ()) -> Any:
+def follow(path: str, values: Mapping[str, object], trail: tuple[str, ...] = ()) -> Any:
     """Return the value at the dotted `path`, a key of `values` or a part of a mapping there, with its links followed.
 
     Raises:
@@ -84,7 +84,7 @@ def follow(path: str, values: Mapping[str, Any], trail: tuple[str, ...] = ()) ->
     return found
 
 
-def _fill(value: Any, values: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
+def _fill(value: object, values: Mapping[str, object], trail: tuple[str, ...]) -> Any:
     if isinstance(value, dict):
         return {key: _fill(item, values, trail) for key, item in value.items()}
     if isinstance(value, list):
@@ -97,7 +97,7 @@ def _fill(value: Any, values: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
     return LINK.sub(lambda link: str(_lead(link, values, trail)), value).replace(_ESCAPE, "${")
 
 
-def _lead(link: re.Match[str], values: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
+def _lead(link: re.Match[str], values: Mapping[str, object], trail: tuple[str, ...]) -> Any:
     """Return what a link leads to."""
     if link["key"]:
         return follow(link["key"], values, trail)

@@ -177,7 +177,7 @@ def read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str, 
     return config, faults, origins
 
 
-def _merged(old: Any, new: Any) -> Any:
+def _merged(old: object, new: object) -> Any:
     """Return `new`, which overrides `old`; of two dictionaries the union."""
     if isinstance(old, dict) and isinstance(new, dict):
         return old | {key: _merged(old.get(key), value) for key, value in new.items()}
@@ -195,7 +195,7 @@ def _spread(values: Mapping[str, Any], schema: Schema) -> Iterator[tuple[str, An
                     yield key, f"${{{leader}}}"
 
 
-def _resolve(written: Mapping[str, Any], schema: Schema) -> tuple[dict[str, Any], list[Fault]]:
+def _resolve(written: Mapping[str, object], schema: Schema) -> tuple[dict[str, Any], list[Fault]]:
     """Return plain values by dotted key; for a key without a value, a substitute of its type and a fault."""
     values: dict[str, Any] = {}
     faults: list[Fault] = []
@@ -210,7 +210,7 @@ def _resolve(written: Mapping[str, Any], schema: Schema) -> tuple[dict[str, Any]
     return values, faults
 
 
-def _validate(root: type[C], values: Mapping[str, Any], schema: Schema) -> tuple[C, list[Fault]]:
+def _validate(root: type[C], values: Mapping[str, object], schema: Schema) -> tuple[C, list[Fault]]:
     """Return the checked configuration; for a value of the wrong type, the default and a fault."""
     adapter = _adapter(root)
     messages: dict[str, list[str]] = {}
@@ -228,26 +228,26 @@ def _validate(root: type[C], values: Mapping[str, Any], schema: Schema) -> tuple
     return (adapter.validate_python(nest(_sound(values, messages, schema))) if faults else config), faults
 
 
-def _sound(values: Mapping[str, Any], faulty: Container[str], schema: Schema) -> dict[str, Any]:
+def _sound(values: Mapping[str, object], faulty: Container[str], schema: Schema) -> dict[str, Any]:
     """Return the values, with the default of each key that is faulty."""
     return {path: _stand_in(schema.leaves[path]) if path in faulty else value for path, value in values.items()}
 
 
-def _counts(written: Any, found: Any) -> bool:
+def _counts(written: object, found: object) -> bool:
     """Return whether pydantic has read a written true or false as the number 1 or 0."""
     if isinstance(written, list) and isinstance(found, list | tuple):
         return any(map(_counts, written, found))
     return isinstance(written, bool) and isinstance(found, int | float) and not isinstance(found, bool)
 
 
-def _expand_home(value: Any) -> Any:
+def _expand_home(value: object) -> Any:
     """Expand `~`, which no shell sees in a file or after `key=`."""
     if isinstance(value, list):
         return [_expand_home(item) for item in value]
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
-def _stand_in(default: Any) -> Any:
+def _stand_in(default: object) -> Any:
     return "" if default == MANDATORY else default
 
 

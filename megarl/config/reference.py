@@ -171,7 +171,7 @@ def _kind(hint: Any) -> str:
     return WORDS[origin or hint]
 
 
-def _bounds(annotated: tuple[Any, ...]) -> str:
+def _bounds(annotated: tuple[object, ...]) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bounds = [bound for extra in annotated[1:] for bound in getattr(extra, "metadata", ())]
     values = [(sign, getattr(bound, name, HUGE)) for bound in bounds for name, sign in signs.items()]

@@ -128,7 +128,7 @@ def _models(leaves: Mapping[str, Any], section: str) -> list[str]:
     return list(dict.fromkeys(path for path in (leaves.get(f"{section}.path"), *teachers) if path))
 
 
-def _modules(value: Any) -> str:
+def _modules(value: object) -> str:
     return f"modules {', '.join(map(str, value))}" if isinstance(value, list | tuple) else f"module {value}"
 
 

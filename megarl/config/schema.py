@@ -69,7 +69,7 @@ class Schema:
         return next(iter(get_close_matches(path, self.leaves, n=1, cutoff=0.85)), None)
 
 
-def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def nest(leaves: Mapping[str, object]) -> dict[str, Any]:
     """Turn dotted paths into a tree."""
     tree: dict[str, Any] = {}
     for path, value in leaves.items():

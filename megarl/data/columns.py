@@ -142,7 +142,7 @@ class PromptColumns:
             )
 
 
-def as_mapping(value: Any) -> dict[str, Any]:
+def as_mapping(value: object) -> dict[str, Any]:
     """Return the named values of a struct, a map, the text of a JSON object, or null for none.
 
     Raises:

@@ -63,7 +63,7 @@ class ControlTokens:
         self._restored = str.maketrans({guard: character for character, guard in self._guards.items()})
         self._num_added = self._count(tokenizer.encode("", add_special_tokens=True))
 
-    def first_in(self, value: Any) -> str | None:
+    def first_in(self, value: object) -> str | None:
         """Return the first name of a special token in a text, or in the texts of messages; None if there is none."""
         if isinstance(value, str):
             found = self._name.search(value)
@@ -132,7 +132,7 @@ class ControlTokens:
     def _count(self, ids: Sequence[int]) -> int:
         return sum(map(self._ids.__contains__, ids))
 
-    def _guarded(self, value: Any) -> Any:
+    def _guarded(self, value: object) -> Any:
         """Return messages in which no text has the name of a special token, or a part of it at an end."""
         if isinstance(value, str):
             return self._broken(value)
@@ -173,7 +173,7 @@ class ControlTokens:
         content["truncation"] = content["padding"] = None
         names = frozenset(self.names)
 
-        def renamed(name: Any) -> Any:
+        def renamed(name: object) -> Any:
             return MARK + name if name in names else name
 
         for token in content["added_tokens"]:

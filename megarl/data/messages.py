@@ -99,7 +99,7 @@ def encode_prompt(prompt: Any, tokenizer: "Tokenizer") -> list[int]:
     return token_ids
 
 
-def frame(prompt: Any, token_ids: Sequence[int], tokenizer: "Tokenizer") -> tuple[int, int]:
+def frame(prompt: object, token_ids: Sequence[int], tokenizer: "Tokenizer") -> tuple[int, int]:
     """Return how many tokens of an encoded prompt begin a sequence, and how many begin the response.
 
     They are 1 for a beginning-of-sequence token, else 0, and the length of the template's generation prompt.

@@ -30,7 +30,7 @@ def read_own(path: Path, what: str) -> Any:
         raise Damage(path, f"cannot be read as {what}: {error}") from error
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Write rows, all with the same keys, to a parquet file, completely or not at all; make a missing directory."""
     table = pa.Table.from_pylist(list(rows))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ _CODE = ("rewards", "data")
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "math-verify", "latex2sympy2_extended", "sympy", "reasoning-gym")
 
 
-def digest_of(files: Sequence[str], question: Any) -> str:
+def digest_of(files: Sequence[str], question: object) -> str:
     """Return a name for the answer to a question, a value of JSON, about data files as they are now.
 
     Raises UserError if a data file cannot be read.
@@ -26,7 +26,7 @@ def digest_of(files: Sequence[str], question: Any) -> str:
     return hashlib.sha256(asked.encode()).hexdigest()[:32]
 
 
-def place_of(files: Sequence[str], question: Any) -> Path:
+def place_of(files: Sequence[str], question: object) -> Path:
     """Return the file that keeps the answer to a question about data files. Raises as `digest_of` does."""
     return cache_directory() / "rows" / f"{digest_of(files, question)}.json"
 
@@ -39,7 +39,7 @@ def recall(place: Path) -> Any:
         return None
 
 
-def remember(place: Path, answer: Mapping[str, Any]) -> None:
+def remember(place: Path, answer: Mapping[str, object]) -> None:
     """Keep an answer. If nothing can be written, the next run looks again."""
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)

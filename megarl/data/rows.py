@@ -97,7 +97,7 @@ def _read_all(names: Sequence[str], wanted: WantedColumns) -> list[RowTable]:
     return tables
 
 
-def _is_deep(value: Any) -> bool:
+def _is_deep(value: object) -> bool:
     """Return whether a value is nested so deeply that Python cannot copy or compare it."""
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -107,7 +107,7 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _inside(value: object) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list | tuple) else ()

@@ -102,7 +102,7 @@ class Tokenizer:
         self._refuse(name)
         return self._control.encode(text, add_special_tokens=add_special_tokens)
 
-    def spelt_in(self, *texts: Any) -> str | None:
+    def spelt_in(self, *texts: object) -> str | None:
         """Return the first name of a special token in texts or in messages; None if there is none."""
         return self._control.first_in(texts)
 
@@ -127,7 +127,7 @@ class Tokenizer:
             return isinstance(prompt, list) and self.has_template
         return self._apply_chat_template
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, is_complete: bool = False) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, object]], *, is_complete: bool = False) -> list[int]:
         """Return the ids of a conversation of `{role, content}` under the chat template, which must exist.
 
         Unless the conversation `is_complete`, the ids end with the start of the assistant's response.
@@ -137,7 +137,7 @@ class Tokenizer:
         """
         return self.encode_rendered(self.render(messages, is_complete=is_complete))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, is_complete: bool = False) -> str:
+    def render(self, messages: Sequence[Mapping[str, object]], *, is_complete: bool = False) -> str:
         """Return the text of a conversation under the chat template, with marks at the control tokens of the template.
 
         `encode_rendered` encodes the text or a part of it, and `without_marks` removes the marks. Raises what `chat`

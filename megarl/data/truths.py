@@ -159,7 +159,7 @@ class _Trials:
                 self._messages[digest] = message
 
 
-def _message(rule: str, truth: Any, result: ScoringResult) -> tuple[Kind, str] | None:
+def _message(rule: str, truth: object, result: ScoringResult) -> tuple[Kind, str] | None:
     """Return the kind and the message of a trial that found something."""
     score = result.numbers.get("score", 0.0)
     if result.fault:
@@ -173,5 +173,5 @@ def _message(rule: str, truth: Any, result: ScoringResult) -> tuple[Kind, str] |
     return "truth", f"reward_model.ground_truth: {shown(truth)} does not fit the reward of {rule!r}: {fault}"
 
 
-def _is_nothing(truth: Any) -> bool:
+def _is_nothing(truth: object) -> bool:
     return truth is None or (isinstance(truth, str | float) and str(truth).strip().lower() in _NOTHING)

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 from megarl.distributed.exchange import together
 from megarl.platform.errors import UserError
@@ -11,7 +10,7 @@ from megarl.platform.secrets import redacted
 NUM_SHOWN = 10
 
 
-def agree(facts: Mapping[str, Any]) -> None:
+def agree(facts: Mapping[str, object]) -> None:
     """Compare the facts of all ranks. Collective.
 
     Args:

@@ -17,7 +17,7 @@ from megarl.platform.device import on_cuda
 T = TypeVar("T")
 
 
-_host_groups: dict[Any, Any] = {}  # of a world of NCCL
+_host_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}  # of a world of NCCL
 _waited = 0.0  # seconds, since `seconds_waited` was last called
 
 
@@ -37,7 +37,7 @@ def join_world(*, timeout: timedelta, **place: Any) -> None:
         _host_groups[dist.group.WORLD] = dist.new_group(backend="gloo", timeout=timeout)
 
 
-def host_group() -> Any:
+def host_group() -> dist.ProcessGroup | None:
     """Return the group of all ranks for data in host memory: gloo, even if device tensors travel by NCCL."""
     return _host_groups.get(dist.group.WORLD, dist.group.WORLD)
 

@@ -33,7 +33,7 @@ def share_device() -> None:
     """Let all later groups of gloo use one device for each network interface. Idempotent."""
     create = DEVICE.original("__init__")
 
-    def create_on_shared_device(group: Any, *place: Any, **how: Any) -> None:
+    def create_on_shared_device(group: object, *place: object, **how: object) -> None:
         if how.keys() != {"timeout"} or os.environ.get(LAZY_INIT, "").lower() in TRUE:
             return create(group, *place, **how)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # D257

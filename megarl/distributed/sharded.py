@@ -34,7 +34,7 @@ class Shares:
 
     ranks: tuple[tuple[int, ...], ...] = ((0,),)  # of each share; the first of them reports and sends it
     rank: int = 0  # this rank
-    group: Any = None  # the ranks of this rank's share, for data in host memory; None: all ranks
+    group: dist.ProcessGroup | None = None  # the ranks of this rank's share, for data in host memory; None: all ranks
 
     @classmethod
     def of(cls, share: int, *, reports: bool) -> "Shares":
@@ -49,7 +49,7 @@ class Shares:
         return cls(ranks=tuple(map(tuple, ranks.values())), rank=dist.get_rank())
 
     @classmethod
-    def blocks(cls, size: int, *, group: Any = None) -> "Shares":
+    def blocks(cls, size: int, *, group: dist.ProcessGroup | None = None) -> "Shares":
         """Return the shares of blocks of `size` neighbouring ranks. `group` is that of this rank's block."""
         firsts = range(0, dist.get_world_size(), size)
         ranks = tuple(tuple(range(first, first + size)) for first in firsts)

@@ -96,7 +96,7 @@ class OpenEnv:
         body = {"action": {self._action: response}, "episode_id": self._episode, "timeout_s": self._server.attempt_s}
         return await self._post("step", body)
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> Step:
+    async def _post(self, path: str, body: Mapping[str, object]) -> Step:
         """Return the answer to a request. Raises PassingError if it is none of the protocol."""
         reply = await self._server.post(f"{self._url}/{path}", body)
         match reply:

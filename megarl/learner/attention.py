@@ -15,6 +15,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
@@ -62,7 +63,7 @@ class PackedAttention(torch.nn.Module):
         return groups.attend(query, key, value, self.scale).flatten(1)
 
 
-def gather_row(part: Tensor, lengths: Tensor, group: Any) -> Tensor:
+def gather_row(part: Tensor, lengths: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the [N, ...] tokens of a row, in order, from the [N / size, ...] of each rank of a context-parallel group.
 
     The rank that holds a token receives the sum of its gradients over all ranks.
@@ -107,7 +108,7 @@ class AttentionGroup:
 class Groups:
     """The sequences of a packed row, by length, in groups that one call computes."""
 
-    def __init__(self, lengths: Tensor, cp_group: Any, device: torch.device) -> None:
+    def __init__(self, lengths: Tensor, cp_group: dist.ProcessGroup, device: torch.device) -> None:
         """Divide sequences whose tokens the ranks of `cp_group` share.
 
         Args:

@@ -80,7 +80,7 @@ class Router(TopKRouter):
 
     num_tokens: int = 1  # of the global batch
 
-    def __init__(self, *args: Any, experts: Experts, **kwargs: Any) -> None:
+    def __init__(self, *args: object, experts: Experts, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.experts = experts
 

@@ -4,6 +4,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.learner import Learner
@@ -80,7 +82,7 @@ def make_learner(
 
 
 def _read_weights(
-    checkpoint: Path, modules: tuple[Any, ...], architecture: Architecture, mesh: Mesh, *, has_head: bool
+    checkpoint: Path, modules: tuple[nn.Module, ...], architecture: Architecture, mesh: Mesh, *, has_head: bool
 ) -> None:
     """Fill this rank's parameters from its slices of the files; without `has_head`, leave the head as it is."""
     layout = source_layout(modules, architecture, mesh)

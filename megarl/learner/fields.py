@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 PLAIN = (bool, int, float, str, NoneType)
 
 
-def transformer_faults(overrides: Mapping[str, Any]) -> Iterator[str]:
+def transformer_faults(overrides: Mapping[str, object]) -> Iterator[str]:
     """Yield a message for each field that `TransformerConfig` does not have, or that cannot have the value.
 
     Imports Megatron-Core, which takes seconds.
@@ -43,7 +43,7 @@ def _known() -> dict[str, Any]:
     return {field.name: hints.get(field.name, Any) for field in fields(MLATransformerConfig)}
 
 
-def _is_plain(hint: Any) -> bool:
+def _is_plain(hint: object) -> bool:
     """Return whether a value from YAML can be checked against the type."""
     if get_origin(hint) in (Union, UnionType, list):
         return all(map(_is_plain, get_args(hint)))

@@ -48,7 +48,7 @@ class NotFinite:
 
 
 def explain_not_finite(
-    modules: Sequence[Any],
+    modules: Sequence[nn.Module],
     rows: Sequence[tuple[int, Sequence[int]]],
     *,
     num_terms: int,

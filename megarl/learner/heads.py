@@ -41,7 +41,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         valid_rows: int,
-        group: Any,
+        group: dist.ProcessGroup,
         with_entropy: bool,
         keeps: bool,
     ) -> tuple[Tensor, Tensor | None]:
@@ -95,7 +95,7 @@ def _logits(hidden: Tensor, factor: Tensor, temperature: float, valid_rows: int)
     return logits
 
 
-def _all_reduce(x: Tensor, operation: Any, group: Any) -> None:
+def _all_reduce(x: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """Reduce `x` in place. A group of one rank has nothing to send."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(x, operation, group=group)
@@ -120,7 +120,7 @@ def vocab_parallel_log_probs(
     *,
     temperature: float,
     vocab_size: int,
-    group: Any,
+    group: dist.ProcessGroup,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities of `targets`, and entropies if asked for, over the whole vocabulary.
@@ -160,7 +160,7 @@ class VocabParallelDivergence(torch.autograd.Function):
         divergence: Divergence,
         temperature: float,
         valid_rows: int,
-        group: Any,
+        group: dist.ProcessGroup,
     ) -> Tensor:
         """See `vocab_parallel_divergence`."""
         totals = []
@@ -204,7 +204,7 @@ class VocabParallelDivergence(torch.autograd.Function):
         return torch.cat(grad_hidden), total.to_return(), *[None] * 6
 
 
-def _normalizers(logits: Tensor, ref_logits: Tensor, group: Any) -> Tensor:
+def _normalizers(logits: Tensor, ref_logits: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return [2, 2, N] float32 of both policies: the maxima over the whole vocabulary, and log sum e^(z - maximum)."""
     both = (logits, ref_logits)
     maxima = torch.stack([x.amax(-1) for x in both])
@@ -228,7 +228,7 @@ def vocab_parallel_divergence(
     *,
     temperature: float,
     vocab_size: int,
-    group: Any,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """Compute an exact divergence of each next-token distribution from the reference's; see `Divergence`.
 

@@ -15,12 +15,12 @@ ROUTER_BIAS = "router.expert_bias"
 LOCAL_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
-def weights(modules: Sequence[Any]) -> dict[str, torch.Tensor]:
+def weights(modules: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Return the local parameters by name, detached; they share the memory of the model's chunks."""
     return {param: tensor.detach() for param, tensor, _ in _parameters(modules)}
 
 
-def source_layout(modules: Sequence[Any], architecture: Architecture, mesh: Mesh) -> Layout:
+def source_layout(modules: Sequence[torch.nn.Module], architecture: Architecture, mesh: Mesh) -> Layout:
     """Return the layout of the local parameters of a GPTModel, whose chunks are `modules`."""
     return tuple(
         piece

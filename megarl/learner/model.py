@@ -76,12 +76,12 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
-    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
         """Pass the hidden states through, like every output layer here."""
         return hand_through(hidden)
 
 
-def hand_through(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+def hand_through(hidden: Tensor, **_: object) -> tuple[Tensor, None]:
     """Return the hidden states: the `forward` of an `output_layer` that computes no logits."""
     return hidden, None
 

@@ -5,7 +5,6 @@ data. Expert layers split the same block in another way: expert tensor runs fast
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -27,8 +26,8 @@ class Mesh:
     pp_rank: int
     cp_rank: int
     shares: Shares  # of a batch, one for each data-parallel rank
-    tp_group: Any
-    cp_group: Any
+    tp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
 
     @property
     def tp_size(self) -> int:

@@ -64,5 +64,5 @@ def read_random_states(path: Path) -> Sequence[Mapping[str, Any]]:
     return of_ranks
 
 
-def _is_state(value: Any) -> TypeGuard[Tensor]:
+def _is_state(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 1

@@ -76,7 +76,7 @@ class Projection(torch.nn.Module):
 class ExpertsTogether(SequentialMLP):
     """Megatron's experts, one module each, computed by functions of all their weights."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         for linear in (linear for expert in self.local_experts for linear in (expert.linear_fc1, expert.linear_fc2)):
             # The modules are still called: Megatron hooks the calls to await weights that other ranks send.

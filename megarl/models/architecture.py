@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
 
 from megarl.models.experts import Experts, read_experts
 from megarl.models.families import FAMILIES, ExpertNames
@@ -74,7 +73,7 @@ class Architecture:
         return names
 
 
-def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
+def read_architecture(hf_config: Mapping[str, object]) -> Architecture:
     """Return the architecture that a parsed `config.json` describes.
 
     Raises:

@@ -21,7 +21,7 @@ class Fields:
     values: Mapping[str, Any]  # without nulls, which mean no value
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Fields":
+    def of(cls, config: Mapping[str, object]) -> "Fields":
         """Return the fields that have a value."""
         return cls({key: value for key, value in config.items() if value is not None})
 
@@ -81,7 +81,7 @@ class Fields:
         return self.values[key]
 
 
-def wrong(key: str, value: Any, remedy: str) -> UserError:
+def wrong(key: str, value: object, remedy: str) -> UserError:
     """Return the error for an impossible value; `remedy` describes the allowed values."""
     try:
         shown = repr(value)

@@ -85,7 +85,7 @@ def weight_files(remote: RemoteDirectory) -> list[str]:
     return files
 
 
-def read_config(directory: ModelDirectory, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def read_config(directory: ModelDirectory, overrides: Mapping[str, object]) -> dict[str, Any]:
     """Return the parsed `config.json` of a checkpoint with some fields replaced. Raises as `read_json`."""
     return {**read_json(directory / CONFIG), **overrides}
 
@@ -109,7 +109,7 @@ def read_json(file: Path | RemoteFile) -> dict[str, Any]:
     return content
 
 
-def read_model(directory: ModelDirectory, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Architecture]:
+def read_model(directory: ModelDirectory, overrides: Mapping[str, object]) -> tuple[dict[str, Any], Architecture]:
     """Return the configuration of a checkpoint, overrides applied, and the model that it describes.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any
 
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.platform.errors import UserError
@@ -12,7 +11,7 @@ class _Probe:
     """A value that is invalid for every field."""
 
 
-def unread_overrides(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[str]:
+def unread_overrides(own: Mapping[str, object], overrides: Mapping[str, object]) -> Iterator[str]:
     """Yield a message for each override of the parsed config.json `own` that changes nothing, or that is refused.
 
     A field counts as read if an invalid value makes `read_architecture` fail or return another architecture. Overrides
@@ -40,7 +39,7 @@ def unread_overrides(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> It
             yield f"{name} is not read: " + (f"did you mean {meant[0]}?" if meant else "leave it out")
 
 
-def _is_read(name: str, config: Mapping[str, Any], architecture: Architecture) -> bool:
+def _is_read(name: str, config: Mapping[str, object], architecture: Architecture) -> bool:
     try:
         return read_architecture({**config, name: _Probe()}) != architecture
     except (ValueError, TypeError, AttributeError, KeyError):

@@ -1,7 +1,6 @@
 """Settings of a `config.json` that change the model's function and are not supported."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from megarl.models.families import FAMILIES
 from megarl.models.fields import LONGEST, SHOWN, Fields
@@ -36,7 +35,7 @@ FIXED = (
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
-def unsupported(given: Mapping[str, Any], config: Fields) -> Iterator[str]:
+def unsupported(given: Mapping[str, object], config: Fields) -> Iterator[str]:
     """Yield a sentence for each unsupported setting.
 
     Args:
@@ -107,7 +106,7 @@ def _fixed_fault(config: Fields, key: str, supported: bool | float, why: str) ->
     return not is_supported, f"{key} {str(value)[:SHOWN]}: {why}; write {written}"
 
 
-def _count_fault(given: Mapping[str, Any]) -> tuple[bool, str]:
+def _count_fault(given: Mapping[str, object]) -> tuple[bool, str]:
     """Return whether config.json has the number of experts under several names, and transformers reads another one."""
     counts = {name: given[name] for name in EXPERT_COUNTS if given.get(name) is not None}
     differ = any(count != next(iter(counts.values())) for count in counts.values())

@@ -41,7 +41,7 @@ class Arguments(argparse.ArgumentParser):
         """Print the redacted message, and exit with code 2."""
         super().error(redact(message))
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         """Raise ArgumentError if `value` is no choice; names the nearest choice if there is one."""
         choices = action.choices or (value,)
         if value not in choices and (close := get_close_matches(str(value), map(str, choices), n=1)):

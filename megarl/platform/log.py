@@ -32,7 +32,7 @@ class _Console(logging.StreamHandler[Any]):
         return sys.stderr
 
     @stream.setter
-    def stream(self, value: Any) -> None:
+    def stream(self, value: object) -> None:
         raise AttributeError("the console is standard error")
 
 

@@ -92,7 +92,7 @@ def declared() -> Sequence[Patch]:
     return tuple(_table)
 
 
-def replace(patch: Patch, /, **new: Any) -> None:
+def replace(patch: Patch, /, **new: object) -> None:
     """Set each of the patch's names to its new object. A repeated call replaces only the replacement."""
     assert new.keys() == set(patch.names)
     owner = patch.find_owner()
@@ -103,7 +103,7 @@ def replace(patch: Patch, /, **new: Any) -> None:
 
 
 @contextmanager
-def replaced(patch: Patch, /, *, on: Any = None, **new: Any) -> Iterator[None]:
+def replaced(patch: Patch, /, *, on: object = None, **new: object) -> Iterator[None]:
     """Set the patch's names to new objects within the block; blocks may nest.
 
     `on` is the one instance of the owner to change, instead of the owner itself.

@@ -48,10 +48,10 @@ def beginning(text: str, length: int) -> str:
     return redact(text[:READ_CHARACTERS])[:length]
 
 
-def redacted(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def redacted(values: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return nested plain values redacted; below a key with a secret name only None, booleans and '' remain."""
 
-    def clean(value: Any, *, hidden: bool) -> Any:
+    def clean(value: object, *, hidden: bool) -> Any:
         if isinstance(value, Mapping):
             return {key: clean(inner, hidden=hidden or _hides(str(key))) for key, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -70,7 +70,7 @@ def guard_output() -> None:
     make = logging.getLogRecordFactory()
     warn = warnings.formatwarning
 
-    def make_redacted(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    def make_redacted(*args: object, **kwargs: object) -> logging.LogRecord:
         record = make(*args, **kwargs)
         try:
             text = record.getMessage()

@@ -26,7 +26,7 @@ class Difference(NamedTuple):
     default: str
 
 
-def from_default(config: Mapping[str, Any]) -> Iterator[Difference]:
+def from_default(config: Mapping[str, object]) -> Iterator[Difference]:
     """Yield the keys of a resolved configuration that have another value than their default.
 
     A key whose default follows another key differs only if it does not follow it.
@@ -42,7 +42,7 @@ def from_default(config: Mapping[str, Any]) -> Iterator[Difference]:
             yield Difference(key, shown(value), REQUIRED if usual == MANDATORY else shown(usual))
 
 
-def between(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def between(configs: Sequence[Mapping[str, object]]) -> dict[str, list[Any]]:
     """Return the values of each key that differs between resolved configurations, in their order.
 
     Keys that one configuration lacks, because they belong to another command or version, are left out. So are the keys
@@ -54,11 +54,11 @@ def between(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
 
-def _root_of(config: Mapping[str, Any]) -> type:
+def _root_of(config: Mapping[str, object]) -> type:
     return next((root for key, root in ROOTS.items() if key in config), SFTConfig)
 
 
-def _values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _values(config: Mapping[str, object]) -> dict[str, Any]:
     """Return the values of a resolved configuration. A mapping that a user fills (`reward_kwargs`) is one value."""
     leaves = Schema.of(_root_of(config)).leaves
     found = dict[str, Any]()
@@ -69,7 +69,7 @@ def _values(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _follow(config: Mapping[str, Any], default: Any) -> Any:
+def _follow(config: Mapping[str, object], default: object) -> Any:
     """Return a default as a file has it, with the values of the keys that it names."""
     if isinstance(default, tuple):
         return list(default)

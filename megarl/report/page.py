@@ -19,8 +19,8 @@ from megarl.report.charts import figures
 from megarl.report.differences import between, from_default
 from megarl.report.read import Run
 from megarl.report.summary import faults, notes, score_of, summary
-from megarl.tracking.lines import Row
 from megarl.tracking.names import PHASES, STEP_SECONDS, TIMING, phases_of, titled
+from megarl.tracking.protocol import Row
 from megarl.tracking.samples import Pair, pairs
 
 MOST_SAMPLES = 6  # in each direction
@@ -64,7 +64,7 @@ def _template() -> Template:
     return environment.get_template("page.html")
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> Any:
     """Return a text with escapes for control characters; the template's own markup stays as it is."""
     return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 

@@ -15,7 +15,8 @@ from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.platform.errors import UserError
 from megarl.tracking.history import HISTORY_FILE
 from megarl.tracking.jsonl import METRICS_FILE, read_jsonl, table_file
-from megarl.tracking.lines import Row, has_step, read_lines
+from megarl.tracking.lines import has_step, read_lines
+from megarl.tracking.protocol import Row
 from megarl.tracking.samples import GENERATIONS, is_sample
 
 Points = list[tuple[int, float]]

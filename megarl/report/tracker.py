@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from megarl.report.read import RunReader
 from megarl.tracking.names import Ending
-from megarl.tracking.protocol import NullTracker
+from megarl.tracking.protocol import NullTracker, Row
 
 REPORT_FILE = "report.html"
 HELD_OUT = "val"  # the first part of the names of all metrics of a validation, before a - or /
@@ -35,7 +34,7 @@ class ReportTracker(NullTracker):
             if last is not None:
                 last.result()
 
-    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
+    def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Write the last report."""
         self._report = self._thread.submit(self._write)
         self._thread.shutdown()

@@ -102,7 +102,7 @@ class CheckpointFiles:
                 for row in range(rows.start, rows.stop, ROWS)
             )
 
-    def _stored(self, names: Mapping[str, Any]) -> Iterator[tuple[Path, str, Any]]:
+    def _stored(self, names: Mapping[str, object]) -> Iterator[tuple[Path, str, Any]]:
         """Yield file, name and lazy slice of each named tensor, file by file."""
         by_file: dict[Path, list[str]] = defaultdict(list)
         for name in names:
@@ -124,7 +124,7 @@ def export(
     sources: Sequence[Layout],
     tensors: Mapping[str, Tensor],
     *,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     dtype: torch.dtype,
     ranks_per_node: int,
     device: torch.device,
@@ -238,7 +238,7 @@ def _finish(
     directory: Path,
     files: Mapping[str, Sequence[str]],
     shapes: Shapes,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     dtype: torch.dtype,
 ) -> None:
     """Remove files of an earlier export, and write the index and `config.json`, which complete this export."""
@@ -249,7 +249,7 @@ def _finish(
     _write_json(directory / CONFIG, config | {"torch_dtype": str(dtype).removeprefix("torch.")})
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     write_whole(path, json.dumps(content, indent=2).encode())
 
 

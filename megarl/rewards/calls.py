@@ -87,7 +87,7 @@ class AsBatch:
         return [_converted(value) for value in found]
 
 
-def _converted(value: Any) -> Outcome:
+def _converted(value: object) -> Outcome:
     try:
         return as_rule_result(value)
     except MemoryError:

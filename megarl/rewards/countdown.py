@@ -33,7 +33,7 @@ _MOST_AROUND = 3
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None
 ) -> float:
     """Score the content of the last `<answer>...</answer>` in the last line; 0.0 if there is none.
 
@@ -45,7 +45,7 @@ def compute_score(
 
 
 def compute_score_bare(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None
 ) -> float:
     """Score the last `<answer>...</answer>`, or without tags the last line that is not empty, if it is arithmetic.
 
@@ -56,7 +56,7 @@ def compute_score_bare(
     return _score(answer, target, given) if tagged or _expression(answer) else 0.0
 
 
-def right_answer(ground_truth: Any) -> str | None:
+def right_answer(ground_truth: object) -> str | None:
     """Return a response that both rules score 1.0; None if there are too many numbers to find it quickly.
 
     Raises UserError if the ground truth has no target and numbers, or if no expression of + - * / has this value.

@@ -25,7 +25,7 @@ def provenance(path: Path, name: str) -> str:
     return f"{name} of {path.absolute()} ({DIGEST}{digest})"
 
 
-def check_custom(path: Path, name: str, kwargs: Mapping[str, Any]) -> Form:
+def check_custom(path: Path, name: str, kwargs: Mapping[str, object]) -> Form:
     """Run the file, and return the form of its reward; construct no class.
 
     Raises UserError if the file does not load, has no such function or class, or the call does not fit.
@@ -33,7 +33,7 @@ def check_custom(path: Path, name: str, kwargs: Mapping[str, Any]) -> Form:
     return form_of(_find(path, name, kwargs), name)
 
 
-def load_custom(path: Path, name: str, kwargs: Mapping[str, Any]) -> GroupReward:
+def load_custom(path: Path, name: str, kwargs: Mapping[str, object]) -> GroupReward:
     """Return the reward; a class is constructed with `kwargs`. UserError as of `check_custom`."""
     found = _find(path, name, kwargs)
     form = form_of(found, name)
@@ -47,7 +47,7 @@ def load_custom(path: Path, name: str, kwargs: Mapping[str, Any]) -> GroupReward
     return Concurrently(reward, names) if form.is_async else OneByOne(reward, names)
 
 
-def _find(path: Path, name: str, kwargs: Mapping[str, Any]) -> Any:
+def _find(path: Path, name: str, kwargs: Mapping[str, object]) -> Any:
     module = load_module(path, key=_PATH)
     reward = getattr(module, name, None)
     if not callable(reward):
@@ -58,7 +58,7 @@ def _find(path: Path, name: str, kwargs: Mapping[str, Any]) -> Any:
     return reward
 
 
-def _construct(cls: type, path: Path, kwargs: Mapping[str, Any]) -> Any:
+def _construct(cls: type, path: Path, kwargs: Mapping[str, object]) -> Any:
     try:
         return cls(**kwargs)
     except Exception as error:  # the user's code may raise anything; the message names the class

@@ -1,13 +1,12 @@
 """Format: a response has its thoughts in `<think>` tags, then its answer in `<answer>` tags, and nothing else."""
 
 from collections.abc import Mapping
-from typing import Any
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None
 ) -> float:
     """Return 1.0 if the response is thoughts and an answer, tagged and in this order, else 0.0.
 
@@ -25,7 +24,7 @@ def compute_score(
     return float(bool(is_whole) and _says_something(thoughts) and _says_something(answer))
 
 
-def right_answer(ground_truth: Any) -> str:
+def right_answer(ground_truth: object) -> str:
     """Return a response that scores 1.0, whatever the ground truth is."""
     return "<think>The form alone counts.</think><answer>1</answer>"
 

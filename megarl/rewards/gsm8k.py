@@ -7,7 +7,6 @@ that the grammar does not derive has no answer: `#### 18 or 19`, `#### 18M` and 
 import re
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Any
 
 from megarl.rewards.markup import GAP, without_markup
 from megarl.rewards.notation import NUMERAL, as_ascii, exact_number, join_thousands
@@ -29,20 +28,20 @@ _RUN = re.compile(r"((?<![0-9.)])-)?\$?(?<![0-9.,])([0-9.,]+)")
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None
 ) -> float:
     """Return 1.0 if the number after the last `####` is correct, else 0.0. UserError if the truth is no number."""
     return float(exact_number(ground_truth) == extract_strict(solution_str))
 
 
 def compute_score_flexible(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None
 ) -> float:
     """Return 1.0 if the last number of the response is correct, else 0.0. UserError if the truth is no number."""
     return float(exact_number(ground_truth) == extract_flexible(solution_str))
 
 
-def right_answer(ground_truth: Any) -> str:
+def right_answer(ground_truth: object) -> str:
     """Return a response that both rules score 1.0. Raises UserError if the ground truth is no number."""
     return f"{_MARK} {exact_number(ground_truth):f}"
 

@@ -57,7 +57,7 @@ class Server:
                 wait_s *= 2
         raise AssertionError("no attempt")
 
-    async def post(self, url: str, body: Mapping[str, Any]) -> Any:
+    async def post(self, url: str, body: Mapping[str, object]) -> Any:
         """Return the JSON of the reply to one request.
 
         Raises:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 from megarl.platform.files import explained, write_whole
@@ -36,7 +35,7 @@ class VerdictError(Exception):
 class Judge(JudgeSection):
     """Asks for the verdict on a response, as configured."""
 
-    async def __call__(self, **arguments: Any) -> float:
+    async def __call__(self, **arguments: object) -> float:
         """Return the score of a response. Raises VerdictError if there is none after all attempts."""
         try:
             question = self.template.format(**arguments)
@@ -81,7 +80,7 @@ class Judge(JudgeSection):
             raise VerdictError(f"the judge's {number:g} is not from {self.lowest:g} to {self.highest:g}: {show(reply)}")
         return number
 
-    async def _attempt(self, body: Mapping[str, Any]) -> str:
+    async def _attempt(self, body: Mapping[str, object]) -> str:
         """Return the text of the reply to one request. Raises what `Server.post` does."""
         reply = await self._server.post(f"{(self.url or '').rstrip('/')}/chat/completions", body)
         try:
@@ -106,7 +105,7 @@ class Judge(JudgeSection):
             api_key_variable=self.api_key_variable,
         )
 
-    def _kept(self, body: Mapping[str, Any]) -> Path | None:
+    def _kept(self, body: Mapping[str, object]) -> Path | None:
         """Return the file that holds, or will hold, the reply to a request; None without a cache."""
         if self.cache is None:
             return None

@@ -46,7 +46,7 @@ _NAME = re.compile(r"[^\W_][\w'-]*(?: [\w'-]+){0,3}")
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None
 ) -> float:
     """Score the last `<answer>...</answer>` of a response; without tags, its last line that is not empty.
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any
 
 from megarl.platform.deadline import computing_at_most
 from megarl.platform.errors import UserError
@@ -41,7 +40,7 @@ _SPACE = re.compile(r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])")
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None
 ) -> float:
     """Return 1.0 if the content of the last `\\boxed{...}` equals the ground truth, else 0.0.
 
@@ -55,7 +54,7 @@ def compute_score(
 
 
 def compute_score_dapo(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None
 ) -> float:
     """Return 1.0 if the text after the last `Answer:` on its line equals the ground truth, else 0.0.
 
@@ -65,17 +64,17 @@ def compute_score_dapo(
     return _score(stated_answer(solution_str), ground_truth)
 
 
-def right_answer(ground_truth: Any) -> str:
+def right_answer(ground_truth: object) -> str:
     """Return a response that both rules score 1.0. Raises UserError if the ground truth cannot be read."""
     return f"Answer: \\boxed{{{' '.join(accepted(ground_truth)[0].split())}}}"
 
 
-def reads_as_text(ground_truth: Any) -> bool:
+def reads_as_text(ground_truth: object) -> bool:
     """Return whether math-verify reads no mathematics in the ground truth, so that only the same words equal it."""
     return all(_is_text(forms.plain(text)) for text in accepted(ground_truth))
 
 
-def accepted(ground_truth: Any) -> list[str]:
+def accepted(ground_truth: object) -> list[str]:
     """Return the accepted answers. Raises UserError if there is none, or one that cannot be read."""
     values = list(ground_truth) if isinstance(ground_truth, list | tuple) else [ground_truth]
     texts = [str(value) for value in values]
@@ -184,7 +183,7 @@ def _is_text(truth: str) -> bool:
         return forms.is_prose(truth) or all(isinstance(value, str) for value in parsed(truth))
 
 
-def _score(answer: str | None, truth: Any) -> float:
+def _score(answer: str | None, truth: object) -> float:
     truths = accepted(truth)
     if answer is None:
         return 0.0

@@ -7,7 +7,6 @@ name. Anything else is no answer: `57! = 56`, `57 <= 56`.
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from megarl.rewards.countdown import Number, evaluate
 from megarl.rewards.markup import GAP, without_markup
@@ -26,7 +25,7 @@ _TIMES = re.compile(r"\\(?:times|cdot)(?![a-zA-Z])|(?<=[0-9)])(?: ?[xX] ?| times
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None
 ) -> float:
     """Score the last `<answer>...</answer>` of a response; without tags, its last line. Both may be an equation.
 
@@ -43,7 +42,7 @@ def compute_score(
     return WELL_FORMED if tagged else 0.0
 
 
-def right_answer(ground_truth: Any) -> str:
+def right_answer(ground_truth: object) -> str:
     """Return a response that scores 1.0. Raises UserError if the ground truth is no integer."""
     return f"<answer>{exact_integer(ground_truth)}</answer>"
 

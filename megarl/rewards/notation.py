@@ -2,7 +2,6 @@
 
 import re
 from decimal import Decimal
-from typing import Any
 
 from megarl.platform.errors import UserError
 
@@ -38,7 +37,7 @@ def join_thousands(text: str) -> str:
     return _THOUSANDS.sub(lambda number: number[1] + _BETWEEN.sub("", number[2]), text)
 
 
-def exact_number(value: Any) -> Decimal:
+def exact_number(value: object) -> Decimal:
     """Return the number that a ground truth is: a number, or a text that is one number and nothing else.
 
     Raises UserError for anything else, also for NaN, for a truth value, for a number with a unit and for one with more
@@ -55,7 +54,7 @@ def exact_number(value: Any) -> Decimal:
     return number
 
 
-def exact_integer(value: Any) -> int:
+def exact_integer(value: object) -> int:
     """Return the integer that a ground truth is. Raises UserError for anything else."""
     number = exact_number(value)
     if number != number.to_integral_value():

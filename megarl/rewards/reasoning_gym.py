@@ -58,7 +58,7 @@ def compute_score(
     return float(task.score_answer(answer.strip() if tagged else None, entry))
 
 
-def right_answer(ground_truth: Any) -> str | None:
+def right_answer(ground_truth: object) -> str | None:
     """Return a response that the task pays; None if the task has no answer of its own."""
     return f"<answer>{ground_truth}</answer>" if ground_truth not in (None, "") else None
 
@@ -69,7 +69,7 @@ def answer_in(text: str) -> str:
     return " ".join(answer.split()) if tagged else ""
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     """Return a JSON text that preserves values that JSON alone would change: tuples, and keys that are not strings."""
     return json.dumps(_marked(value), default=str)
 
@@ -79,7 +79,7 @@ def from_json(text: str) -> Any:
     return json.loads(text, object_hook=_unmarked)
 
 
-def _marked(value: Any) -> Any:
+def _marked(value: object) -> Any:
     if isinstance(value, tuple):
         return {_TUPLE: [_marked(item) for item in value]}
     if isinstance(value, list):

@@ -63,7 +63,7 @@ class Rules:
             return known[CUSTOM if self.path else JUDGE if self.judge else DATA_SOURCE]
         parts = {name: known[name] for name in self.weights}
 
-        def judge(samples: Sequence[Mapping[str, Any]], deadline: float) -> list[Outcome]:
+        def judge(samples: Sequence[Mapping[str, object]], deadline: float) -> list[Outcome]:
             scored_by_rule = {name: part(samples, deadline) for name, part in parts.items()}
             return [self._sum({name: scored_by_rule[name][place] for name in parts}) for place in range(len(samples))]
 

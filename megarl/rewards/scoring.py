@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -107,7 +106,7 @@ class RuleScorer:
         scored = scored if is_masked else replace(scored, failures=None)
         return samples.with_share(scored), metrics_of(samples, results)
 
-    def _results(self, share: Rollouts, group: Any) -> list[tuple[str, ScoringResult]]:
+    def _results(self, share: Rollouts, group: dist.ProcessGroup | None) -> list[tuple[str, ScoringResult]]:
         """Return text and result of each sample of a share, which the ranks of `group` have. Collective."""
         started = {sample: found for sample in range(len(share)) if (found := self._find(share, sample))}
         by_sample = self._gather(started, group)
@@ -149,7 +148,9 @@ class RuleScorer:
             del self._begun[key]
         return found
 
-    def _gather(self, started: Mapping[int, PendingResponse], group: Any) -> dict[int, tuple[str, ScoringResult]]:
+    def _gather(
+        self, started: Mapping[int, PendingResponse], group: dist.ProcessGroup | None
+    ) -> dict[int, tuple[str, ScoringResult]]:
         """Return text and result, by sample, of the responses that any rank of `group` has begun. Collective."""
         num = sum(together(lambda: len(started)))
         if num:

@@ -34,13 +34,13 @@ class SelfTest:
         """Import what the first call for a row of `data_source` needs."""
         Rules().warm_up(data_source)
 
-    def canaries(self, sample: Any) -> Sequence[Any]:
+    def canaries(self, sample: object) -> Sequence[Any]:
         """Return nothing: no response runs in a rule."""
         return ()
 
 
 def try_truth(
-    *, data_source: str, ground_truth: Any, extra_info: Mapping[str, Any] | None, solution_str: str = ""
+    *, data_source: str, ground_truth: object, extra_info: Mapping[str, object] | None, solution_str: str = ""
 ) -> Mapping[str, Any]:
     """Return the score of the right response, which is `pred`; 1.0 if the right response is not known.
 

@@ -44,7 +44,7 @@ class Form:
         return self.is_batch or self.is_async
 
 
-def form_of(reward: Any, name: str) -> Form:
+def form_of(reward: object, name: str) -> Form:
     """Return the form of a function or a class without faults."""
     called = reward
     if inspect.isclass(reward):
@@ -80,7 +80,7 @@ def fault_in_file(path: Path, name: str, kwargs: Collection[str] = ()) -> str | 
     return _fault_of_call(written(reward), f"{path}: {name}", name, kwargs) if reward else None
 
 
-def fault_of(reward: Any, path: Path, name: str, kwargs: Collection[str] = ()) -> str | None:
+def fault_of(reward: object, path: Path, name: str, kwargs: Collection[str] = ()) -> str | None:
     """Describe why a reward cannot be called; None if it can, or if its signature is unknown."""
     if not inspect.isclass(reward):
         return _fault_of_call(_signature_of(reward), f"{path}: {name}", name, kwargs)

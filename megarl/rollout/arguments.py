@@ -23,7 +23,7 @@ def llm_arguments(
     max_model_len: int,
     trust_remote_code: bool,
     on_cpu: bool,
-    overrides: Mapping[str, Any] = MappingProxyType({}),
+    overrides: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`; `overrides` replace fields of config.json.
 

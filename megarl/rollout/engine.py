@@ -67,7 +67,7 @@ class RolloutEngine:
         max_model_len: int,
         max_sequences: int | None = None,
         trust_remote_code: bool = False,
-        overrides: Mapping[str, Any] = MappingProxyType({}),
+        overrides: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         """Start the engine, asleep.
 
@@ -310,7 +310,7 @@ def _start(arguments: dict[str, Any]) -> Any:
         raise UserError(f"vLLM does not start on rank {dist.get_rank()}: {error} ({KEYS})") from error
 
 
-def _refused(error: ValidationError, arguments: Mapping[str, Any]) -> str:
+def _refused(error: ValidationError, arguments: Mapping[str, object]) -> str:
     """Describe the values that vLLM refuses, each with its key if it is an argument."""
     messages = []
     for details in error.errors(include_url=False, include_input=False):

@@ -7,7 +7,6 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from megarl.rollout.meanings import is_neutral, reason_against
 from megarl.rollout.types import allows_false, mismatch
@@ -23,7 +22,7 @@ OURS = frozenset(
 """Arguments that follow from other keys of the configuration."""
 
 
-def engine_faults(arguments: Mapping[str, Any]) -> Iterator[str]:
+def engine_faults(arguments: Mapping[str, object]) -> Iterator[str]:
     """Yield a message for each argument that vLLM does not have or that the user must not set, or set to that value."""
     known = engine_arguments()
     types = _declared()

@@ -111,7 +111,7 @@ def _geometry(module: nn.Module) -> dict[str, tuple[torch.dtype, StridedView]]:
     return {key: (tensor.dtype, StridedView.of(tensor)) for key, tensor in reload.parameters(module).items()}
 
 
-def _storage(tensor: Any) -> int | None:
+def _storage(tensor: object) -> int | None:
     return tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else None
 
 
@@ -179,7 +179,7 @@ class _Recorder(TorchDispatchMode):
             self._computed[_storage(result)] = (name, result)  # kept alive: its storage names it
         return result
 
-    def _origin(self, *values: Any) -> str | None:
+    def _origin(self, *values: object) -> str | None:
         """Return the Hugging Face parameter behind any of these tensors."""
         for key in map(_storage, values):
             for known in (self._sources, self._computed):
@@ -201,7 +201,7 @@ class _Recorder(TorchDispatchMode):
             self._views[param].append(place)
             self.pieces.append(Piece(name, box, param, place.offset, place.stride, dtype))
 
-    def _refusal(self, param: str, deed: str, *values: Any) -> RuntimeError:
+    def _refusal(self, param: str, deed: str, *values: object) -> RuntimeError:
         name = self._origin(*values) or "a parameter"
         return RuntimeError(f"vLLM's loader of {name} {deed} ({param}); only plain copies can be resharded")
 

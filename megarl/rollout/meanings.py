@@ -144,7 +144,7 @@ def reason_against(name: str) -> str | None:
     return next((reason for reason, names in REFUSED.items() if name in names), UNKNOWN)
 
 
-def is_neutral(name: str, value: Any, *, is_switch: bool) -> bool:
+def is_neutral(name: str, value: object, *, is_switch: bool) -> bool:
     """Return whether a value of an argument that megarl knows means what vLLM does without it."""
     if isinstance(value, bool):
         return is_switch and not value and reason_against(name) != UNKNOWN

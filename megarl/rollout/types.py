@@ -11,7 +11,7 @@ PLAIN: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str}
 HOLDING: dict[str, Any] = {"list": list, "set": list, "dict": dict, "Literal": Literal}  # YAML has lists, no sets
 
 
-def mismatch(name: str, value: Any, declared: ast.expr) -> str | None:
+def mismatch(name: str, value: object, declared: ast.expr) -> str | None:
     """Return why `value` is no value of the argument `name`; None if it may be one."""
     try:
         TypeAdapter(_type(declared)).validate_python(value, strict=True)

@@ -37,7 +37,7 @@ class Canary:
         self._sample: Any = None
         self._at_first = 0.0
 
-    def fault(self, sample: Any) -> str | None:
+    def fault(self, sample: object) -> str | None:
         """Count a request with this response; describe how the reward has changed; None if it has not."""
         if not self._every:
             return None
@@ -49,7 +49,7 @@ class Canary:
             return None
         return self._change()
 
-    def _begin(self, sample: Any) -> None:
+    def _begin(self, sample: object) -> None:
         """Take the first canary that the reward gives a score, always the same."""
         for canary in self._rules.canaries(sample):
             first = self._score(canary)
@@ -70,5 +70,5 @@ class Canary:
             f"requests, and {self._at_first:g} in a new process"
         )
 
-    def _always_earns(self, canary: Any, score: float) -> bool:
+    def _always_earns(self, canary: object, score: float) -> bool:
         return all(self._score(canary) == score for _ in range(NUM_REPEATS))

@@ -68,7 +68,7 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    def submit(self, arguments: Any) -> Future[ScoringResult]:
+    def submit(self, arguments: object) -> Future[ScoringResult]:
         """Call the rules as soon as a process is free, with arguments that `wire.pack` made."""
         future: Future[ScoringResult] = Future()
         with self._changed:
@@ -126,7 +126,7 @@ class Pool:
             supervisor.close()
 
     def _call(
-        self, supervisor: "_Supervisor | None", samples: Sequence[Any]
+        self, supervisor: "_Supervisor | None", samples: Sequence[object]
     ) -> "tuple[_Supervisor | None, list[ScoringResult]]":
         """Return the supervisor for the next request, and the results of this one. Replace one that has ended once.
 
@@ -185,7 +185,7 @@ class _Supervisor:
         settings = {"rules": asdict(rules), "limits": asdict(limits)}
         self._connection.sendall(encode(settings))
 
-    def call(self, samples: Sequence[Any]) -> list[ScoringResult]:
+    def call(self, samples: Sequence[object]) -> list[ScoringResult]:
         """Return what `supervisor.Supervisor.call` does. OSError, EOFError or UserError if the supervisor is lost."""
         self._connection.sendall(encode(samples))
         return [ScoringResult(**result) for result in self._inbox.wait()]

@@ -30,7 +30,7 @@ _GIANTS = Repr()
 _GIANTS.maxstring = _GIANTS.maxother = READ_CHARACTERS
 
 
-def as_rule_result(result: Any) -> RuleResult:
+def as_rule_result(result: object) -> RuleResult:
     """Convert the return value of a reward; TypeError as for `as_numbers`. A long answer is cut at its end."""
     if isinstance(result, RuleResult):
         return result
@@ -63,7 +63,7 @@ def _others(values: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
             yield reported_number(key), float(value)
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Format a value of a reward for a message: short, and without secrets."""
     try:
         return beginning(_GIANTS.repr(value), _SHOWN_CHARACTERS)
@@ -71,7 +71,7 @@ def show(value: Any) -> str:
         return "an integer of too many digits"
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Return whether a value is a number that is finite in float32: scores are float32 on the rank."""
     try:
         return isinstance(value, Real) and math.isfinite(c_float(float(value)).value)

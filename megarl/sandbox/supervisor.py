@@ -67,7 +67,7 @@ class Supervisor:
         self._started_at = 0.0  # when the worker began with the current request
         self._canary = Canary(rules, every=limits.canary_every, score=self._score_alone, renew=self.end)
 
-    def call(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
+    def call(self, samples: Sequence[object]) -> list[dict[str, Any]]:
         """Return `numbers` and `pred` of each response, or `fault` and `detail`; always the `seconds` of the call.
 
         The list is empty if the call for several responses failed: each has to be tried alone.
@@ -81,13 +81,13 @@ class Supervisor:
             replies = self._try(samples)
         return replies
 
-    def _score_alone(self, sample: Any) -> float | None:
+    def _score_alone(self, sample: object) -> float | None:
         """Return the score of one response, and clean up after it; None if it has none."""
         replies = self._try([sample])
         self.clean()
         return replies[0].get("numbers", {}).get("score")
 
-    def _try(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
+    def _try(self, samples: Sequence[object]) -> list[dict[str, Any]]:
         self._started_at = time.monotonic()
         try:
             replies = self._ask(self._worker or self._start(samples), samples)
@@ -143,7 +143,7 @@ class Supervisor:
         except WorkerLost:  # the fork server is lost
             return False
 
-    def _start(self, samples: Sequence[Any]) -> ChildProcess:
+    def _start(self, samples: Sequence[object]) -> ChildProcess:
         """Return a process for a request of these samples."""
         is_lent = self._limits.isolation == "response"
         loaded = self._loaded or self._load(serve_forks if is_lent else serve)
@@ -199,7 +199,7 @@ class Supervisor:
         inbox = Inbox(ours, max_bytes=MAX_REPLY_BYTES * self._limits.num_together)
         return ChildProcess(connection=ours, inbox=inbox, output=output), theirs, printed
 
-    def _ask(self, worker: ChildProcess, samples: Sequence[Any]) -> list[dict[str, Any]]:
+    def _ask(self, worker: ChildProcess, samples: Sequence[object]) -> list[dict[str, Any]]:
         """Return the reply for each response, or one fault of the entire call."""
         worker.printed = b""
         number = next(self._ids)
@@ -255,7 +255,7 @@ class Supervisor:
                 next_look = now + _POLL_S
 
 
-def _checked(result: Any, late_detail: str) -> dict[str, Any]:
+def _checked(result: object, late_detail: str) -> dict[str, Any]:
     """Return the reply for a response. Raises WorkerLost if the worker sent something else."""
     match result:
         case {"late": True}:

@@ -36,7 +36,7 @@ _UNPACK: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def pack(value: Any) -> Any:
+def pack(value: object) -> Any:
     """Convert a value of a data row to JSON values. TypeError for a value that no column of parquet has."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -54,7 +54,7 @@ def pack(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be passed to a reward")
 
 
-def unpack(value: Any) -> Any:
+def unpack(value: object) -> Any:
     """Return the value that `pack` received."""
     if isinstance(value, list):
         return list(map(unpack, value))
@@ -74,7 +74,7 @@ def with_values(packed: Mapping[str, Any], **values: Any) -> Any:
     return {"dict": list((dict(packed["dict"]) | values).items())}
 
 
-def encode(message: Any) -> bytes:
+def encode(message: object) -> bytes:
     """Return the bytes of a message."""
     content = json.dumps(message).encode("ascii")
     return _LENGTH.pack(len(content)) + content

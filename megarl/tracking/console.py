@@ -4,7 +4,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 from rich import box
 from rich.console import RenderableType
@@ -28,6 +27,7 @@ from megarl.tracking.names import (
     titled,
     validation_of,
 )
+from megarl.tracking.protocol import Row
 from megarl.tracking.samples import GENERATIONS, pairs
 
 RECENT_STEPS = 10  # whose mean time predicts the time left
@@ -54,7 +54,7 @@ class Console:
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._scores: dict[str, list[float]] = defaultdict(list)
         self._seconds: dict[str, float] = defaultdict(float)
-        self._samples: list[tuple[int, Sequence[Mapping[str, Any]]]] = []  # the first and the last validation's
+        self._samples: list[tuple[int, Sequence[Row]]] = []  # the first and the last validation's
         self._bars: _Bars | None = None
         if self._console.is_terminal:
             self._bars = _Bars(self._console)
@@ -78,7 +78,7 @@ class Console:
         for source in validation:
             self._console.print(_score_line(title, source, self._scores[f"validation {source}"]), soft_wrap=True)
 
-    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
+    def log_table(self, name: str, rows: Sequence[Row], *, step: int) -> None:
         """Show a table, with long cells cut. Off a terminal, samples of validations wait until the end."""
         if not rows:
             return
@@ -89,7 +89,7 @@ class Console:
         if self._bars is not None:
             self._show_samples(LIVE_ROWS)
 
-    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
+    def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Show the last samples, the scores, the time of each phase, the given rows, and the next steps."""
         if self._bars is not None:
             self._bars.stop()
@@ -199,7 +199,7 @@ def _score_line(title: str, source: str, scores: Sequence[float]) -> Text:
     return line.append(f"  ({change:+.4g} since the first)", style) if len(scores) > 1 else line
 
 
-def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def _table(title: str, rows: Sequence[Row]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in rows[0]:
         numeric = all(isinstance(row[column], int | float) for row in rows)
@@ -209,6 +209,6 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= MAX_CELL else text[: MAX_CELL - 3] + "..."

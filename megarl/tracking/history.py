@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from getpass import getuser
 from pathlib import Path
-from typing import Any
 
 from megarl.platform.secrets import redact
 from megarl.platform.terminal import COMMAND, typed
@@ -17,7 +16,7 @@ from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.lines import Lines
 from megarl.tracking.names import Ending
-from megarl.tracking.protocol import NullTracker
+from megarl.tracking.protocol import NullTracker, Row
 
 HISTORY_FILE = "history.jsonl"
 GIT_S = 5  # most seconds that git may take
@@ -46,7 +45,7 @@ class History(NullTracker):
             self._begin()
         self._step = step
 
-    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
+    def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Note how this part of the run ended."""
         if not self._is_over:
             self._note({"event": ending})
@@ -55,7 +54,7 @@ class History(NullTracker):
     def _begin(self) -> None:
         self._note({"event": "resume" if self._step else "start", "versions": versions(), **origin()})
 
-    def _note(self, event: Mapping[str, Any]) -> None:
+    def _note(self, event: Mapping[str, object]) -> None:
         self._lines.append([{"step": self._step, "time": time.time(), **event}])
 
 

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
 
-from megarl.tracking.lines import Lines, Row, has_step, read_lines
+from megarl.tracking.lines import Lines, has_step, read_lines
 from megarl.tracking.names import Ending
+from megarl.tracking.protocol import Row
 from megarl.tracking.samples import GENERATIONS
 
 METRICS_FILE = "metrics.jsonl"
@@ -43,13 +43,13 @@ class Jsonl:
         """Append one line."""
         self.metrics.append([{"step": step, "time": time.time(), **metrics}])
 
-    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
+    def log_table(self, name: str, rows: Sequence[Row], *, step: int) -> None:
         """Append one line per row to the table's file."""
         if name not in self.tables:
             self.tables[name] = self._open(table_file(name))[0]
         self.tables[name].append({"step": step, **row} for row in rows)
 
-    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
+    def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Try once more to write lines that the disk did not accept."""
         for file in (self.metrics, *self.tables.values()):
             file.close()

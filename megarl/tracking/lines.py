@@ -6,17 +6,15 @@ import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from megarl.platform.files import append_whole, remedy, replacing
 from megarl.platform.small_files import open_file
+from megarl.tracking.protocol import Row
 
 logger = logging.getLogger(__name__)
-
-Row = dict[str, Any]
 
 MAX_WAITING_BYTES = 64 << 20
 
@@ -35,7 +33,7 @@ class Lines:
         self._lost = 0
         self._lock = threading.Lock()  # so that no line is both in the file and waiting
 
-    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def append(self, rows: Iterable[Row]) -> None:
         """Add one line per row."""
         with self._lock:
             for row in rows:

@@ -11,14 +11,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from megarl.platform.errors import UserError
 from megarl.tracking.history import HISTORY_FILE
 from megarl.tracking.jsonl import METRICS_FILE, Jsonl, Unread, table_file
-from megarl.tracking.lines import Row
 from megarl.tracking.mlflow_place import ARTIFACTS, BUSY_S, create_database, database_of
 from megarl.tracking.names import Ending
+from megarl.tracking.protocol import Row
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.samples import GENERATIONS, pairs
 
@@ -83,14 +82,14 @@ class Mlflow:
         """Let the thread send the metrics, which are in a file of the run."""
         self._changed.set()
 
-    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
+    def log_table(self, name: str, rows: Sequence[Row], *, step: int) -> None:
         """Let the thread append the rows to the table artifact `name`.json.
 
         A validation also appends its responses, next to those of the first validation, to val/before_and_now.json.
         """
         self._changed.set()
 
-    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
+    def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Record how the run ended, with its files and the summary; wait until all is sent or a try fails."""
         summary = "".join("  ".join(f"{key}={value}" for key, value in row.items()) + "\n" for row in summary_rows)
         self._end = int(time.time() * 1000), _STATUS[ending], summary

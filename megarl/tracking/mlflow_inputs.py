@@ -26,7 +26,7 @@ MAX_SHOWN_CHARACTERS = 2000  # of the command, in a tag
 _CONTEXTS = {"train_files": "training", "val_files": "validation"}
 
 
-def params_of(params: Mapping[str, Any]) -> list[tuple[str, str]]:
+def params_of(params: Mapping[str, object]) -> list[tuple[str, str]]:
     """Return the parameters of a run. Their keys differ by more than their case, because some stores ignore it."""
     shown = dict[str, tuple[str, str]]()  # by the casefolded key
     for number, (name, value) in enumerate(flatten(params)):
@@ -73,7 +73,7 @@ def _data_of(params: Mapping[str, Any]) -> Iterator[DatasetInput]:
             yield DatasetInput(files, [InputTag(CONTEXT_TAG, context)])
 
 
-def _model_of(params: Mapping[str, Any]) -> str | None:
+def _model_of(params: Mapping[str, object]) -> str | None:
     """Return the path of the model that learns."""
     flat = dict(flatten(params))
     return flat.get("actor_rollout_ref.model.path") or flat.get("model.path")

@@ -23,9 +23,9 @@ from mlflow.exceptions import InvalidUrlException, MlflowException
 from megarl.platform.files import write_whole
 from megarl.platform.safe_names import mlflow_key, mlflow_title, with_digest
 from megarl.tracking.jsonl import values_of
-from megarl.tracking.lines import Row
 from megarl.tracking.mlflow_inputs import log_inputs, params_of, tags_of
 from megarl.tracking.names import headlines
+from megarl.tracking.protocol import Row
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.run_id import RUN_ID_FILE, known_run_id
 
@@ -164,7 +164,7 @@ class Store:
         self._folded.add(key.casefold())
         return key
 
-    def _log(self, run_id: str, kind: str, items: Sequence[Any], size: int) -> None:
+    def _log(self, run_id: str, kind: str, items: Sequence[object], size: int) -> None:
         """Log metrics or parameters in batches. A record that the store refuses is lost alone, with one warning."""
         for batch in _batches(items, size):
             self._log_batch(run_id, kind, batch)
@@ -243,7 +243,7 @@ def _status(error: Exception) -> int:
     return error.get_http_status_code() if isinstance(error, MlflowException) else 500
 
 
-def _batches(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
+def _batches(items: Sequence[object], size: int) -> Iterator[list[Any]]:
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch

@@ -1,12 +1,13 @@
 """Validation samples before and now: the same prompt in an earlier and in a later validation, side by side."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.tracking.protocol import Row
+
 GENERATIONS = "val/generations"
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

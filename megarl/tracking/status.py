@@ -6,12 +6,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megarl.platform import progress
 from megarl.tracking.console import describe
 from megarl.tracking.names import Ending
-from megarl.tracking.protocol import NullTracker
+from megarl.tracking.protocol import NullTracker, Row
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class Status(NullTracker):
         """Remember the step."""
         self._step = step
 
-    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
+    def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Write how the run ended."""
         self._ended.set()
         self._thread.join()

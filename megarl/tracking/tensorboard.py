@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -11,6 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megarl.platform.safe_names import tensorboard_tag
 from megarl.tracking.names import Ending
+from megarl.tracking.protocol import Row
 
 DIRECTORY = "tensorboard"
 PARAMS = "config"
@@ -30,7 +30,7 @@ class TensorBoard:
         self,
         run_dir: Path,
         *,
-        params: Mapping[str, Any],
+        params: Mapping[str, object],
         resume_step: int | None = None,
         resume_metrics: Mapping[str, float] | None = None,
     ) -> None:
@@ -52,7 +52,7 @@ class TensorBoard:
             self._writer.add_scalar(tensorboard_tag(name), value, step)
         self._writer.flush()
 
-    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
+    def log_table(self, name: str, rows: Sequence[Row], *, step: int) -> None:
         """Write the rows as one Markdown table."""
         if rows:
             lines = [rows[0], dict.fromkeys(rows[0], "---"), *rows]
@@ -60,7 +60,7 @@ class TensorBoard:
             self._writer.add_text(tensorboard_tag(name), "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
             self._writer.flush()
 
-    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
+    def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Write how the run ended, with its summary, and close the file."""
         lines = [f"run {ending}", *("  ".join(f"{key}={value}" for key, value in row.items()) for row in summary_rows)]
         self._writer.add_text(SUMMARY, _indented("\n".join(lines)))
@@ -78,7 +78,7 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     """Return one line of a Markdown cell: what Markdown or HTML would read is escaped, a long text is cut."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     text = text if len(text) <= MAX_CELL else text[: MAX_CELL - 3] + "..."

@@ -18,8 +18,9 @@ from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.safe_names import wandb_key, wandb_project
 from megarl.tracking.jsonl import Jsonl, Unread, values_of
-from megarl.tracking.lines import Row, read_lines
+from megarl.tracking.lines import read_lines
 from megarl.tracking.names import Ending
+from megarl.tracking.protocol import Row
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.run_id import WANDB_RUN_ID_FILE, known_run_id
 
@@ -61,11 +62,11 @@ class Wandb:
         """Record the metrics of a step."""
         self._send()
 
-    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
+    def log_table(self, name: str, rows: Sequence[Row], *, step: int) -> None:
         """Record the rows as the table `name` of that step."""
         self._send()
 
-    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
+    def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Finish this part of the run, record how it ended, and wait at most CLOSE_S for uploads."""
         for row in summary_rows:
             self._run.summary.update({key: _cell(value) for key, value in row.items()})
@@ -172,5 +173,5 @@ def _metrics(row: Row) -> dict[str, float]:
     return {wandb_key(name): value for name, value in values_of(row).items()} | {"_timestamp": row.get("time", 0.0)}
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> Any:
     return value if isinstance(value, bool | int | float | str) or value is None else str(value)

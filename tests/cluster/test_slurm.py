@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.tracking.jsonl import read_jsonl
-from megarl.tracking.lines import Row
+from megarl.tracking.protocol import Row
 from tests.support.programs import ROOT
 from tests.support.slurm import Slurm, slurm, unavailable
 from tests.support.workspace import make_workspace, train_arguments

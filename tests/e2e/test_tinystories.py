@@ -6,13 +6,13 @@ In bfloat16, the default type, engine and trainer stay far below the limits of t
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
 
 from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
 from megarl.tracking.jsonl import read_jsonl
+from megarl.tracking.protocol import Row
 from tests.support.assets import asset
 from tests.support.programs import run_python
 
@@ -41,7 +41,7 @@ def prepared(data: Path) -> list[str]:
     ]
 
 
-def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+def steps_of(run_dir: Path) -> list[Row]:
     return [line for line in read_jsonl(run_dir / "metrics.jsonl") if "critic/score/mean" in line]
 
 

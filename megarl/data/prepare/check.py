@@ -10,6 +10,7 @@ from megarl.data.columns import BY_SOURCE, REWARD_MODEL, PromptColumns
 from megarl.data.config import DataSection
 from megarl.data.messages import prompt_faults, text_faults
 from megarl.data.rows import Rows
+from megarl.data.table import DataRow
 from megarl.data.truths import KINDS, TruthFindings, look
 from megarl.platform.errors import UserError
 
@@ -107,7 +108,7 @@ def _lines(found: TruthFindings, kind: Any) -> Iterator[str]:
 
 
 def _read_rows(
-    open_rows: Callable[[], Rows], faults_of: Callable[[dict[str, Any]], Iterator[str]], report: CheckReport
+    open_rows: Callable[[], Rows], faults_of: Callable[[DataRow], Iterator[str]], report: CheckReport
 ) -> None:
     """Note the faults of all rows, each once, with the first of its rows."""
     first = dict[str, str]()
@@ -130,12 +131,12 @@ def _others(num_rows: int) -> str:
     return f" and {num_rows - 1:,} more" if num_rows > 1 else ""
 
 
-def _faults_of_supervised(row: dict[str, Any]) -> Iterator[str]:
+def _faults_of_supervised(row: DataRow) -> Iterator[str]:
     yield from (f"prompt: {fault}" for fault in prompt_faults(row["prompt"]))
     yield from (f"{RESPONSE}: {fault}" for fault in text_faults(row[RESPONSE], may_be_empty=False))
 
 
-def _faults_of_pair(row: dict[str, Any]) -> Iterator[str]:
+def _faults_of_pair(row: DataRow) -> Iterator[str]:
     yield from (f"prompt: {fault}" for fault in prompt_faults(row["prompt"]))
     for column in PAIR:
         yield from (f"{column}: {fault}" for fault in text_faults(row[column], may_be_empty=False))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
+from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
 
 MAX_TRIES = 1000  # after so many draws in a row without a new problem, there are no more
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train`, `val` and, if asked for, `sft`. Raises UserError if there are too few problems."""
     if not arguments.operators or set(arguments.operators) - set(_PRECEDENCE):
         raise UserError(f"--operators {arguments.operators!r}: give one or more of + - * /")
@@ -159,7 +160,7 @@ def _distinct(arguments: argparse.Namespace, total: int) -> Iterator[Problem]:
             yield problem
 
 
-def _row(problem: Problem, template: str, split: str, index: int) -> dict[str, Any]:
+def _row(problem: Problem, template: str, split: str, index: int) -> DataRow:
     return {
         "data_source": "countdown/bare" if template == "plain" else "countdown",
         "prompt": prompt(problem, template),

@@ -2,9 +2,9 @@
 
 import argparse
 from functools import partial
-from typing import Any
 
 from megarl.data.prepare.files import add_extraction_argument, add_source_arguments, rows_of
+from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -16,13 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_extraction_argument(parser)
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`. Raises UserError if the files are missing or not GSM8K."""
     source = "openai/gsm8k" if arguments.extraction == "strict" else "gsm8k/flexible"
     return rows_of(arguments, partial(_row, source))
 
 
-def _row(source: str, problem: dict[str, Any], place: str, split: str, index: int) -> dict[str, Any]:
+def _row(source: str, problem: DataRow, place: str, split: str, index: int) -> DataRow:
     answer = problem.get("answer", "")
     if "question" not in problem or "####" not in answer:
         raise UserError(f"{place}: a GSM8K problem has a question, and an answer that ends in '#### NUMBER'")

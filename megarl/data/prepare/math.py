@@ -1,9 +1,9 @@
 """MATH competition problems, from local files in their published format or the Hugging Face hub."""
 
 import argparse
-from typing import Any
 
 from megarl.data.prepare.files import add_source_arguments, rows_of
+from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
 from megarl.rewards.math import last_boxed
 
@@ -15,12 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser, "DigitalLearningGmbH/MATH-lighteval")
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`. Raises UserError if the files are missing or not MATH."""
     return rows_of(arguments, _row)
 
 
-def _row(problem: dict[str, Any], place: str, split: str, index: int) -> dict[str, Any]:
+def _row(problem: DataRow, place: str, split: str, index: int) -> DataRow:
     solution = problem.get("solution", "")
     answer = problem.get("answer") or last_boxed(solution)
     if "problem" not in problem or not answer:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.data.messages import prompt_faults
 from megarl.data.prepare.tables import Record, records_of
+from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
 
 MOST_VALIDATION_ROWS = 500
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`.
 
     Raises:
@@ -66,7 +67,7 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     return {"train": train[: arguments.train], "val": val} if val else {"train": train[: arguments.train]}
 
 
-def _divide(rows: list[dict[str, Any]], num_val: int | None, *, seed: int) -> tuple[list[Any], list[Any]]:
+def _divide(rows: list[DataRow], num_val: int | None, *, seed: int) -> tuple[list[Any], list[Any]]:
     """Divide rows at random into those to learn from and those to validate with; both keep their order."""
     count = min(len(rows) // VALIDATION_SHARE, MOST_VALIDATION_ROWS) if num_val is None else num_val
     if not 0 <= count < len(rows):
@@ -76,7 +77,7 @@ def _divide(rows: list[dict[str, Any]], num_val: int | None, *, seed: int) -> tu
     return [row for i, row in enumerate(rows) if i not in drawn], val
 
 
-def _rows(arguments: argparse.Namespace, files: Sequence[str], split: str) -> Iterator[dict[str, Any]]:
+def _rows(arguments: argparse.Namespace, files: Sequence[str], split: str) -> Iterator[DataRow]:
     columns = [arguments.prompt, *([arguments.answer] if arguments.answer else []), *arguments.keep]
     remedies = {arguments.prompt: "--prompt names another", arguments.answer or "": "--answer names another"}
     kinds: dict[str, type] = {}
@@ -91,7 +92,7 @@ def _rows(arguments: argparse.Namespace, files: Sequence[str], split: str) -> It
                 )
 
 
-def _row(arguments: argparse.Namespace, record: Record, split: str, index: int) -> dict[str, Any]:
+def _row(arguments: argparse.Namespace, record: Record, split: str, index: int) -> DataRow:
     prompt = record.values[arguments.prompt]
     for fault in prompt_faults(prompt):
         raise UserError(f"{record.place}, column {arguments.prompt}: {fault}")

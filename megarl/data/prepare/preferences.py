@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from megarl.data.prepare.files import add_source_arguments, rows_of
+from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
 
 Messages = list[dict[str, str]]
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`. Raises UserError if the files are missing or have something else."""
     splits = rows_of(arguments, partial(_row, arguments.chat))
     if len({type(row["prompt"]) for rows in splits.values() for row in rows}) > 1:
@@ -46,9 +47,7 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     return hold_out(splits["train"], arguments.held_out, arguments.seed, key=lambda row: repr(row["prompt"]))
 
 
-def hold_out(
-    rows: list[dict[str, Any]], number: int, seed: int, *, key: Callable[[dict[str, Any]], Any]
-) -> dict[str, list[dict[str, Any]]]:
+def hold_out(rows: list[DataRow], number: int, seed: int, *, key: Callable[[DataRow], Any]) -> dict[str, list[DataRow]]:
     """Divide `rows` into `train` and `val`: at least `number` rows for validation, equal `key`s in one split.
 
     Raises UserError if no rows are left for training.
@@ -61,7 +60,7 @@ def hold_out(
         if found >= number and key(row) not in held:
             break
         held.add(key(row))
-    splits: dict[str, list[dict[str, Any]]] = {"train": [], "val": []}
+    splits: dict[str, list[DataRow]] = {"train": [], "val": []}
     for row in rows:
         splits["val" if key(row) in held else "train"].append(row)
     if not splits["train"]:
@@ -71,7 +70,7 @@ def hold_out(
     return splits
 
 
-def _row(as_chat: bool, problem: dict[str, Any], place: str, split: str, index: int) -> dict[str, Any]:
+def _row(as_chat: bool, problem: DataRow, place: str, split: str, index: int) -> DataRow:
     for read in (_named, _numbered, _transcripts):
         pair = read(problem)
         if pair is not None:
@@ -85,7 +84,7 @@ def _row(as_chat: bool, problem: dict[str, Any], place: str, split: str, index: 
     )
 
 
-def _named(problem: dict[str, Any]) -> Pair | None:
+def _named(problem: DataRow) -> Pair | None:
     """Read responses by name; in a list of messages, the last message is the response, the others are the prompt."""
     for better, worse in NAMED:
         chosen = problem.get(better)
@@ -100,7 +99,7 @@ def _named(problem: dict[str, Any]) -> Pair | None:
     return None
 
 
-def _numbered(problem: dict[str, Any]) -> Pair | None:
+def _numbered(problem: DataRow) -> Pair | None:
     """Read two responses, and the number, letter or name of the better response."""
     prompt = _prompt(problem)
     winner = next((problem[key] for key in WINNERS if problem.get(key) is not None), None)
@@ -114,7 +113,7 @@ def _numbered(problem: dict[str, Any]) -> Pair | None:
     return None
 
 
-def _transcripts(problem: dict[str, Any]) -> Pair | None:
+def _transcripts(problem: DataRow) -> Pair | None:
     """Read two dialogues of `Human:` and `Assistant:` that differ in their last response."""
     chosen = problem.get("chosen")
     rejected = problem.get("rejected")
@@ -124,7 +123,7 @@ def _transcripts(problem: dict[str, Any]) -> Pair | None:
     return (prompt + TURN, better, worse) if prompt == other else None
 
 
-def _prompt(problem: dict[str, Any]) -> str | Messages | None:
+def _prompt(problem: DataRow) -> str | Messages | None:
     system = problem.get("system")
     for key in PROMPTS:
         value = problem.get(key)
@@ -136,11 +135,11 @@ def _prompt(problem: dict[str, Any]) -> str | Messages | None:
     return None
 
 
-def _are_messages(value: Any) -> TypeGuard[Messages]:
+def _are_messages(value: object) -> TypeGuard[Messages]:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "content" in m for m in value)
 
 
-def _margin(problem: dict[str, Any]) -> dict[str, float]:
+def _margin(problem: DataRow) -> dict[str, float]:
     """Return the margin of the chosen response, if the data has one."""
     margin, high, low = (problem.get(key) for key in ("margin", "score_chosen", "score_rejected"))
     if margin is None and isinstance(high, (int, float)) and isinstance(low, (int, float)):

@@ -4,6 +4,7 @@ import argparse
 import json
 from typing import Any
 
+from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX, compute_score, from_json, load_task, to_json
 
@@ -24,12 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`. Raises UserError if the task is refused or has too few problems."""
     total = arguments.train + arguments.val
     config = _settings(arguments.set)
     task = load_task(arguments.name, json.dumps(config | {"seed": arguments.seed, "size": 2 * total}))
-    problems: dict[str, dict[str, Any]] = {}  # by question: all are distinct
+    problems: dict[str, DataRow] = {}  # by question: all are distinct
     for index in range(2 * total):
         problem = task[index]
         problems.setdefault(problem["question"], problem)
@@ -58,7 +59,7 @@ def _settings(words: list[str]) -> dict[str, Any]:
     return settings
 
 
-def _row(problem: dict[str, Any], name: str, config: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+def _row(problem: DataRow, name: str, config: dict[str, Any], split: str, index: int) -> DataRow:
     row = {
         "data_source": SOURCE_PREFIX + name,
         "prompt": [{"role": "user", "content": _TASK.format(question=problem["question"])}],
@@ -75,7 +76,7 @@ def _row(problem: dict[str, Any], name: str, config: dict[str, Any], split: str,
     return row
 
 
-def _check(row: dict[str, Any], problem: dict[str, Any], name: str, config: dict[str, Any]) -> None:
+def _check(row: DataRow, problem: DataRow, name: str, config: dict[str, Any]) -> None:
     """Check that the row gets the same score as the problem: JSON changes the metadata of some tasks."""
     answer = _answer(problem)
     expected = float(load_task(name, json.dumps(config)).score_answer(answer, problem))
@@ -90,6 +91,6 @@ def _check(row: dict[str, Any], problem: dict[str, Any], name: str, config: dict
         )
 
 
-def _answer(problem: dict[str, Any]) -> str:
+def _answer(problem: DataRow) -> str:
     """Return the task's own answer; '' if it has none because many answers are correct."""
     return "" if problem["answer"] is None else str(problem["answer"])

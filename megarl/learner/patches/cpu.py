@@ -120,13 +120,13 @@ def keep_random_state() -> None:
     Nothing is drawn in these regions here: weights come from files, and there is no dropout.
     """
 
-    def get_state(*_: Any, **__: Any) -> torch.Tensor:
+    def get_state(*_: object, **__: object) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
 
-    def set_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
+    def set_state(new_state: torch.Tensor, *_: object, **__: object) -> None:
         return None
 
-    def fork(self: Any, name: str = "") -> AbstractContextManager[None]:
+    def fork(self: object, name: str = "") -> AbstractContextManager[None]:
         return nullcontext()
 
     replace(FORK, fork=fork)

@@ -26,7 +26,7 @@ ROUTER_GEMM = declare_megatron(
 def hand_out_counts_on_the_cpu() -> None:
     """Convert counts on the CPU to numpy: `all_to_all_single` does not take tensors as sizes."""
 
-    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     replace(COUNTS, maybe_move_tensor_to_cpu=on_host)

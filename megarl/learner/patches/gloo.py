@@ -34,7 +34,9 @@ def exchange_unequal_parts() -> None:
     gather = UNEQUAL_PARTS.original("_gather_along_first_dim")
     reduce_scatter = UNEQUAL_PARTS.original("_reduce_scatter_along_first_dim")
 
-    def gather_parts(part: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def gather_parts(
+        part: Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
         if output_split_sizes is None:
             return gather(part, group, None, use_global_buffer)
         size = group.size()
@@ -42,7 +44,9 @@ def exchange_unequal_parts() -> None:
         dist.all_to_all_single(gathered, torch.cat([part] * size), output_split_sizes, [len(part)] * size, group=group)
         return gathered
 
-    def sum_parts(parts: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def sum_parts(
+        parts: Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
         if input_split_sizes is None:
             return reduce_scatter(parts, group, None, use_global_buffer)
         total = parts.clone()
@@ -56,7 +60,7 @@ def keep_buckets_of_one_rank() -> None:
     """Leave the gradients and weights of a single data-parallel rank where they are: its shard is the whole bucket."""
 
     def unless_alone(collective: Any) -> Any:
-        def run(output: Tensor, given: Tensor, *, group: Any, **options: Any) -> Any:
+        def run(output: Tensor, given: Tensor, *, group: dist.ProcessGroup, **options: Any) -> Any:
             if group.size() == 1 and output.data_ptr() == given.data_ptr():
                 return None
             return collective(output, given, group=group, **options)

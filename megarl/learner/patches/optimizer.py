@@ -70,7 +70,7 @@ def load_state_of_torch_optimizers() -> None:
 
 
 @contextmanager
-def gathered_later(states: Iterable[tuple[Any, Any]]) -> Iterator[None]:
+def gathered_later(states: Iterable[tuple[object, object]]) -> Iterator[None]:
     """Let each optimizer in `states` return the state paired with it instead of gathering its own.
 
     Megatron collects all garbage after the gathering. Nothing is gathered in the block, so the collection is left
@@ -85,5 +85,5 @@ def gathered_later(states: Iterable[tuple[Any, Any]]) -> Iterator[None]:
         yield
 
 
-def _return(state: Any, **_: Any) -> Any:
+def _return(state: object, **_: object) -> Any:
     return state

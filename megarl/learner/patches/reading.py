@@ -76,7 +76,7 @@ class _IndexUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _member(enumeration: Any, name: str) -> Enum:
+def _member(enumeration: object, name: str) -> Enum:
     """Return a member of an enumeration, and nothing else that an attribute might be."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
         raise pickle.UnpicklingError(f"the checkpoint's index asks for {name} of {enumeration}, no enumeration")
