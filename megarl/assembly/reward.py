@@ -1,7 +1,6 @@
 """Builds the reward of a run as configured: rules, a reward model, both, or an environment."""
 
 import logging
-from collections.abc import Callable, Sequence
 from functools import partial
 
 from megarl.batch import Prompt
@@ -17,7 +16,7 @@ from megarl.learner.parallel import Mesh
 from megarl.models.hub import stop_token_ids
 from megarl.models.source import Source
 from megarl.platform.errors import UserError
-from megarl.rewards.scoring import RuleScorer
+from megarl.rewards.scoring import Decode, RuleScorer
 from megarl.training.reward_model import ModelScorer, RewardModel
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def make_environments(config: Config, policy: Tokenizer, source: Source, prompt:
     return Environments(config.environment, policy, observer, written=_written(policy, source), seed=seed)
 
 
-def _written(policy: Tokenizer, source: Source) -> Callable[[Sequence[int]], str]:
+def _written(policy: Tokenizer, source: Source) -> Decode:
     """Return what makes the text of a response: it ends before the token that ends a response of this model."""
     return partial(policy.written, ends=_ends(policy, source))
 

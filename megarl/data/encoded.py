@@ -48,6 +48,10 @@ class EncodedPrompt:
     text: str  # of the tokens
 
 
+Encode = Callable[[DataRow], EncodedPrompt | None]
+"""Reads the prompt of a row; None if the row is left out."""
+
+
 class EncodedPrompts:
     """The prompts that are kept, in the order of their rows; on disk until they are read."""
 
@@ -96,9 +100,7 @@ class _Host:
         return cls(rank, num_ranks, f"{run}-{socket.gethostname()}-{dist.get_rank() - rank}")
 
 
-def encode_once(
-    rows: Rows, encode: Callable[[DataRow], EncodedPrompt | None], census: Census, *, digest: str | None
-) -> EncodedPrompts:
+def encode_once(rows: Rows, encode: Encode, census: Census, *, digest: str | None) -> EncodedPrompts:
     """Return the encoded prompts of all rows; encode them if this host has not kept them. Collective.
 
     Args:
@@ -137,9 +139,7 @@ def _is_writable(directory: Path) -> bool:
     return os.access(directory, os.W_OK)
 
 
-def _write(
-    part: Path, rows: Rows, encode: Callable[[DataRow], EncodedPrompt | None], census: Census, host: _Host
-) -> RowFaults:
+def _write(part: Path, rows: Rows, encode: Encode, census: Census, host: _Host) -> RowFaults:
     """Encode this rank's share of the rows into a file. Return the faults."""
     share = run_of(len(rows), rank=host.rank, size=host.num_ranks)
     faults = RowFaults()

@@ -13,7 +13,7 @@ from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
 
-Batch = TypeVar("Batch", bound=Rollouts)
+Batch = TypeVar("Batch", bound=Rollouts, covariant=True)
 
 
 class FileStream(ABC, Generic[Batch]):

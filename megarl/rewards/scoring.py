@@ -33,6 +33,9 @@ from megarl.sandbox.wire import pack
 SHOWN_CHARACTERS = 120
 MAX_METRICS = 32
 
+Decode = Callable[[Sequence[int]], str]
+"""Returns the text of tokens."""
+
 
 SampleKey = tuple[int, bytes, bytes]
 """The data row of a prompt, the tokens of the prompt, and those of a response, as bytes."""
@@ -49,9 +52,7 @@ class PendingResponse:
 class RuleScorer:
     """The rules of a run."""
 
-    def __init__(
-        self, *, rules: Rules, pool: Pool, decode: Callable[[Sequence[int]], str], section: RulesSection
-    ) -> None:
+    def __init__(self, *, rules: Rules, pool: Pool, decode: Decode, section: RulesSection) -> None:
         self.rules = rules
         self.pool = pool
         self._decode = decode
@@ -59,9 +60,7 @@ class RuleScorer:
         self._begun = defaultdict[SampleKey, list[PendingResponse]](list)
 
     @classmethod
-    def make(
-        cls, section: RulesSection, custom: CustomRewardSection, decode: Callable[[Sequence[int]], str]
-    ) -> "RuleScorer":
+    def make(cls, section: RulesSection, custom: CustomRewardSection, decode: Decode) -> "RuleScorer":
         """Make the configured reward. Raises UserError if the custom file does not define its function."""
         return cls(rules=make_rules(section, custom), pool=make_pool(section, custom), decode=decode, section=section)
 

@@ -52,6 +52,11 @@ SCHEMA = pa.schema(
     ]
 )
 
+PromptOf = Callable[[int], Prompt]
+"""Returns the prompt of a row of the data set."""
+Opened = Callable[[Prompts], Prompts]
+"""Makes of the prompts of the data set those that the policy reads."""
+
 NUMBERS = {"token_ids": int32, "log_probs": float32, "weight_versions": int32}
 
 
@@ -73,8 +78,8 @@ class InFlight:
         cls,
         checkpoint: Path,
         shares: Shares,
-        prompt_of: Callable[[int], Prompt],
-        opened: Callable[[Prompts], Prompts] | None = None,
+        prompt_of: PromptOf,
+        opened: Opened | None = None,
     ) -> "InFlight":
         """Read the groups in a checkpoint, which may be of a job with other replicas. Collective.
 
@@ -138,8 +143,8 @@ def rows_of(path: Path) -> list[SampleRow]:
 def read(
     files: Sequence[Path],
     shares: Shares,
-    prompt_of: Callable[[int], Prompt],
-    opened: Callable[[Prompts], Prompts] | None = None,
+    prompt_of: PromptOf,
+    opened: Opened | None = None,
     *,
     rows_of: Callable[[Path], list[SampleRow]] = rows_of,
 ) -> dict[int, Group]:
@@ -169,7 +174,7 @@ def read(
     return {number: _group(rows, prompt) for (number, rows), prompt in zip(by_group.items(), asked, strict=True)}
 
 
-def _prompt(row: SampleRow, prompt_of: Callable[[int], Prompt]) -> Prompt:
+def _prompt(row: SampleRow, prompt_of: PromptOf) -> Prompt:
     try:
         return prompt_of(row.row)
     except IndexError:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megarl.batch import Group, Prompt
+from megarl.batch import Group
 from megarl.checkpoint.directory import STATE_FILE
 from megarl.distributed.exchange import on_each_rank, on_first_rank
 from megarl.distributed.sharded import Shares
 from megarl.platform.files import write_whole
 from megarl.platform.small_files import Damage
-from megarl.samples.in_flight import SampleRow, read, rows_of, to_bytes
+from megarl.samples.in_flight import PromptOf, SampleRow, read, rows_of, to_bytes
 
 KEPT = "kept"
 DIGITS = 16  # of the digest
@@ -35,7 +35,7 @@ class StepCache:
         *,
         config: str,
         checkpoint_of: Callable[[int], Path | None],
-        prompt_of: Callable[[int], Prompt],
+        prompt_of: PromptOf,
         shares: Shares,
     ) -> None:
         """Keep files in `run_dir`.

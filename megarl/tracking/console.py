@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
 from rich import box
@@ -27,7 +27,7 @@ from megarl.tracking.names import (
     titled,
     validation_of,
 )
-from megarl.tracking.protocol import Row
+from megarl.tracking.protocol import NextSteps, Row
 from megarl.tracking.samples import GENERATIONS, pairs
 
 RECENT_STEPS = 10  # whose mean time predicts the time left
@@ -45,7 +45,7 @@ class Console:
         *,
         total_steps: int,
         console: Screen | None = None,
-        next_steps: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
+        next_steps: NextSteps = lambda ending: (),
     ) -> None:
         """Show a run of so many steps, and at its end the places and commands that `next_steps` returns."""
         self._console = console or Screen()

@@ -3,12 +3,14 @@
 Only one rank records. The others have a `NullTracker`, so that no caller checks its rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from megarl.tracking.names import Ending
 
 Row = Mapping[str, Any]
+NextSteps = Callable[[Ending], Iterable[tuple[str, str]]]
+"""Returns what the console shows at the end of a run: what the run has left and where, and commands."""
 
 
 class Tracker(Protocol):

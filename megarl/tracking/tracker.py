@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from megarl.platform.errors import UserError
 from megarl.tracking.console import Console
 from megarl.tracking.jsonl import Jsonl
 from megarl.tracking.names import Ending
-from megarl.tracking.protocol import NullTracker, Row, Tracker
+from megarl.tracking.protocol import NextSteps, NullTracker, Row, Tracker
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.wandb import Wandb
 
@@ -82,7 +82,7 @@ def make_tracker(
     is_main: bool,
     mlflow_tracking_uri: str | None = None,
     also: Callable[[], Mapping[str, Tracker]] = dict,
-    next_steps: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
+    next_steps: NextSteps = lambda ending: (),
 ) -> Tracker:
     """Return the trackers called `names`, or a tracker that records nothing unless `is_main`.
 

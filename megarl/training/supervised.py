@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -12,6 +12,7 @@ from megarl.batch import Rollouts
 from megarl.checkpoint.state import State
 from megarl.data.pairs import PairStream
 from megarl.data.preferences import PreferenceStream
+from megarl.data.stream import FileStream
 from megarl.distributed import watchdog
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
@@ -25,27 +26,13 @@ from megarl.training.steps import Schedule, run_steps
 from megarl.training.updates import update
 
 
-class Batches(Protocol):
-    """Training data. Their order is a pure function of the step."""
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Full batches in one pass."""
-
-    def take(self, step: int) -> Rollouts:
-        """Return the batch of a step, counted from 0 over all epochs."""
-
-    def preview_prompt(self, step: int) -> str:
-        """Describe for people how the model reads the first row of a step."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SupervisedTask:
     """The data and the objective of a model that learns from files."""
 
     role: Literal["policy", "value"]
     name: str  # of the model in checkpoints
-    batches: Batches
+    batches: FileStream[Rollouts]
     objective: Objective
     budget: Budget
     validate: Callable[[Learner], Metrics] | None  # None: nothing to validate on
