@@ -4,7 +4,7 @@ Pydantic drops unknown keys of a plain dataclass silently. `section` makes an un
 bounds, so a typing error is a fault too, and no number overflows later.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
@@ -60,3 +60,8 @@ def flatten(params: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def listed(names: str | Sequence[str] | None) -> list[str]:
+    """Return the names in a value that is one name, several or nothing."""
+    return [names] if isinstance(names, str) else list(names or ())

@@ -23,6 +23,7 @@ from megarl.platform.hub import downloaded
 from megarl.platform.remote import remote_directory, split_uri
 from megarl.platform.secrets import redact
 from megarl.platform.uri import is_uri, local_path
+from megarl.section import listed
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def _files(config: Config | SFTConfig | RewardTrainConfig) -> Iterator[tuple[str
     if isinstance(config, Config):
         named["actor_rollout_ref.actor.ptx_files"] = config.actor_rollout_ref.actor.ptx_files
     for key, files in named.items():
-        for name in [files] if isinstance(files, str) else files or ():
+        for name in listed(files):
             yield key, name
     if data.chat_template and not is_template(data.chat_template):
         yield "data.chat_template", data.chat_template

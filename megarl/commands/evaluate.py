@@ -20,12 +20,11 @@ from megarl.commands.cli.command import parse
 from megarl.commands.cli.kinds import others
 from megarl.commands.cli.table import EVALUATE
 from megarl.commands.entry import run
-from megarl.config.faults import ConfigError, Fault
+from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.config.layers import YAML
 from megarl.config.load import load_config
 from megarl.config.root import Config
 from megarl.distributed.place import Launch
-from megarl.platform.errors import UserError
 from megarl.platform.files import similar
 
 
@@ -53,10 +52,8 @@ def with_best(config: Config) -> Config:
     if trainer.resume_mode == "resume_path":
         message = f"names the best of a run, but {trainer.resume_from_path} is named too: name the run's directory"
         raise ConfigError([Fault("--best", message)])
-    try:
+    with fault_of("--best"):
         best = best_checkpoint(Path(trainer.default_local_dir))
-    except UserError as error:
-        raise ConfigError([Fault("--best", str(error))]) from error
     return replace(config, trainer=replace(trainer, resume_mode="resume_path", resume_from_path=str(best)))
 
 

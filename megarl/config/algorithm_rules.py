@@ -8,6 +8,7 @@ from megarl.config.faults import Fault
 from megarl.config.keys import ACTOR, ROLLOUT
 from megarl.config.root import Config
 from megarl.config.rule import CheckContext, Rule, rule
+from megarl.section import listed
 
 ALL_TOKENS = {"do_sample": True, "top_p": 1.0, "top_k": -1}  # of `rollout`: every token may be drawn
 
@@ -158,7 +159,7 @@ def _policy_loss(config: Config, context: CheckContext) -> Iterator[Fault]:
 @rule(RULES, f"{ACTOR}.ptx_coef", f"{ACTOR}.ptx_files", f"{ACTOR}.ptx_batch_size")
 def _supervision(config: Config, context: CheckContext) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor
-    files = [actor.ptx_files] if isinstance(actor.ptx_files, str) else actor.ptx_files or []
+    files = listed(actor.ptx_files)
     if not files and (actor.ptx_coef or actor.ptx_batch_size):
         asked = f"ptx_coef={actor.ptx_coef:g}" if actor.ptx_coef else f"ptx_batch_size={actor.ptx_batch_size}"
         yield Fault(

@@ -23,6 +23,7 @@ from megarl.platform.uri import why_unopened
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.rules import CUSTOM, JUDGE, rule_names
 from megarl.rollout.config import RolloutSection
+from megarl.section import listed
 from megarl.tracking.config import TrainerSection
 
 
@@ -151,7 +152,7 @@ def length_faults(sizes: Architecture | None, model: str, key: str, length: int)
 def data_faults(data: TextSection, model: CheckpointSection) -> Iterator[Fault]:
     """Check that local files exist, that URIs are of a kind that is opened, the tokenizer and the chat template."""
     for key, value in (("train_files", data.train_files), ("val_files", data.val_files)):
-        files = [] if value is None else [value] if isinstance(value, str) else value
+        files = listed(value)
         if key == "train_files" and not any(files):
             yield Fault("data.train_files", "is empty: name at least one data file")
         for file in filter(None, files):

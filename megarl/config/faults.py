@@ -1,6 +1,7 @@
 """The faults of a configuration: one for each key, and one error that holds all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megarl.platform.errors import UserError
@@ -28,3 +29,12 @@ class ConfigError(UserError):
         ]
         count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
         super().__init__(visible(redact("\n".join([f"{count} in the configuration:", *lines]))))
+
+
+@contextmanager
+def fault_of(key: str) -> Iterator[None]:
+    """Turn a UserError into a fault of a key."""
+    try:
+        yield
+    except UserError as error:
+        raise ConfigError([Fault(key, str(error))]) from error

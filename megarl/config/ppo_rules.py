@@ -15,6 +15,7 @@ from megarl.data.columns import Needs, PromptColumns, first_faults
 from megarl.learner.config import MegatronSection
 from megarl.models.config import CheckpointSection
 from megarl.platform.uri import why_unopened
+from megarl.section import listed
 
 TEACHER = f"{REF}.model"
 TEACHERS = f"{REF}.teachers"
@@ -55,9 +56,8 @@ def _rows(config: Config, context: CheckContext) -> Iterator[Fault]:
     needs = needs_of(config)
     columns = PromptColumns(section=config.data, needs=needs)
     for key, value in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
-        files = [value] if isinstance(value, str) else value or []
         # what is not there or has no scheme that is known is a fault already
-        there = [file for file in files if ("://" in file and not why_unopened(file)) or Path(file).is_file()]
+        there = [file for file in listed(value) if ("://" in file and not why_unopened(file)) or Path(file).is_file()]
         if there:
             yield from (Fault(f"data.{key}", fault) for fault in first_faults(columns, there))
 

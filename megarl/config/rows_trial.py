@@ -1,16 +1,15 @@
 """The look at all rows before a run: what each of them can teach, remembered for the next start."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
 
-from megarl.config.faults import ConfigError, Fault
+from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.config.root import Config
 from megarl.data import remembered
 from megarl.data.columns import Needs, PromptColumns
-from megarl.data.truths import KINDS, TruthFindings, look
-from megarl.platform.errors import UserError
+from megarl.data.truths import KINDS, Kind, TruthFindings, look
 from megarl.rewards.config import RulesSection
+from megarl.section import listed
 
 NUM_SHOWN = 3
 
@@ -26,10 +25,8 @@ def check_rows(config: Config) -> Iterator[str]:
     if section is None or not section.trial_rows:
         return
     columns = PromptColumns(section=config.data, needs=Needs.of(config.rules, config.custom_reward_function))
-    try:
+    with fault_of("data.train_files"):
         found = _look(config, columns)
-    except UserError as error:
-        raise ConfigError([Fault("data.train_files", str(error))]) from error
     faults = [
         Fault(key, f"{message}. {_remedy(config, key)}")
         for key, findings in found.items()
@@ -46,7 +43,7 @@ def check_rows(config: Config) -> Iterator[str]:
 def _look(config: Config, columns: PromptColumns) -> Mapping[str, TruthFindings]:
     """Return what the look at each set of files found, by its key."""
     sets = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
-    files = {key: [names] if isinstance(names, str) else list(names) for key, names in sets.items() if names}
+    files = {key: listed(names) for key, names in sets.items() if names}
     question = [files, asdict(columns.section), asdict(columns.needs)]
     place = remembered.place_of([name for names in files.values() for name in names], question)
     kept = remembered.recall(place)
@@ -73,7 +70,7 @@ def _stops(section: RulesSection, findings: TruthFindings) -> bool:
             return num_faulty >= findings.num_rows
 
 
-def _messages(kind: Any, findings: TruthFindings) -> Iterator[str]:
+def _messages(kind: Kind, findings: TruthFindings) -> Iterator[str]:
     number = findings.counts.get(kind, 0)
     if not number:
         return
@@ -86,8 +83,8 @@ def _messages(kind: Any, findings: TruthFindings) -> Iterator[str]:
 
 
 def _remedy(config: Config, key: str) -> str:
-    names: str | Sequence[str] | None = getattr(config.data, key.removeprefix("data."))
-    file = names if isinstance(names, str) else (names or ["FILE"])[0]
+    names = listed(getattr(config.data, key.removeprefix("data.")))
+    file = names[0] if names else "FILE"
     return (
         f"Mend the rows (`megarl prepare --check {file}` lists them) or their data source; "
         "reward_model.trial_rows=0 starts without this look"

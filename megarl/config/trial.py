@@ -6,12 +6,11 @@ Rewards that fail are judged as those of a step.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise, zip_longest
 from typing import Any
 
-from megarl.config.faults import ConfigError, Fault
+from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
 from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
@@ -44,7 +43,7 @@ def find_architectures(config: Config | SFTConfig | RewardTrainConfig | VerifyCo
         ConfigError: the hub does not have it, or does not answer.
     """
     for key, checkpoint in config.checkpoints:
-        with _fault_of(key):
+        with fault_of(key):
             config_place(checkpoint.path)
 
 
@@ -62,7 +61,7 @@ def find_models(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -
             tokenizers["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
     find_architectures(config)
     for key, tokenizer in tokenizers.items():
-        with _fault_of(key):
+        with fault_of(key):
             if tokenizer is not None:
                 find_tokenizer(tokenizer, with_code=False)
 
@@ -78,7 +77,7 @@ def find_sources(config: Config) -> None:
         return
     found = set[str]()
     columns = PromptColumns(section=config.data, needs=Needs(source=False, ground_truth=False))
-    with _fault_of("data.train_files"):
+    with fault_of("data.train_files"):
         for row in Rows(config.data.train_files, columns=[], optional=[config.data.reward_fn_key]):
             found.add(columns.source(row))
             if wanted <= found:
@@ -106,10 +105,10 @@ def try_reward(config: Config) -> Iterator[str]:
     if section is None or not section.trial_rows:
         return
     key = "custom_reward_function" if custom.path else "reward_model"
-    with _fault_of(key):
+    with fault_of(key):
         pool = make_pool(section, custom)
     try:
-        with _fault_of("data.train_files"):
+        with fault_of("data.train_files"):
             rows = list(_rows(config, section, takes_ids=pool.takes_ids))
         results = _results(pool, section, rows)
     finally:
@@ -123,15 +122,6 @@ def try_reward(config: Config) -> Iterator[str]:
         remedy = "mend the reward or the row (reward_model.trial_rows=0 starts without this trial)"
         raise ConfigError([Fault(key, f"{message}: {remedy}") for message in messages[:NUM_SHOWN]])
     yield from messages[:NUM_SHOWN]
-
-
-@contextmanager
-def _fault_of(key: str) -> Iterator[None]:
-    """Turn a UserError into a fault of a key."""
-    try:
-        yield
-    except UserError as error:
-        raise ConfigError([Fault(key, str(error))]) from error
 
 
 def _rows(config: Config, section: RulesSection, *, takes_ids: bool) -> Iterator[_Row]:

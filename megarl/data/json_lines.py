@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from megarl.data.table import DataRow, WantedColumns
 from megarl.data.uri import Location
-from megarl.platform.errors import UserError
+from megarl.platform.errors import UserError, placed
 
 LINES = (".jsonl", ".ndjson")
 LIST = ".json"
@@ -69,10 +69,8 @@ class JsonTable:
             raise UserError(f"{location.name} cannot be read as JSON: {error}") from error
         if not records:
             raise UserError(f"{location.name} is empty: it has no record")
-        try:
+        with placed(f"{location.name}, "):
             first = records[0].parse()
-        except UserError as error:
-            raise UserError(f"{location.name}, {error}") from error
         wanted.find(location.name, first)
         return cls(location.name, records, wanted)
 

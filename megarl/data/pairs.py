@@ -10,7 +10,7 @@ from megarl.data.messages import as_read, encode_prompt, text_faults
 from megarl.data.stream import FileStream
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
-from megarl.platform.errors import UserError
+from megarl.platform.errors import UserError, placed
 
 
 class PairStream(FileStream[Rollouts]):
@@ -48,10 +48,8 @@ class PairStream(FileStream[Rollouts]):
         response = row[self._section.response_key]
         for fault in text_faults(response):
             raise UserError(f"column {self._section.response_key}: {fault}")
-        try:
+        with placed(f"column {self._section.prompt_key}: "):
             prompt_ids = encode_prompt(prompt, self._tokenizer)
-        except UserError as error:
-            raise UserError(f"column {self._section.prompt_key}: {error}") from error
         response_ids = self._tokenizer.encode(response, add_special_tokens=False) + [self._tokenizer.eos_token_id]
         length = len(prompt_ids) + len(response_ids)
         limit = self._section.max_length

@@ -12,7 +12,7 @@ from megarl.data.conversations import Conversations, scoring_batch
 from megarl.data.messages import as_read, text_faults
 from megarl.data.stream import FileStream
 from megarl.data.table import DataRow
-from megarl.platform.errors import UserError
+from megarl.platform.errors import UserError, placed
 
 
 class PreferenceStream(FileStream[Preferences]):
@@ -54,7 +54,5 @@ class PreferenceStream(FileStream[Preferences]):
         return scoring_batch(sequences).extend(Preferences, margins=torch.tensor(margins))
 
     def _read(self, row: DataRow, response: str) -> list[int]:
-        try:
+        with placed(f"column {self._section.prompt_key}: "):
             return self._reader.encode(row[self._section.prompt_key], response)
-        except UserError as error:
-            raise UserError(f"column {self._section.prompt_key}: {error}") from error

@@ -18,7 +18,7 @@ from megarl.data.remembered import digest_of
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import on_first_rank
-from megarl.platform.errors import UserError
+from megarl.platform.errors import UserError, placed
 
 _READ = (
     "prompt_key",
@@ -129,10 +129,8 @@ class PromptDataset:
         return truncate(token_ids, limit, self._section.truncation, begin=begin, end=end)
 
     def _tokens(self, row: DataRow) -> list[int]:
-        try:
+        with placed(f"column {self._section.prompt_key}: "):
             return encode_prompt(row[self._section.prompt_key], self._tokenizer)
-        except UserError as error:
-            raise UserError(f"column {self._section.prompt_key}: {error}") from error
 
     def _raw(self, row: DataRow) -> DataRow:
         """Return the forms of the prompt that reward functions receive in `extra_info`."""

@@ -13,7 +13,8 @@ from megarl.data.json_lines import JsonTable, holds_json
 from megarl.data.parquet import ParquetTable
 from megarl.data.table import DataRow, WantedColumns
 from megarl.data.uri import locate
-from megarl.platform.errors import UserError
+from megarl.platform.errors import UserError, placed
+from megarl.section import listed
 
 RowTable = JsonTable | ParquetTable
 """The rows of one file, at least one. An error of a row begins with its `row_name`."""
@@ -41,7 +42,7 @@ class Rows:
             UserError: a file is missing, cannot be read, lacks a column, has it twice or has no row; every such file
                 is named. Later, when a row is read: the row is damaged.
         """
-        self.names = [files] if isinstance(files, str) else list(files)
+        self.names = listed(files)
         if not self.names:
             raise UserError("no data files are given")
         wanted = WantedColumns(required=tuple(columns), optional=tuple(optional), remedies=remedies)
@@ -53,10 +54,8 @@ class Rows:
 
     def __getitem__(self, index: int) -> DataRow:
         table, number = self._find(index)
-        try:
+        with placed(f"{table.name}, "):
             row = table[number]
-        except UserError as error:
-            raise UserError(f"{table.name}, {error}") from error
         for name, value in row.items():
             if _is_deep(value):
                 raise UserError(f"{self.place(index)}, column {name}: the value is nested more than {MAX_DEPTH} deep")

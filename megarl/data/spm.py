@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.charsmap import CUT, later_characters, table_normalizer
-from megarl.platform.errors import UserError
+from megarl.platform.errors import UserError, placed
 
 SPACE = "\u2581"  # SentencePiece's symbol for a space
 PREFIX, FIRST, KEPT = (chr(0x10000 * plane + 0xFFFF) for plane in (9, 10, 11))
@@ -113,10 +113,8 @@ def _table(model: Any, path: Path) -> normalizers.Normalizer:
     table = model.normalizer_spec.precompiled_charsmap
     if not table:
         return normalizers.Sequence([])
-    try:
+    with placed(f"{path}: "):
         return table_normalizer(table)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
 
 
 def _check(model: Any, table: normalizers.Normalizer, path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from megarl.batch import Rollouts
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import Tokenizer
-from megarl.platform.errors import UserError
+from megarl.platform.errors import placed
 
 R = TypeVar("R", bound=Rollouts)
 
@@ -51,10 +51,8 @@ class Translation:
         prompt = batch.prompt_of(sample)
         response = batch.response_ids(sample).tolist()
         before = [] if self.writer.templates(prompt.raw_prompt) else list(prompt.token_ids)
-        try:
+        with placed(f"the critic cannot read data row {prompt.index}: "):
             read_prompt = encode_prompt(prompt.raw_prompt, self.reader)
-        except UserError as error:
-            raise UserError(f"the critic cannot read data row {prompt.index}: {error}") from error
         read_response = self._reader_of_responses.encode(
             self.writer.decode_after(before, response), add_special_tokens=False
         )

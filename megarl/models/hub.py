@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.fields import Fields
-from megarl.platform.errors import UserError
+from megarl.platform.errors import UserError, placed
 from megarl.platform.hub import matching, small_files, snapshot
 from megarl.platform.remote import RemoteDirectory, RemoteFile, remote_directory
 from megarl.platform.uri import is_uri, local_path
@@ -116,10 +116,8 @@ def read_model(directory: ModelDirectory, overrides: Mapping[str, object]) -> tu
         UserError: it cannot be read, or it or `generation_config.json` has an impossible value; names the file.
     """
     config = read_config(directory, overrides)
-    try:
+    with placed(f"{directory}/"):  # the message begins with the name of the file
         architecture = read_architecture(config)
-    except UserError as error:  # it begins with the name of the file
-        raise UserError(f"{directory}/{error}") from error
     if (generation := directory / GENERATION).exists():
         declared = Fields.of(read_json(generation))
         try:

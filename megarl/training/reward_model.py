@@ -5,7 +5,7 @@ the prompt in the model's chat template, and encoded again. If both models share
 unchanged.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,8 +19,8 @@ from megarl.distributed.routing import route
 from megarl.distributed.sharded import Sharded
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
-from megarl.platform.errors import UserError
-from megarl.rewards.scoring import RuleScorer
+from megarl.platform.errors import placed
+from megarl.rewards.scoring import Decode, RuleScorer
 
 
 class RewardModel:
@@ -75,18 +75,14 @@ class RewardModel:
             return self._reader.fit([*prompt.token_ids, *response])
         prefix = [] if self._reader.tokenizer.templates(prompt.raw_prompt) else list(prompt.token_ids)
         text = self._decoder.written(response, ends=self._ends, before=prefix)
-        try:
+        with placed(f"the reward model cannot read data row {prompt.index}: "):
             return self._reader.encode(prompt.raw_prompt, text)
-        except UserError as error:
-            raise UserError(f"the reward model cannot read data row {prompt.index}: {error}") from error
 
 
 class ModelScorer:
     """The reward of a model, alone or added to that of rules."""
 
-    def __init__(
-        self, *, model: RewardModel, weight: float, rules: RuleScorer | None, decode: Callable[[Sequence[int]], str]
-    ) -> None:
+    def __init__(self, *, model: RewardModel, weight: float, rules: RuleScorer | None, decode: Decode) -> None:
         """Weigh the model's score by `weight`. `rules` None: the model alone, and `decode` makes the texts to log."""
         self._model = model
         self._weight = weight

@@ -25,7 +25,7 @@ from megarl.data.prepare import (
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.table import DataRow
 from megarl.platform.arguments import Arguments
-from megarl.platform.errors import UserError
+from megarl.platform.errors import UserError, placed
 from megarl.platform.functions import load_module
 from megarl.platform.secrets import guard_output, redact
 from megarl.rewards.config import CustomRewardSection, RulesSection
@@ -153,10 +153,8 @@ def _example(task: str) -> str:
 
 def _find(tokenizer: str) -> None:
     """Raise UserError if there is no such file or directory and the hub does not give the tokenizer."""
-    try:
+    with placed("--tokenizer: "):
         find_tokenizer(tokenizer, with_code=False)
-    except UserError as error:
-        raise UserError(f"--tokenizer: {error}") from error
 
 
 def _show(splits: Mapping[str, Sequence[DataRow]], place: str | None) -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.data.table import DataRow
-from megarl.platform.errors import UserError
+from megarl.platform.errors import UserError, placed
 from megarl.platform.hub import snapshot
 
 SPLITS = {"train": "train", "val": "test"}  # our name, and the name in the data sets
@@ -50,10 +50,8 @@ def rows_of(
     """
     place = Path(arguments.source)
     if not place.exists():
-        try:
+        with placed("--from: "):
             place = snapshot(arguments.source, [f"*.{kind}" for kind in KINDS], "dataset")
-        except UserError as error:
-            raise UserError(f"--from: {error}") from error
     rows = {}
     for split, name in {"train": ""}.items() if place.is_file() else SPLITS.items():
         files = [place] if place.is_file() else _files_of(place, name)
