@@ -25,7 +25,7 @@ R = TypeVar("R", bound="Prompts")
 S = TypeVar("S", bound="Rollouts")
 PER_TOKEN = "per token"
 """The mark of fields with a number for each token."""
-BLOCK = 1 << 16
+BLOCK = 1 << 17
 """Places in the rows of a block, which fit into the cache of a processor."""
 
 
