@@ -111,7 +111,8 @@ def build(settings: dict[str, Any], clock: Clock, stack: ExitStack) -> Any:
     from trl import GRPOConfig, GRPOTrainer
     from trl.generation.vllm_generation import LLM
 
-    stack.enter_context(replaced(DTYPE, LLM=partial(LLM, dtype=settings["dtype"])))
+    engine = partial(LLM, dtype=settings["dtype"], tokenizer=settings["tokenizer"])
+    stack.enter_context(replaced(DTYPE, LLM=engine))
     stack.enter_context(replaced(SYNC, sync_weights=clock.timed("sync", reload_weights)))
     score = runpy.run_path(settings["reward"])["compute_score"]
 
