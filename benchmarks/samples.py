@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 from benchmarks import report, samples_exchange, samples_page, samples_peer, samples_simulated
 from benchmarks.options import samples_parser
-from benchmarks.samples_meter import counted, peak
+from benchmarks.samples_meter import DRAWN_BYTES, counted, peak
 from benchmarks.samples_step import STEP, Case, exchange_windows, first_step, job_of
 from megarl.distributed.exchange import join_world
 from megarl.distributed.sharded import Shares
@@ -27,7 +27,6 @@ from megarl.platform.screen import Screen
 from megarl.tracking.timers import Timers
 from megarl.training.loop import take_step
 
-DRAWN_BYTES = 13  # of a token as an engine draws it: the token, its log-probability and version, and the mask
 SHARE_BYTES = DRAWN_BYTES + 24  # and the outputs of models
 REPEATS = 3
 EXCHANGES = 100

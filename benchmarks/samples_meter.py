@@ -10,6 +10,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+DRAWN_BYTES = 13  # of a token as an engine draws it: the token, its log-probability and version, and the mask
+
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:

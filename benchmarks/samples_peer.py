@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.samples_meter import peak
+from benchmarks.samples_meter import DRAWN_BYTES, peak
 from benchmarks.step_trl import PYTHON, ROOT
 from megarl.batch import Prompt, Rollouts
 from megarl.distributed.exchange import join_world, largest
@@ -25,7 +25,6 @@ from megarl.distributed.routing import route
 from megarl.distributed.sharded import Sharded, Shares, shard
 from megarl.platform.errors import UserError
 
-DRAWN_BYTES = 13  # of a token: the token, its log-probability and version, and the mask
 REPEATS = 5
 MICROSECONDS = 1e6
 
