@@ -37,6 +37,7 @@ from megarl.rollout.start import start_engine
 from megarl.weight_sync.memory import MemoryMeter
 from megarl.weight_sync.plan import actor_placement, plan_sync, sampler_placement
 from megarl.weight_sync.random_weights import write_random_weights
+from megarl.weight_sync.reference import reference_log_probs
 from megarl.weight_sync.selfcheck import (
     NUM_PROMPTS,
     PROMPT_TOKENS,
@@ -203,7 +204,7 @@ class VerifySetup:
         trainer = log_probs_of_all(self.learner, responses, budget)
         log_probs = {"trainer": trainer, "engine": responses.rollout_log_probs}
         if self.launch.rank == 0:
-            log_probs["transformers"] = transformers_log_probs(exported, responses, dtype=self.dtype)
+            log_probs["transformers"] = reference_log_probs(exported, responses, dtype=self.dtype)
         return {
             f"{one}-{other}": _difference(log_probs[one], log_probs[other], responses.mask)
             for one, other in combinations(log_probs, 2)
@@ -295,23 +296,6 @@ def source_or_random(source: Source, scratch: Path, *, dtype: torch.dtype) -> So
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[source.architecture.family]  # without this name vLLM guesses
     together(write)
     return replace(source, directory=directory, overrides={})  # config.json contains the overrides
-
-
-def transformers_log_probs(checkpoint: Path, responses: Rollouts, *, dtype: torch.dtype) -> Tensor:
-    """Return the log-probabilities of the responses by `transformers`, computed on the host: `[N]` float32."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, trust_remote_code=False).eval()
-    log_probs = []
-    for sample in range(len(responses)):
-        response = responses.response_ids(sample).to(torch.int64)
-        tokens = torch.cat([torch.tensor(responses.prompt_of(sample).token_ids), response])[None]
-        with torch.no_grad():
-            logits = model(tokens).logits[0, -len(response) - 1 : -1].float()
-        log_probs.append(logits.log_softmax(-1).gather(-1, response[:, None])[:, 0])
-    return torch.cat(log_probs)
 
 
 def _difference(one: Tensor, other: Tensor, mask: Tensor) -> Deviation:
