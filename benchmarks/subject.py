@@ -45,8 +45,7 @@ class TrainerAndEngine:
         engine = RolloutEngine(
             section,
             model_dir=model_dir,
-            shapes=hf_shapes(architecture),
-            num_key_value_heads=architecture.num_key_value_heads,
+            architecture=architecture,
             stop_token_ids=[],
             max_model_len=MAX_MODEL_LEN,
         )

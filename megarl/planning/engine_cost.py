@@ -69,7 +69,7 @@ def main(num_layers: int, dtype: Any) -> None:
     """Measure one engine."""
     from megarl.batch import Prompt
     from megarl.distributed.exchange import join_world
-    from megarl.models.architecture import hf_shapes, read_architecture
+    from megarl.models.architecture import read_architecture
     from megarl.rollout.config import RolloutSection
     from megarl.rollout.engine import RolloutEngine
 
@@ -85,8 +85,7 @@ def main(num_layers: int, dtype: Any) -> None:
         engine = RolloutEngine(
             section,
             model_dir=Path(name),
-            shapes=hf_shapes(read_architecture(config)),
-            num_key_value_heads=1,
+            architecture=read_architecture(config),
             stop_token_ids=[],
             max_model_len=64,
         )

@@ -5,10 +5,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megarl.models.architecture import Architecture
 from megarl.platform.errors import UserError
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.fields import OURS, engine_faults
-from megarl.rollout.kv_cache import cache_bytes_per_token, cpu_cache_bytes
+from megarl.rollout.kv_cache import cpu_cache_bytes, cpu_cache_bytes_per_token
 
 ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 GRAPHS = frozenset({"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"})
@@ -95,13 +96,9 @@ def _kernels(section: RolloutSection, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def cpu_arguments(
-    section: RolloutSection,
-    shapes: Mapping[str, tuple[int, ...]],
-    num_key_value_heads: int,
-    num_sequences: int,
-    max_model_len: int,
+    section: RolloutSection, architecture: Architecture, *, num_sequences: int, max_model_len: int
 ) -> dict[str, Any]:
     """Return the argument of `vllm.LLM` for the CPU alone: the bytes of the KV cache."""
-    bytes_per_token = cache_bytes_per_token(section, shapes, num_key_value_heads=num_key_value_heads)
+    bytes_per_token = cpu_cache_bytes_per_token(section, architecture)
     num_bytes = cpu_cache_bytes(section, bytes_per_token, num_sequences=num_sequences, max_model_len=max_model_len)
     return {"kv_cache_memory_bytes": num_bytes}

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from megarl.batch import Generation, Group, Prompt
 from megarl.distributed.exchange import together
 from megarl.distributed.sharded import Shares
+from megarl.models.architecture import Architecture, hf_shapes
 from megarl.platform.device import on_cuda
 from megarl.platform.errors import UserError
 from megarl.rollout import patches, segments
@@ -61,8 +62,7 @@ class RolloutEngine:
         section: RolloutSection,
         *,
         model_dir: Path,
-        shapes: Mapping[str, tuple[int, ...]],
-        num_key_value_heads: int,
+        architecture: Architecture,
         stop_token_ids: Sequence[int],
         max_model_len: int,
         max_sequences: int | None = None,
@@ -71,9 +71,9 @@ class RolloutEngine:
     ) -> None:
         """Start the engine, asleep.
 
-        `model_dir` holds at least config.json, some of whose fields `overrides` replace. `shapes` are the full shapes
-        of its Hugging Face parameters. `max_model_len` limits prompt and response together, in tokens. `max_sequences`
-        is the most samples that one `generate` requests from a replica; on CPU it limits the KV cache.
+        `model_dir` holds at least config.json, some of whose fields `overrides` replace; `architecture` is the model
+        that it describes. `max_model_len` limits prompt and response together, in tokens. `max_sequences` is the most
+        samples that one `generate` requests from a replica; on CPU it limits the KV cache.
 
         Raises:
             UserError: sizes do not fit, or the KV cache does not hold one sequence of `max_model_len`.
@@ -107,7 +107,8 @@ class RolloutEngine:
         if on_cpu:
             patches.mend_cpu_build(prefix if segments.may_spin() else None)
             sequences = min(section.max_num_seqs, max_sequences or section.max_num_seqs)
-            arguments = cpu_arguments(section, shapes, num_key_value_heads, sequences, max_model_len) | arguments
+            cache = cpu_arguments(section, architecture, num_sequences=sequences, max_model_len=max_model_len)
+            arguments = cache | arguments
         if not gc.get_freeze_count():
             gc.freeze()  # vLLM collects garbage several times as it starts, each time among everything ever imported
         with patches.compilation(allowed=self._may_compile):
@@ -115,7 +116,8 @@ class RolloutEngine:
         self.room = self._room()
         worker: Any = self._llm.collective_rpc(lambda worker: worker)[0]
         model = worker.get_model()
-        self.weights = EngineWeights(model, trace(model, shapes, worker.device), vllm_config=worker.vllm_config)
+        layout = trace(model, hf_shapes(architecture), worker.device)
+        self.weights = EngineWeights(model, layout, vllm_config=worker.vllm_config)
         self._sleep()
 
     @property

@@ -5,10 +5,10 @@ rank. The cache gets as much as one `generate` can use, but not more than the ra
 """
 
 import os
-from collections.abc import Mapping
 
 import psutil  # type: ignore[import-untyped]
 
+from megarl.models.architecture import Architecture
 from megarl.platform.errors import UserError
 from megarl.rollout.config import RolloutSection
 
@@ -49,20 +49,11 @@ def check_cache_tokens(num_tokens: int, max_model_len: int) -> None:
         )
 
 
-def cache_bytes_per_token(
-    section: RolloutSection, shapes: Mapping[str, tuple[int, ...]], *, num_key_value_heads: int
-) -> int:
+def cpu_cache_bytes_per_token(section: RolloutSection, architecture: Architecture) -> int:
     """Return the bytes of a token's keys and values on one rank, over all layers. A rank holds at least one head.
 
     Latent attention on CPU caches expanded keys, and values padded to their size, for every query head.
     """
-    if any(name.endswith("kv_b_proj.weight") for name in shapes):
-        rows = 2 * _num_rows(shapes, "q_proj.weight", "q_b_proj.weight")
-    else:
-        rows = _num_rows(shapes, "k_proj.weight", "v_proj.weight")
-    heads_per_rank = -(-num_key_value_heads // section.tensor_model_parallel_size)
-    return rows // num_key_value_heads * heads_per_rank * DTYPE_BYTES[section.dtype]
-
-
-def _num_rows(shapes: Mapping[str, tuple[int, ...]], *endings: str) -> int:
-    return sum(shape[0] for name, shape in shapes.items() if name.endswith(endings))
+    heads_per_rank = -(-architecture.num_key_value_heads // section.tensor_model_parallel_size)
+    numbers = 2 * heads_per_rank * architecture.head_dim
+    return architecture.num_layers * numbers * DTYPE_BYTES[section.dtype]

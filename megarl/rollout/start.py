@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from megarl.models.architecture import hf_shapes
 from megarl.models.source import Source
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
@@ -22,8 +21,7 @@ def start_engine(
         section,
         model_dir=source.directory,
         overrides=source.overrides,
-        shapes=hf_shapes(source.architecture),
-        num_key_value_heads=source.architecture.num_key_value_heads,
+        architecture=source.architecture,
         stop_token_ids=stop_token_ids,
         max_model_len=max_model_len,
         max_sequences=max_sequences,

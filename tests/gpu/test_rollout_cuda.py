@@ -39,7 +39,7 @@ def answers(paths: list[Path], enforce_eager: bool) -> tuple[list[list[Generatio
     settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2, "enforce_eager": enforce_eager}
     # Of vLLM's kernels for fused experts this one reads them as they are loaded.
     settings["engine_kwargs"] = {"moe_backend": "triton"}
-    engine = start(bare, tensors_of(first), tp_size=1, **settings)
+    engine = start(bare, tp_size=1, **settings)
     assert engine.weights._layout.in_place == engine.weights._layout.params.keys()
     is_latent = "kv_lora_rank" in json.loads((bare / "config.json").read_text())
     check_against_rules(engine.weights.layout(), bare, tp_size=1, dtype=torch.bfloat16, latent_fused=is_latent)
@@ -81,7 +81,7 @@ def test_sync_reaches_kernels_and_sleep_frees_memory(tmp_path: Path, variant: st
 def stopped_responses(paths: list[Path]) -> list[list[list[int]]]:
     """Return, twice, the tokens of each response that is stopped after three engine steps, and of all in the end."""
     settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2, "enforce_eager": True}
-    engine = start(paths[-1], tensors_of(paths[0]), tp_size=1, **settings)
+    engine = start(paths[-1], tp_size=1, **settings)
     found = []
     with generating(engine, tensors_of(paths[0])):
         for _ in range(2):
@@ -109,7 +109,7 @@ def continued_responses(paths: list[Path]) -> list[list[Group]]:
     """Return, twice, the session that is stopped after three steps, and completed with the second weights."""
     first, second, bare = paths
     settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2, "enforce_eager": True}
-    engine = start(bare, tensors_of(first), tp_size=1, **settings)
+    engine = start(bare, tp_size=1, **settings)
     found = []
     for _ in range(2):
         session = new_session(SAMPLED.n)

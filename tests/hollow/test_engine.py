@@ -42,7 +42,7 @@ def generate(paths: list[Path], enforce_eager: bool) -> list[list[list[int]]]:
         "gpu_memory_utilization": 0.2,
         "enforce_eager": enforce_eager,
     }
-    engine = start(bare, tensors_of(checkpoints[0]), tp_size=1, **settings)
+    engine = start(bare, tp_size=1, **settings)
     found = []
     for checkpoint in checkpoints:
         with generating(engine, tensors_of(checkpoint)):

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.rollout.config import SamplingSection
 from tests.hollow.counters import Laps
-from tests.support.engines import PROMPTS, start, tear_down, tensors_of, write_two_checkpoints
+from tests.support.engines import PROMPTS, start, tear_down, write_two_checkpoints
 from tests.support.learners import make_test_learner
 from tests.support.pairs import Pair
 from tests.support.ranks import RankPool
@@ -50,7 +50,7 @@ def asked(paths: list[Path], enforce_eager: bool) -> Counts:
     """Return what the third round of sync, generation and sleep asks of the device."""
     first, _, bare = paths
     settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2, "enforce_eager": enforce_eager}
-    engine = start(bare, tensors_of(first), tp_size=1, **settings)
+    engine = start(bare, tp_size=1, **settings)
     pair = Pair(make_test_learner(first, {"dtype": "bfloat16"}), engine)
     reshard = pair.reshard()
     *_, third = [one_round(pair, reshard) for _ in range(3)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.rollout.config import SamplingSection
-from tests.support.engines import PROMPTS, start, tear_down, tensors_of, write_two_checkpoints
+from tests.support.engines import PROMPTS, start, tear_down, write_two_checkpoints
 from tests.support.learners import ACTOR, make_test_learner, update
 from tests.support.pairs import Pair
 from tests.support.ranks import RankPool
@@ -92,7 +92,7 @@ def use_engine(paths: list[Path]) -> int:
     """Return the samples of two rounds with the sanitizer on, and then let it find a missing wait."""
     first, _, bare = paths
     settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2, "enforce_eager": True}
-    engine = start(bare, tensors_of(first), tp_size=1, **settings)
+    engine = start(bare, tp_size=1, **settings)
     pair = Pair(make_test_learner(first, {"dtype": "bfloat16"}), engine)
     num_samples = sum(sanitized(sync_and_draw, pair) for _ in range(2))
     model = engine._llm.collective_rpc(lambda worker: worker.get_model())[0]

@@ -27,7 +27,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def answers_with_few_tokens(paths: list[Path], step_tokens: int) -> list[Generation]:
     """Return the responses of an engine that draws from the 5 likeliest tokens, with steps of so many tokens."""
     section = {"top_k": 5, "n": 2}
-    engine = start(paths[-1], tensors_of(paths[0]), tp_size=1, max_num_batched_tokens=step_tokens, **section)
+    engine = start(paths[-1], tp_size=1, max_num_batched_tokens=step_tokens, **section)
     with generating(engine, tensors_of(paths[0]), version=7):
         sampling = SamplingSection(do_sample=True, temperature=1.0, **section)
         generations = engine.generate(PROMPTS, sampling, max_tokens=RESPONSE, step=7)
@@ -56,7 +56,7 @@ def drawn_with_room_for_two(paths: list[Path]) -> list[tuple[dict[int, Group], f
     Even groups have 40 tokens to go. Odd groups have 3, and began on the second of two replicas; so the first replica
     gets all even groups.
     """
-    engine = start(paths[-1], tensors_of(paths[0]), tp_size=1, max_num_seqs=2)
+    engine = start(paths[-1], tp_size=1, max_num_seqs=2)
     assert engine.room == 2
     groups = {number: to_go(3 if number % 2 else 40, index=number, here=engine.replica) for number in range(6)}
     found = []

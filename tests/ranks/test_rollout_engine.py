@@ -71,7 +71,7 @@ def answers_through_shared_memory(paths: list[Path], tp_size: int, dtype: str) -
 def answers_after_each_sync(paths: list[Path], tp_size: int, dtype: str) -> list[dict[Asked, Generation]]:
     """On each rank: what its replica answers to its share of PROMPTS, under each checkpoint in turn."""
     *checkpoints, bare = paths
-    engine = start(bare, tensors_of(checkpoints[0]), tp_size=tp_size, dtype=dtype)
+    engine = start(bare, tp_size=tp_size, dtype=dtype)
     assert tp_size == 1 or shared_memory_name().startswith("megarl-") == can_share_memory()
     share = PROMPTS[engine.replica :: engine.num_replicas]
     answers = []
@@ -137,7 +137,7 @@ def test_engine_follows_two_different_syncs(
 def drawn_under_two_weights(paths: list[Path]) -> list[Group]:
     """Return groups that one session begins with the first weights and another completes with the second."""
     first, second, bare = paths
-    engine = start(bare, tensors_of(first), tp_size=2)
+    engine = start(bare, tp_size=2)
     session = new_session(SAMPLED.n)
     for version, checkpoint in enumerate((first, second, second)):
         with generating(engine, tensors_of(checkpoint), version=version):
@@ -217,7 +217,7 @@ def behaviour(paths: list[Path]) -> dict[str, Any]:
     tensors = tensors_of(checkpoint)
     os.environ["LOCAL_WORLD_SIZE"] = "999"  # more than any machine has cores
     before = (torch.get_rng_state(), random.getstate(), str(np.random.get_state()))
-    engine = start(bare, tensors, tp_size=2)
+    engine = start(bare, tp_size=2)
     seen: dict[str, Any] = {}
     with generating(engine, tensors):
         free = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0)
@@ -277,20 +277,19 @@ def test_engine_respects_stops_and_refuses_partial_sync(pool: RankPool, checkpoi
 
 
 def refusals(paths: list[Path]) -> None:
-    tensors = tensors_of(paths[0])
     bare = paths[-1]
     with pytest.raises(ValueError, match="tensor_model_parallel_size=3 does not divide the 2 processes"):
-        start(bare, tensors, tp_size=3)
+        start(bare, tp_size=3)
     with pytest.raises(ValueError, match="engine_kwargs: max_model_len follow"):
-        start(bare, tensors, tp_size=2, engine_kwargs={"max_model_len": 1})
+        start(bare, tp_size=2, engine_kwargs={"max_model_len": 1})
     with pytest.raises(ValueError, match="engine_kwargs: vLLM crashes .* enable_expert_parallel on CPU"):
-        start(bare, tensors, tp_size=2, engine_kwargs={"enable_expert_parallel": True})
+        start(bare, tp_size=2, engine_kwargs={"enable_expert_parallel": True})
     with pytest.raises(ValueError, match="engine_kwargs: enable_eplb changes the engine"):
-        start(bare, tensors, tp_size=2, engine_kwargs={"enable_eplb": True})
+        start(bare, tp_size=2, engine_kwargs={"enable_eplb": True})
     with pytest.raises(ValueError, match="engine_kwargs: vLLM has no argument max_modle_len"):
-        start(bare, tensors, tp_size=2, engine_kwargs={"max_modle_len": 1})
+        start(bare, tp_size=2, engine_kwargs={"max_modle_len": 1})
     with pytest.raises(ValueError, match=r"(?s)KV cache.*actor_rollout_ref\.rollout"):  # vLLM 0.26 starts, and 0.32 not
-        start(bare, tensors, tp_size=2, engine_kwargs={"num_gpu_blocks_override": 2})  # of 128 tokens, and one is taken
+        start(bare, tp_size=2, engine_kwargs={"num_gpu_blocks_override": 2})  # of 128 tokens, and one is taken
     dist.barrier()  # a rank that left now would cut off one that is still joining
     forget_parallel_state()
 
@@ -314,7 +313,7 @@ def failing_after(num_steps: int, do: Callable[[], Any]) -> Callable[[], Any]:
 def complaints(paths: list[Path], tp_size: int) -> list[str]:
     """On each rank: what is said when the last replica returns too little, something else, or fails midway."""
     tensors = tensors_of(paths[0])
-    engine = start(paths[-1], tensors, tp_size=tp_size)
+    engine = start(paths[-1], tp_size=tp_size)
     last, said, llm = engine.replica == engine.num_replicas - 1, [], engine._llm
     share = PROMPTS[engine.replica :: engine.num_replicas]
 

@@ -56,7 +56,7 @@ def responses_with_faults(paths: list[Path], faults: list[Fault], settings: dict
     """Return the engine's responses with the second checkpoint: handled, then with each fault, then handled again."""
     first, second, bare = paths
     os.environ["VLLM_MLA_DISABLE"] = str(int("engine_kwargs" not in settings))
-    engine = start(bare, tensors_of(first), tp_size=1, free_cache_engine=False, **settings)
+    engine = start(bare, tp_size=1, free_cache_engine=False, **settings)
     check_against_rules(engine.weights.layout(), bare, tp_size=1, latent_fused="engine_kwargs" in settings)
     detach_latent_projections(engine)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megarl.batch import Prompts, Rollouts, Scored
 from megarl.data.order import Position
 from megarl.distributed.sharded import Sharded
-from tests.support.engines import prompt, start, tear_down, tensors_of
+from tests.support.engines import prompt, start, tear_down
 from tests.support.pairs import Pair, swap
 from tests.support.ranks import RankPool, fresh_mesh
 from tests.support.tiny import write_checkpoint
@@ -97,7 +97,7 @@ class World:
         from megarl.rollout.config import RolloutSection
 
         settings = {"dtype": dtype, "max_num_seqs": 32, "free_cache_engine": False}
-        self.engine = start(checkpoint, tensors_of(checkpoint), tp_size=2, **settings)
+        self.engine = start(checkpoint, tp_size=2, **settings)
         megatron = MegatronSection(dtype=dtype, tensor_model_parallel_size=2)
         self.learner = make_learner(
             checkpoint,

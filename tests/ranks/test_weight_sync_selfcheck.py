@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.engines import start, tear_down, tensors_of
+from tests.support.engines import start, tear_down
 from tests.support.pairs import Pair, swap
 from tests.support.ranks import RankPool, fresh_mesh
 from tests.support.tiny import write_checkpoint
@@ -125,7 +125,7 @@ def complaints(checkpoint: Path, faults: list[str]) -> dict[str, str]:
     from megarl.learner.factory import make_learner
     from megarl.models.architecture import read_architecture
 
-    engine = start(checkpoint, tensors_of(checkpoint), tp_size=1, free_cache_engine=False)
+    engine = start(checkpoint, tp_size=1, free_cache_engine=False)
     section = MegatronSection(dtype="float32", tensor_model_parallel_size=2)
     architecture = read_architecture(json.loads((checkpoint / "config.json").read_text()))
     learner = make_learner(checkpoint, architecture, section, fresh_mesh(section), role="policy")

@@ -51,7 +51,7 @@ class Traffic:
 def sync_every_split(paths: list[Path], engine_tp: int) -> dict[tuple[int, int], tuple[Traffic, list[Round]]]:
     """On each rank: one engine, and one trainer after another that fills it."""
     first, _, bare = paths
-    engine = start(bare, tensors_of(first), tp_size=engine_tp, **SAMPLING)
+    engine = start(bare, tp_size=engine_tp, **SAMPLING)
     answers = {split: sync_one_split(first, engine, *split) for split in SPLITS}
     tear_down(engine)
     return answers

@@ -25,7 +25,7 @@ from megarl.rollout.arguments import llm_arguments
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
 from tests.support.layouts import slices
-from tests.support.tiny import SIZES, write_checkpoint
+from tests.support.tiny import write_checkpoint
 
 
 def prompt(index: int, token_ids: list[int]) -> Prompt:
@@ -141,13 +141,12 @@ def check_against_rules(layout: Layout, model_dir: Path, *, tp_size: int, **sett
     assert sorted(layout, key=str) == sorted(rules, key=str)
 
 
-def start(model_dir: Path, tensors: dict[str, Tensor], *, tp_size: int, **settings: Any) -> RolloutEngine:
+def start(model_dir: Path, *, tp_size: int, **settings: Any) -> RolloutEngine:
     section = RolloutSection(tensor_model_parallel_size=tp_size, **{"dtype": "float32", "max_num_seqs": 16} | settings)
     engine = RolloutEngine(
         section,
         model_dir=model_dir,
-        shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        num_key_value_heads=SIZES["num_key_value_heads"],
+        architecture=read_architecture(json.loads((model_dir / "config.json").read_text())),
         stop_token_ids=[],
         max_model_len=160,
     )

@@ -2,15 +2,12 @@
 
 import pytest
 
+from megarl.models.architecture import read_architecture
 from megarl.rollout.config import RolloutSection
-from megarl.rollout.kv_cache import cache_bytes_per_token, check_cache_tokens, cpu_cache_bytes
+from megarl.rollout.kv_cache import check_cache_tokens, cpu_cache_bytes, cpu_cache_bytes_per_token
+from tests.support.tiny import SIZES, VARIANTS
 
-# Two layers, 4 key/value heads of 32.
-SHAPES = {
-    f"model.layers.{layer}.self_attn.{name}_proj.weight": (rows, 256)
-    for layer in range(2)
-    for name, rows in (("q", 256), ("k", 128), ("v", 128), ("o", 256))
-}
+MODEL = read_architecture(SIZES | VARIANTS["llama"] | {"num_key_value_heads": 4})  # two layers, heads of 32
 
 
 @pytest.mark.parametrize(
@@ -24,20 +21,14 @@ SHAPES = {
 )
 def test_bytes_of_a_token(tp_size: int, dtype: str, expected: int) -> None:
     section = RolloutSection(tensor_model_parallel_size=tp_size, dtype=dtype)
-    assert cache_bytes_per_token(section, SHAPES, num_key_value_heads=4) == expected
+    assert cpu_cache_bytes_per_token(section, MODEL) == expected
 
 
-@pytest.mark.parametrize("query", [{"q_proj": (192, 64)}, {"q_a_proj": (24, 64), "q_b_proj": (192, 24)}])
-def test_latent_attention_caches_padded_values_per_query_head(query: dict[str, tuple[int, int]]) -> None:
-    latent = {"kv_a_proj_with_mqa": (48, 64), "kv_b_proj": (4 * (32 + 24), 32), "o_proj": (64, 4 * 24)}
-    shapes = {
-        f"model.layers.{layer}.self_attn.{name}.weight": shape
-        for layer in range(3)
-        for name, shape in (query | latent).items()
-    }
+def test_latent_attention_caches_padded_values_per_query_head() -> None:
+    model = read_architecture(SIZES | VARIANTS["deepseek_v3"])
     section = RolloutSection(tensor_model_parallel_size=2, dtype="bfloat16")
-    expected = 3 * 2 * 2 * (32 + 16) * 2  # layers, K and V, heads of this rank, nope and rope part, bytes
-    assert cache_bytes_per_token(section, shapes, num_key_value_heads=4) == expected
+    expected = 2 * 2 * 2 * (32 + 32) * 2  # layers, K and V, heads of this rank, nope and rope part, bytes
+    assert cpu_cache_bytes_per_token(section, model) == expected
 
 
 def test_cache_holds_full_sequence_blocks_and_one_more() -> None:
