@@ -6,8 +6,9 @@ Everything is computed from sizes, as every rank does at the start of a job; no 
 import json
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,57 +28,7 @@ RANKS_PER_NODE = 8
 BUCKET_BYTES = 512 << 20
 COLUMNS = ("model", "split", "ranks", "seconds", "pickled MB", "pieces", "received GB", "bound GB", "busiest sender")
 
-# Sizes as in the published config.json of either model; DeepSeek's without its fp8 weights.
-LLAMA_70B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "rope_theta": 10000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-    "max_position_embeddings": 163840,
-    "rms_norm_eps": 1e-6,
-}
+MODELS = Path(__file__).resolve().parents[1] / "configs" / "models"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +36,25 @@ class PlanCase:
     """A job of thousands of ranks."""
 
     model: str
+    directory: str  # of `configs/models`
     split: str
-    hf_config: Mapping[str, Any]
     grid: Grid
     engine_tp: int
 
 
 CASES = (
     PlanCase(
+        model="Kimi-K2",
+        split="PP16 EP64 -> TP64",
+        directory="kimi-k2",
+        # 61 layers as in DeepSeek-V3
+        grid=Grid(num_ranks=10240, pp=16, ep=64, num_layers_in_first_stage=3, num_layers_in_last_stage=2),
+        engine_tp=64,
+    ),
+    PlanCase(
         model="DeepSeek-V3",
         split="PP16 EP16 -> TP32",
-        hf_config=DEEPSEEK_V3,
+        directory="deepseek-v3",
         # 61 layers: 3 in the first stage, 2 in the last, 4 in each other stage
         grid=Grid(num_ranks=NUM_RANKS, pp=16, ep=16, num_layers_in_first_stage=3, num_layers_in_last_stage=2),
         engine_tp=32,
@@ -103,7 +62,7 @@ CASES = (
     PlanCase(
         model="Llama-3-70B",
         split="TP8 PP4 -> TP8",
-        hf_config=LLAMA_70B,
+        directory="llama-3-70b",
         grid=Grid(num_ranks=NUM_RANKS, tp=8, pp=4),
         engine_tp=8,
     ),
@@ -159,7 +118,8 @@ def main(argv: Sequence[str]) -> int:
 
 def plan(case: PlanCase, rank: int) -> Planned:
     """Plan one rank of a case."""
-    architecture = read_architecture(case.hf_config)
+    config = (MODELS / case.directory / "config.json").read_text(encoding="utf-8")
+    architecture = read_architecture(json.loads(config))
     start = time.perf_counter()
     source = trainer_placement(architecture, case.grid, dtype=DTYPE)
     destination = engine_placement(

@@ -5,7 +5,9 @@ log-probabilities or values from the few hidden states that predict a response t
 exist at once.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +16,15 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
+from torch.nn.functional import gelu, silu
 
 from megarl.learner.attention import PackedAttention
 from megarl.learner.config import MegatronSection
 from megarl.learner.experts import check_expert_settings, expert_settings, mark_experts, use_own_parts
 from megarl.learner.fused import has_apex_gradient_fusion, has_transformer_engine
 from megarl.learner.latent import LatentCore, ReplicatedLinear, latent_settings
-from megarl.learner.norm import RMSNorm
+from megarl.learner.layer import ParallelResidualLayer
+from megarl.learner.norm import LayerNorm, RMSNorm
 from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
 from megarl.models.architecture import Architecture
@@ -28,6 +32,17 @@ from megarl.models.config import Recompute
 from megarl.models.rotary import RopeScaling
 from megarl.platform.determinism import is_deterministic
 from megarl.platform.device import local_device, on_cuda
+
+GELU_TANH = partial(gelu, approximate="tanh")
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "swish": silu,
+    "gelu": gelu,
+    "gelu_fast": GELU_TANH,
+    "gelu_new": GELU_TANH,
+    "gelu_pytorch_tanh": GELU_TANH,
+}
+"""The functions of `hidden_act` in a `config.json`."""
 
 
 def build_model(
@@ -51,11 +66,14 @@ def build_model(
             post_process=is_last,
             share_embeddings_and_output_weights=architecture.tied_embeddings,
             position_embedding_type="rope",
+            rotary_percent=architecture.rotary_fraction,
             rotary_base=architecture.rope_theta,
             rope_scaling=scaling is not None,
             rope_scaling_factor=scaling.factor if scaling else 1.0,
             vp_stage=vp_stage,
         )
+        if architecture.traits.rotary_neighbours:
+            model.rotary_pos_emb.rotary_interleaved = False  # `learner/rotary.py` takes angles of halves
         if is_last and architecture.scalar_head:
             model.output_layer = ValueHead(config)
         elif is_last:
@@ -100,19 +118,21 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
     """
     local = not has_transformer_engine()
     own_attention = local or is_deterministic() or config.params_dtype == torch.float32
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=not local, normalization="RMSNorm", vp_stage=vp_stage
-    )
+    norm = architecture.traits.norm
+    own_norm = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[norm]
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=not local, normalization=norm, vp_stage=vp_stage)
     if local:
-        spec.layer_norm = RMSNorm
+        spec.layer_norm = own_norm
     core_attention = LatentCore if architecture.latent else PackedAttention
     for layer in spec.layer_specs:
+        if architecture.parallel_residual:
+            layer.module = ParallelResidualLayer
         attention = layer.submodules.self_attention
         if own_attention:
             attention.submodules = replace(attention.submodules, core_attention=core_attention)
         if local:
             attention.submodules = replace(attention.submodules, **_local_attention(architecture))
-            layer.submodules = replace(layer.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
+            layer.submodules = replace(layer.submodules, input_layernorm=own_norm, pre_mlp_layernorm=own_norm)
         if architecture.experts:
             use_own_parts(layer.submodules.mlp, architecture.experts, local=local)
     return spec
@@ -144,13 +164,13 @@ def transformer_config(
         "num_attention_heads": architecture.num_attention_heads,
         "num_query_groups": architecture.num_key_value_heads,
         "kv_channels": architecture.head_dim,
-        "layernorm_epsilon": architecture.rms_norm_eps,
+        "layernorm_epsilon": architecture.norm_eps,
         "qk_layernorm": architecture.qk_norm,
         "add_qkv_bias": architecture.qkv_bias,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": architecture.traits.linear_bias,
+        "normalization": architecture.traits.norm,
+        "gated_linear_unit": architecture.traits.gated,
+        "activation_func": ACTIVATIONS[architecture.activation],
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "tensor_model_parallel_size": mesh.tp_size,
@@ -171,12 +191,14 @@ def transformer_config(
         # Objectives divide by global counts themselves, so Megatron must sum over micro-batches and ranks, not average.
         "calculate_per_token_loss": True,
         "transformer_impl": "transformer_engine" if has_transformer_engine() else "local",
-        # On the CPU, torch.compile costs more than these fusions gain.
-        "bias_activation_fusion": on_cuda(),
+        # On the CPU, torch.compile costs more than these fusions gain. Megatron's fused GELU is an approximation.
+        "bias_activation_fusion": on_cuda() and architecture.traits.gated,
         "bias_dropout_fusion": on_cuda(),
         "masked_softmax_fusion": False,
         "deterministic_mode": is_deterministic(),
-        "apply_rope_fusion": has_transformer_engine(),
+        "apply_rope_fusion": has_transformer_engine() and not architecture.traits.rotary_neighbours,
+        "rotary_interleaved": architecture.traits.rotary_neighbours,
+        "no_rope_freq": [int(layer in architecture.unrotated_layers) for layer in range(architecture.num_layers)],
         "gradient_accumulation_fusion": has_apex_gradient_fusion(),
     }
     settings |= _recomputation(recompute)

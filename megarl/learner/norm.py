@@ -1,4 +1,4 @@
-"""RMS normalisation that supports sequence parallelism, for machines without Transformer Engine.
+"""Norms that support sequence parallelism, for machines without Transformer Engine.
 
 Megatron-Core's own fallback refuses sequence parallelism. Support takes one mark: every tensor-parallel rank applies
 the weight to its own tokens, so its gradients must be summed over these ranks, and Megatron sums the gradients of
@@ -59,3 +59,12 @@ class RMSNorm(torch.nn.RMSNorm):
         """Normalise [..., hidden_size]; the result has the dtype of `hidden`."""
         normalised: Tensor = Normalization.apply(hidden, self.weight, self.epsilon)
         return normalised
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """Layer normalisation over the last dimension (Ba et al., 2016, arXiv:1607.06450)."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -10,16 +10,16 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from megarl.models.experts import Experts, read_experts
-from megarl.models.families import FAMILIES, ExpertNames
+from megarl.models.families import ALIASES, FAMILIES, ExpertNames, Family
 from megarl.models.fields import LONGEST, MOST_LAYERS, SHOWN, Fields, wrong
-from megarl.models.rotary import RopeScaling, Yarn, rope_parameters, rope_scaling
+from megarl.models.rotary import RopeScaling, Yarn, rope_parameters, rope_scaling, rotary_fraction
 from megarl.models.unsupported import unsupported
 from megarl.platform.errors import UserError
 
 ODD = "must be even, because positions rotate pairs of numbers"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-SCORE = "score.weight"  # the scalar head in a checkpoint
+SCORE = "score.weight"  # the scalar head
 VOCAB_MULTIPLE = 64  # the rows of a complete engine's padded vocabulary are a multiple of this
 
 
@@ -49,13 +49,36 @@ class Architecture:
     tied_embeddings: bool  # the output layer is the embedding; the checkpoint has no `lm_head.weight`
     qkv_bias: bool
     qk_norm: bool
-    rms_norm_eps: float
+    norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | Yarn | None
     max_position_embeddings: int
     experts: Experts | None = None  # None: every layer is dense
     latent: LatentAttention | None = None  # None: every head or group of heads has its own keys and values
     scalar_head: bool = False  # one number per token (`score.weight`) instead of logits; ties nothing
+    rotary_fraction: float = 1.0  # of the numbers of a head, from its first
+    activation: str = "silu"  # a key of transformers' ACT2FN
+    unrotated_layers: tuple[int, ...] = ()  # whose queries and keys have no position
+    parallel_residual: bool = False  # attention and feed-forward layer read the same hidden states
+
+    @property
+    def traits(self) -> Family:
+        """What the family implies."""
+        return FAMILIES[self.family]
+
+    @property
+    def embedding_name(self) -> str:
+        """The name of the embedding in the checkpoint."""
+        return self.traits.parameter_name(EMBEDDING)
+
+    @property
+    def head_name(self) -> str:
+        """The name of the output layer in the checkpoint, also of a model that ties it to the embedding."""
+        return self.traits.parameter_name(HEAD)
+
+    def layer_prefix(self, layer: int) -> str:
+        """Return the beginning of the names of a layer's parameters in the checkpoint."""
+        return self.traits.parameter_name(f"model.layers.{layer}.")
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""
@@ -68,7 +91,7 @@ class Architecture:
     @property
     def expert_names(self) -> ExpertNames:
         """The names of the parts of a layer with experts, in the checkpoint."""
-        names = FAMILIES[self.family].experts
+        names = self.traits.experts
         assert names is not None, self.family
         return names
 
@@ -79,16 +102,18 @@ def read_architecture(hf_config: Mapping[str, object]) -> Architecture:
     Raises:
         UserError: the family is unknown, a size is missing or impossible, or the model needs something unsupported.
     """
-    family = str(hf_config.get("model_type"))
+    model_type = str(hf_config.get("model_type"))
+    family = ALIASES.get(model_type, model_type)
     if family not in FAMILIES:
-        raise UserError(f"config.json: model_type is {family[:SHOWN]}; known are {', '.join(FAMILIES)}")
+        known = ", ".join([*FAMILIES, *ALIASES])
+        raise UserError(f"config.json: model_type is {model_type[:SHOWN]}; known are {known}")
     traits = FAMILIES[family]
     # A null overrides the family's default and then counts as missing, as in transformers.
-    config = Fields.of({**traits.defaults, **hf_config})
+    config = Fields.of({**traits.defaults, **hf_config, "model_type": family})
     for fault in unsupported(hf_config, config):
         raise UserError(fault)
     scalar_head = _is_classifier(config)
-    rope = rope_parameters(config)
+    rope = rope_parameters(config, traits)
     latent = _latent(config) if traits.latent else None
     num_heads, num_key_value_heads, head_dim = _heads(config, latent)
     architecture = Architecture(
@@ -101,15 +126,19 @@ def read_architecture(hf_config: Mapping[str, object]) -> Architecture:
         head_dim=head_dim,
         vocab_size=config.size("vocab_size"),
         tied_embeddings=config.flag("tie_word_embeddings") and not scalar_head,
-        qkv_bias=traits.qkv_bias,
-        qk_norm=traits.qk_norm,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope_theta=rope.number("rope_theta", 10000.0),
+        qkv_bias=_switch(config, traits.qkv_bias),
+        qk_norm=_switch(config, traits.qk_norm),
+        norm_eps=config.number(traits.key("rms_norm_eps"), 1e-6),
+        rope_theta=rope.number("rope_theta", traits.rope_theta),
         rope_scaling=rope_scaling(rope, latent=traits.latent),
         max_position_embeddings=config.size("max_position_embeddings", most=LONGEST),
-        experts=read_experts(config) if traits.experts else None,
+        experts=read_experts(config, traits) if traits.experts else None,
         latent=latent,
         scalar_head=scalar_head,
+        rotary_fraction=rotary_fraction(rope, traits, head_dim),
+        activation=str(config.values.get("hidden_act", traits.activations[0])),
+        unrotated_layers=_unrotated_layers(config) if traits.rotates_by_layer else (),
+        parallel_residual=traits.parallel_residual and config.flag("use_parallel_residual", default=True),
     )
     for key, least in (("bos_token_id", -1), ("eos_token_id", 0), ("pad_token_id", -1)):
         config.tokens(key, architecture.vocab_size, least=least)
@@ -126,19 +155,49 @@ def hf_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of every parameter of the Hugging Face checkpoint, in canonical order.
 
     The order is embedding, layers from the first to the last, final norm, and head. The head is `score` if it is
-    scalar, else `lm_head`; a tied head is missing.
+    scalar; a tied head is missing.
     """
+    shapes: Shapes = {}
+    for name, (rows, *rest) in llama_shapes(architecture).items():
+        place = checkpoint_places(architecture)[name]
+        shapes[place.name] = (place.row + rows, *rest)
+    return MappingProxyType(shapes)
+
+
+@dataclass(frozen=True)
+class CheckpointPlace:
+    """The place of a parameter of Llama in a checkpoint whose family names or stacks it otherwise."""
+
+    name: str  # of the checkpoint's parameter
+    row: int  # where the parameter of Llama begins
+
+
+@lru_cache(maxsize=16)
+def checkpoint_places(architecture: Architecture) -> Mapping[str, CheckpointPlace]:
+    """Return the place in the checkpoint of every parameter of `llama_shapes`, in the same order."""
+    places: dict[str, CheckpointPlace] = {}
+    ends: dict[str, int] = {}
+    for name, shape in llama_shapes(architecture).items():
+        own = architecture.traits.parameter_name(name)
+        places[name] = CheckpointPlace(own, ends.get(own, 0))
+        ends[own] = ends.get(own, 0) + shape[0]
+    return MappingProxyType(places)
+
+
+@lru_cache(maxsize=16)
+def llama_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
+    """Return the shape of every parameter by the name that it has, or would have, in Llama."""
     a = architecture
-    attention: Shapes = {"input_layernorm.weight": (a.hidden_size,)}
+    attention = _norm_shapes(a, "input_layernorm")
     attention |= _latent_shapes(a, a.latent) if a.latent else _attention_shapes(a)
-    attention["post_attention_layernorm.weight"] = (a.hidden_size,)
-    dense = attention | _swiglu_shapes("mlp.", a.hidden_size, a.ffn_hidden_size)
+    attention |= _norm_shapes(a, "post_attention_layernorm")
+    dense = attention | _feed_forward_shapes(a)
     sparse = attention | _expert_shapes(a, a.experts) if a.experts else {}
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (a.vocab_size, a.hidden_size)}
+    shapes: Shapes = {EMBEDDING: (a.vocab_size, a.hidden_size)}
     for number in range(a.num_layers):
         layer = sparse if a.is_sparse(number) else dense
         shapes.update({f"model.layers.{number}.{name}": shape for name, shape in layer.items()})
-    shapes["model.norm.weight"] = (a.hidden_size,)
+    shapes |= _norm_shapes(a, "model.norm")
     if a.scalar_head:
         shapes[SCORE] = (1, a.hidden_size)
     elif not a.tied_embeddings:
@@ -152,13 +211,29 @@ Shapes = dict[str, tuple[int, ...]]
 def _attention_shapes(a: Architecture) -> Shapes:
     query = a.num_attention_heads * a.head_dim
     key_value = a.num_key_value_heads * a.head_dim
-    projections = {"q": query, "k": key_value, "v": key_value}
+    projections = {"qkv": query + 2 * key_value} if a.traits.fused_qkv else {"q": query, "k": key_value, "v": key_value}
     shapes: Shapes = {f"self_attn.{x}_proj.weight": (rows, a.hidden_size) for x, rows in projections.items()}
     if a.qkv_bias:
         shapes |= {f"self_attn.{x}_proj.bias": (rows,) for x, rows in projections.items()}
     if a.qk_norm:
         shapes |= {f"self_attn.{x}_norm.weight": (a.head_dim,) for x in "qk"}
-    return shapes | {"self_attn.o_proj.weight": (a.hidden_size, query)}
+    return shapes | _linear_shapes(a, "self_attn.o_proj", a.hidden_size, query)
+
+
+def _norm_shapes(a: Architecture, name: str) -> Shapes:
+    return {f"{name}.{part}": (a.hidden_size,) for part in a.traits.norm_parts}
+
+
+def _linear_shapes(a: Architecture, name: str, rows: int, columns: int) -> Shapes:
+    shapes = {"weight": (rows, columns), "bias": (rows,)}
+    return {f"{name}.{part}": shapes[part] for part in a.traits.linear_parts}
+
+
+def _feed_forward_shapes(a: Architecture) -> Shapes:
+    if a.traits.gated:
+        return _swiglu_shapes("mlp.", a.hidden_size, a.ffn_hidden_size)
+    up = _linear_shapes(a, "mlp.up_proj", a.ffn_hidden_size, a.hidden_size)
+    return up | _linear_shapes(a, "mlp.down_proj", a.hidden_size, a.ffn_hidden_size)
 
 
 def _latent_shapes(a: Architecture, latent: LatentAttention) -> Shapes:
@@ -209,6 +284,20 @@ def _expert_shapes(a: Architecture, experts: Experts) -> Shapes:
     if experts.shared_gate:
         shapes[f"{names.block}.{names.shared}_gate.weight"] = (1, a.hidden_size)
     return shapes
+
+
+def _unrotated_layers(config: Fields) -> tuple[int, ...]:
+    num_layers = config.size("num_hidden_layers", most=MOST_LAYERS)
+    interval = config.size("no_rope_layer_interval", 4)
+    rotated = config.items("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if len(rotated) != num_layers or not set(rotated) <= {0, 1}:
+        raise wrong("no_rope_layers", rotated, f"must have 1 (rotated) or 0 for each of the {num_layers} layers")
+    return tuple(layer for layer in range(num_layers) if not rotated[layer])
+
+
+def _switch(config: Fields, trait: bool | str) -> bool:
+    """Return a trait, or what config.json says at the key that decides it."""
+    return config.flag(trait) if isinstance(trait, str) else trait
 
 
 def _is_classifier(config: Fields) -> bool:

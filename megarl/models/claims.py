@@ -1,9 +1,10 @@
 """A check that the tensors of a Hugging Face directory belong to the model that its `config.json` describes.
 
 A tensor without a parameter is a fault: dropping it silently would leave another model than the trained one. Three
-kinds are left out on purpose: the frequencies of rotary positions, which are computed; the layers that predict several
-tokens ahead (deepseek_v3); and the layers behind an overridden num_hidden_layers. `megarl.models.source` checks an
-`lm_head.weight` of a model with tied embeddings, because its values decide.
+kinds are left out on purpose: the frequencies of rotary positions and the masks of old gpt_neox checkpoints, which are
+computed; the layers that predict several tokens ahead; and the layers behind an overridden
+num_hidden_layers. `megarl.models.source` checks the output layer of a model with tied embeddings, because its values
+decide.
 """
 
 import re
@@ -11,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.models.architecture import HEAD, Architecture, hf_shapes
+from megarl.models.architecture import Architecture, hf_shapes
 from megarl.models.fields import Fields
 from megarl.models.hub import read_config
 from megarl.platform.errors import UserError
 from megarl.reshard.headers import CONFIG, FLOATS, Stored, stored_tensors
 
 MOST_NAMED = 3
-FREQUENCIES = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
+COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias")
+LAYER = re.compile(r"\w+\.layers\.(\d+)\.")
 CLAIMS = (
     (re.compile(r".*self_attn\.[qkvo]_proj\.bias"), "biases of the attention follow from attention_bias or qkv_bias"),
     (re.compile(r".*self_attn\.[qk]_norm\..*"), "norms of queries and keys follow from model_type qwen3"),
@@ -29,7 +30,7 @@ CLAIMS = (
         "experts follow from model_type and the number of experts",
     ),
     (re.compile(r"score\..*"), "a score follows from architectures [...ForSequenceClassification]"),
-    (re.compile(r"lm_head\..*"), "an output layer follows from architectures [...ForCausalLM]"),
+    (re.compile(r"(lm_head|embed_out)\..*"), "an output layer follows from architectures [...ForCausalLM]"),
 )
 """Patterns of tensors, and the fields of a `config.json` that they follow from; the first match counts."""
 
@@ -51,13 +52,14 @@ def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bo
         yield str(error)
         return
     shapes = hf_shapes(replace(architecture, num_layers=num_layers))
-    needed = [name for name in hf_shapes(architecture) if needs_head or name != HEAD]
+    head = architecture.head_name
+    needed = [name for name in hf_shapes(architecture) if needs_head or name != head]
     missing = [name for name in needed if name not in stored]
     if missing:
         hint = "; if its output layer is the embedding, config.json must say tie_word_embeddings: true"
-        yield f"{directory} has no tensor {_listed(missing)}{hint * (HEAD in missing)}"
+        yield f"{directory} has no tensor {_listed(missing)}{hint * (head in missing)}"
     yield from _misfits(stored, shapes)
-    ahead = range(num_layers, num_layers + num_ahead) if architecture.family == "deepseek_v3" else range(0)
+    ahead = range(num_layers, num_layers + num_ahead) if architecture.traits.predicts_ahead else range(0)
     unclaimed = [name for name in stored if name not in shapes and not _is_left_out(name, architecture, ahead)]
     if unclaimed:
         yield (
@@ -81,10 +83,10 @@ def _misfits(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
 
 
 def _is_left_out(name: str, architecture: Architecture, ahead: range) -> bool:
-    if name == HEAD and architecture.tied_embeddings:
+    if name == architecture.head_name and architecture.tied_embeddings:
         return True
     layer = LAYER.match(name)
-    return bool(FREQUENCIES.fullmatch(name)) or bool(layer and int(layer[1]) in ahead)
+    return bool(COMPUTED.fullmatch(name)) or bool(layer and int(layer[1]) in ahead)
 
 
 def _who_claims(names: Sequence[str], num_layers: int) -> str:

@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megarl.models.architecture import Architecture, LatentAttention, hf_shapes, padded_vocabulary
+from megarl.models.architecture import (
+    EMBEDDING,
+    HEAD,
+    Architecture,
+    LatentAttention,
+    checkpoint_places,
+    hf_shapes,
+    llama_shapes,
+    padded_vocabulary,
+)
 from megarl.models.placing import behind, placed
 from megarl.platform.errors import UserError
 from megarl.reshard.layout import Box, Layout, Piece, Placement, ShardedBoxes, placement_of, row_major, whole
@@ -40,19 +49,19 @@ def engine_layout(
     Raises:
         UserError: a parameter does not divide into `tp_size` equal parts.
     """
-    cut = _Cut(architecture, "", tp_rank, tp_size)
+    cut = _Cut(architecture, None, tp_rank, tp_size)
     layers: dict[bool, list[Piece]] = {}
     layout = list(_outside(cut, dtype))
     for number in range(architecture.num_layers):
         sparse = architecture.is_sparse(number)
         if sparse not in layers:
-            mine = replace(cut, prefix=f"model.layers.{number}.")
+            mine = replace(cut, layer=number)
             layers[sparse] = list(_layer(mine, dtype, sparse=sparse, latent_fused=latent_fused))
             if sparse and expert_parallel:
                 layers[sparse] += _experts(mine.uncut(), _expert_block(mine), dtype)
             elif sparse:
                 layers[sparse] += _experts(mine, _all_experts(architecture), dtype)
-        layout += _in_layer(number, layers[sparse])
+        layout += _in_layer(architecture, number, layers[sparse])
     return tuple(layout)
 
 
@@ -67,33 +76,47 @@ def engine_placement(
         UserError: a parameter does not divide into `tp_size` equal parts, so that some of it would have no rank.
     """
     assert num_ranks % tp_size == 0, (num_ranks, tp_size)
-    cuts = [_Cut(architecture, "", rank, tp_size) for rank in range(tp_size)]
+    cuts = [_Cut(architecture, None, rank, tp_size) for rank in range(tp_size)]
     ranks = [range(rank, num_ranks, tp_size) for rank in range(tp_size)]
     samples = {architecture.is_sparse(number): number for number in range(architecture.num_layers)}
     layouts = [list(_outside(cut, dtype)) for cut in cuts]
     for sparse, number in samples.items():
         for cut, layout in zip(cuts, layouts, strict=True):
-            mine = replace(cut, prefix=f"model.layers.{number}.")
-            layout += _in_layer(number, _layer(mine, dtype, sparse=sparse, latent_fused=False))
+            mine = replace(cut, layer=number)
+            layout += _in_layer(architecture, number, _layer(mine, dtype, sparse=sparse, latent_fused=False))
     found = placed(placement_of(layouts), ranks)
-    layers = {sparse: behind(f"model.layers.{number}.", found) for sparse, number in samples.items()}
+    layers = {sparse: behind(architecture.layer_prefix(number), found) for sparse, number in samples.items()}
     if True in samples:
-        mine_all = [replace(cut, prefix=f"model.layers.{samples[True]}.") for cut in cuts]
+        mine_all = [replace(cut, layer=samples[True]) for cut in cuts]
         layers[True] |= _expert_holdings(mine_all, ranks, dtype, expert_parallel=expert_parallel)
     for number in range(architecture.num_layers):
+        prefix = architecture.layer_prefix(number)
         layer = layers[architecture.is_sparse(number)]
-        found.update({f"model.layers.{number}.{name}": boxes for name, boxes in layer.items()})
+        found.update({f"{prefix}{name}": boxes for name, boxes in layer.items()})
     return {name: found[name] for name in hf_shapes(architecture)}
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """The share of one of `tp_size` ranks in a layer; parameters are named after the layer's prefix."""
+    """The share of one of `tp_size` ranks in a layer.
+
+    Methods take the names of Llama and return those of the family, both after the layer's prefix.
+    """
 
     architecture: Architecture
-    prefix: str
+    layer: int | None  # None: outside the layers
     tp_rank: int
     tp_size: int
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the names of Llama."""
+        return "" if self.layer is None else f"model.layers.{self.layer}."
+
+    @property
+    def own_prefix(self) -> str:
+        """The beginning of the names of the family."""
+        return self.architecture.traits.parameter_name(self.prefix)
 
     def uncut(self) -> "_Cut":
         """Return the cut of an engine with one rank."""
@@ -101,29 +124,36 @@ class _Cut:
 
     def whole(self, name: str) -> NamedBox:
         """Return a complete parameter."""
-        return name, whole(hf_shapes(self.architecture)[self.prefix + name])
+        return self._placed(name, whole(self._shape(name)))
 
     def rows(self, name: str, *, num_parts: int | None = None) -> NamedBox:
         """Return this rank's slice of the rows. With fewer parts than ranks, neighbours have the same slice."""
         num_parts = num_parts or self.tp_size
-        box = self.whole(name)[1]
-        size = _share(box.hi[0], num_parts, name)
+        rows, *rest = self._shape(name)
+        size = _share(rows, num_parts, name)
         part = self.tp_rank * num_parts // self.tp_size
-        return name, Box((part * size, *box.lo[1:]), ((part + 1) * size, *box.hi[1:]))
+        return self._placed(name, Box((part * size, *(0 for _ in rest)), ((part + 1) * size, *rest)))
 
     def columns(self, name: str) -> NamedBox:
         """Return this rank's slice of the columns."""
-        rows, columns = self.whole(name)[1].hi
+        rows, columns = self._shape(name)
         size = _share(columns, self.tp_size, name)
-        return name, Box((0, self.tp_rank * size), (rows, (self.tp_rank + 1) * size))
+        return self._placed(name, Box((0, self.tp_rank * size), (rows, (self.tp_rank + 1) * size)))
 
     def vocabulary(self, name: str) -> list[NamedBox]:
         """Return this rank's slice of the padded rows; nothing if all of its rows are padding."""
-        rows, columns = self.whole(name)[1].hi
+        rows, columns = self._shape(name)
         size = _share(padded_vocabulary(rows), self.tp_size, name)
         first = self.tp_rank * size
         end = min((self.tp_rank + 1) * size, rows)
-        return [(name, Box((first, 0), (end, columns)))] if first < end else []
+        return [self._placed(name, Box((first, 0), (end, columns)))] if first < end else []
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return llama_shapes(self.architecture)[self.prefix + name]
+
+    def _placed(self, name: str, box: Box) -> NamedBox:
+        place = checkpoint_places(self.architecture)[self.prefix + name]
+        return place.name.removeprefix(self.own_prefix), box.lowered(place.row)
 
 
 def _share(size: int, num_parts: int, name: str) -> int:
@@ -142,24 +172,37 @@ def _share(size: int, num_parts: int, name: str) -> int:
 
 def _outside(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
     """Yield the parameters outside the layers."""
-    for name in ("model.embed_tokens.weight", "lm_head.weight")[: 2 - cut.architecture.tied_embeddings]:
-        yield from _stacked(name, cut.vocabulary(name), dtype)
-    yield from _copies(cut, ["model.norm.weight"], dtype)
+    a = cut.architecture
+    yield from _stacked(_in_trunk(a.embedding_name), cut.vocabulary(EMBEDDING), dtype)
+    if not a.tied_embeddings:
+        yield from _stacked(HEAD, cut.vocabulary(HEAD), dtype)
+    for part in a.traits.norm_parts:
+        norm = cut.whole(f"model.norm.{part}")
+        yield from _stacked(_in_trunk(norm[0]), [norm], dtype)
+
+
+def _in_trunk(name: str) -> str:
+    """Return vLLM's name of a parameter outside the layers: the trunk is `model` in every family."""
+    return f"model.{name.partition('.')[2]}"
 
 
 def _layer(cut: _Cut, dtype: torch.dtype, *, sparse: bool, latent_fused: bool) -> Iterator[Piece]:
     """Yield a layer without its experts."""
     a = cut.architecture
-    o_proj = "self_attn.o_proj.weight"
-    yield from _copies(cut, ["input_layernorm.weight", "post_attention_layernorm.weight"], dtype)
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        yield from _copies(cut, [f"{norm}.{part}" for part in a.traits.norm_parts], dtype)
     yield from _latent(cut, a.latent, dtype, fused=latent_fused) if a.latent else _attention(cut, dtype)
-    yield from _stacked(o_proj, [cut.columns(o_proj)], dtype)
+    yield from _row_parallel(cut, "self_attn.o_proj", dtype)
+    if not a.traits.gated:
+        yield from _column_parallel(cut, "mlp.up_proj", dtype)
+        yield from _row_parallel(cut, "mlp.down_proj", dtype)
+        return
     if not sparse or a.experts is None:
         yield from _swiglu("mlp.", cut, dtype)
         return
     block = a.expert_names.block
     shared = a.expert_names.shared
-    yield from _copies(cut, [f"{block}.gate.weight"], dtype)
+    yield from _copies(cut, [f"{block}.gate.weight"], torch.float32 if a.traits.float32_router else dtype)
     if a.experts.router_bias:
         yield from _copies(cut, [f"{block}.gate.e_score_correction_bias"], torch.float32)
     if a.experts.shared_ffn_hidden_size:
@@ -168,8 +211,22 @@ def _layer(cut: _Cut, dtype: torch.dtype, *, sparse: bool, latent_fused: bool) -
         yield from _copies(cut, [f"{block}.{shared}_gate.weight"], dtype)
 
 
+def _column_parallel(cut: _Cut, name: str, dtype: torch.dtype) -> Iterator[Piece]:
+    for part in cut.architecture.traits.linear_parts:
+        yield from _alone(cut.rows(f"{name}.{part}"), dtype)
+
+
+def _row_parallel(cut: _Cut, name: str, dtype: torch.dtype) -> Iterator[Piece]:
+    yield from _alone(cut.columns(f"{name}.weight"), dtype)
+    if cut.architecture.traits.linear_bias:
+        yield from _copies(cut, [f"{name}.bias"], dtype)
+
+
 def _attention(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
     a = cut.architecture
+    if a.traits.fused_qkv:
+        yield from _column_parallel(cut, "self_attn.qkv_proj", dtype)
+        return
     kv_parts = min(cut.tp_size, a.num_key_value_heads)
     for suffix in ("weight", "bias") if a.qkv_bias else ("weight",):
         keys_and_values = [cut.rows(f"self_attn.{x}_proj.{suffix}", num_parts=kv_parts) for x in "kv"]
@@ -249,7 +306,12 @@ def _expert_holdings(
 def _copies(cut: _Cut, names: Iterable[str], dtype: torch.dtype) -> Iterator[Piece]:
     """Yield parameters that every rank has complete, under their own names."""
     for name in names:
-        yield from _stacked(name, [cut.whole(name)], dtype)
+        yield from _alone(cut.whole(name), dtype)
+
+
+def _alone(part: NamedBox, dtype: torch.dtype) -> Iterator[Piece]:
+    """Yield a part as a parameter of its own name."""
+    return _stacked(part[0], [part], dtype)
 
 
 def _stacked(param: str, parts: Sequence[NamedBox], dtype: torch.dtype, *, index: int = 0) -> Iterator[Piece]:
@@ -260,7 +322,8 @@ def _stacked(param: str, parts: Sequence[NamedBox], dtype: torch.dtype, *, index
         offset += box.numel
 
 
-def _in_layer(number: int, layer: Iterable[Piece]) -> list[Piece]:
+def _in_layer(a: Architecture, number: int, layer: Iterable[Piece]) -> list[Piece]:
     """Return the pieces with their layer's prefix in both names."""
-    prefix = f"model.layers.{number}."
-    return [Piece(prefix + p.name, p.box, prefix + p.param, p.offset, p.stride, p.dtype) for p in layer]
+    prefix = a.layer_prefix(number)
+    of_param = f"model.layers.{number}."
+    return [Piece(prefix + p.name, p.box, of_param + p.param, p.offset, p.stride, p.dtype) for p in layer]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megarl.models.families import Family
 from megarl.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, wrong
 from megarl.platform.errors import UserError
 
@@ -28,9 +29,9 @@ class Experts:
     router_bias: bool = False  # a bias per expert that affects the choice and not the weights
 
 
-def read_experts(config: Fields) -> Experts:
+def read_experts(config: Fields, traits: Family) -> Experts:
     """Return the experts of a family that has experts. Raises UserError if a size is missing or impossible."""
-    experts = _read(config)
+    experts = _read(config, traits)
     if experts.top_k > experts.num_experts:
         raise wrong("num_experts_per_tok", experts.top_k, f"there are {experts.num_experts} experts")
     if experts.num_experts % experts.num_groups:
@@ -47,7 +48,7 @@ def read_experts(config: Fields) -> Experts:
     return experts
 
 
-def _read(config: Fields) -> Experts:
+def _read(config: Fields, traits: Family) -> Experts:
     family = config.values["model_type"]
     top_k = config.size("num_experts_per_tok", most=MOST_EXPERTS)
     if family == "mixtral":
@@ -71,17 +72,17 @@ def _read(config: Fields) -> Experts:
             first_dense_layers=len(config.items("mlp_only_layers")),
             normalize_top_k=normalize_top_k,
         )
-    grouped = family == "deepseek_v3" or config.values["topk_method"] == "group_limited_greedy"
+    grouped = traits.sigmoid_router or config.values["topk_method"] == "group_limited_greedy"
     return Experts(
         num_experts=config.size("n_routed_experts", most=MOST_EXPERTS),
         top_k=top_k,
         ffn_hidden_size=ffn_hidden_size,
         shared_ffn_hidden_size=config.size("n_shared_experts", 0, least=0, most=MOST_EXPERTS) * ffn_hidden_size,
         first_dense_layers=config.size("first_k_dense_replace", 0, least=0),
-        score="sigmoid" if family == "deepseek_v3" else "softmax",
+        score="sigmoid" if traits.sigmoid_router else "softmax",
         normalize_top_k=normalize_top_k,
         scaling=config.number("routed_scaling_factor", 1.0),
         num_groups=config.size("n_group") if grouped else 1,
         top_k_groups=config.size("topk_group") if grouped else 1,
-        router_bias=family == "deepseek_v3",
+        router_bias=traits.sigmoid_router,
     )

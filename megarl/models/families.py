@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +20,53 @@ class ExpertNames:
 class Family:
     """The traits that a `model_type` implies. `defaults` are transformers' values of fields missing in config.json."""
 
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    qkv_bias: bool | str = False  # or the key of config.json that decides
+    qk_norm: bool | str = False  # the same
     latent: bool = False
     experts: ExpertNames | None = None
+    sigmoid_router: bool = False  # experts score by a sigmoid, and a bias affects their choice, as in DeepSeek-V3
+    float32_router: bool = False  # the engine keeps the router's weight in float32
+    predicts_ahead: bool = False  # checkpoints may have more layers, which predict several tokens ahead
+    can_tie: bool = True  # the engine can share the embedding with the output layer
+    norm: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # LayerNorm has a bias
+    linear_bias: bool = False  # in both projections of the attention and of the feed-forward layer
+    gated: bool = True  # the feed-forward layer is down(act(gate x) * up x), else down(act(up x))
+    rope_theta: float = 10000.0  # unless config.json says another
+    parallel_residual: bool = False  # unless `use_parallel_residual` is false in config.json
+    rotary_fraction: float | None = None  # of a head's numbers, unless config.json says another; None: all, always
+    rotates_by_layer: bool = False  # `no_rope_layers` of config.json names layers without rotation
+    rotary_neighbours: bool = False  # neighbouring numbers of a head rotate together, else those of its two halves
+    fused_qkv: bool = False  # one parameter holds [query ; key ; value] of each head, head after head
+    activations: tuple[str, ...] = ("silu", "swish")  # possible values of `hidden_act`
+    unread: tuple[str, ...] = ()  # keys of dropout in training that published files contain
+    names_of_keys: Mapping[str, str] = field(default_factory=dict)  # a key of config.json -> its name in this family
+    renamed: Mapping[str, str] = field(default_factory=dict)  # part of a parameter's name in Llama -> in this family
+    """Parameters of a layer that get one name are stacked in it."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def norm_parts(self) -> tuple[str, ...]:
+        """The parameters of a norm."""
+        return ("weight", "bias") if self.norm == "LayerNorm" else ("weight",)
+
+    @property
+    def linear_parts(self) -> tuple[str, ...]:
+        """The parameters of the output projection and of each projection of the feed-forward layer."""
+        return ("weight", "bias") if self.linear_bias else ("weight",)
+
+    def key(self, usual: str) -> str:
+        """Return the name of a key of config.json, given its name in Llama's."""
+        return self.names_of_keys.get(usual, usual)
+
+    def parameter_name(self, usual: str) -> str:
+        """Return the name of a parameter in the checkpoint, or its beginning, given the name that Llama has for it."""
+        for part, own in self.renamed.items():
+            usual = usual.replace(part, own)
+        return usual
+
+
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Other names of a family. megarl exports models under the name of the family, which transformers knows."""
 
 QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 DEEPSEEK = {
@@ -44,12 +85,12 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(qkv_bias=True, defaults=QWEN_DEFAULTS),
     "qwen3": Family(qk_norm=True, defaults=QWEN_DEFAULTS | {"head_dim": 128}),
     "mixtral": Family(
+        rope_theta=1e6,
         experts=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
@@ -79,6 +120,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v2": Family(
         latent=True,
+        can_tie=False,
         experts=ExpertNames(shared="shared_experts"),
         defaults=DEEPSEEK
         | {
@@ -91,6 +133,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v3": Family(
         latent=True,
+        sigmoid_router=True,
+        predicts_ahead=True,
+        can_tie=False,
         experts=ExpertNames(shared="shared_experts"),
         defaults=DEEPSEEK
         | {
@@ -104,6 +149,121 @@ FAMILIES: Mapping[str, Family] = {
             "topk_group": 4,
             "routed_scaling_factor": 2.5,
             "norm_topk_prob": True,
+        },
+    ),
+    "glm4_moe": Family(
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        rotary_fraction=0.5,
+        experts=ExpertNames(shared="shared_experts"),
+        sigmoid_router=True,
+        float32_router=True,
+        predicts_ahead=True,
+        can_tie=False,
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+        },
+    ),
+    "glm4_moe_lite": Family(
+        latent=True,
+        experts=ExpertNames(shared="shared_experts"),
+        sigmoid_router=True,
+        float32_router=True,
+        predicts_ahead=True,
+        can_tie=False,
+        defaults={
+            "kv_lora_rank": 512,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 256,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+        },
+    ),
+    "smollm3": Family(
+        rotates_by_layer=True,
+        rope_theta=2000000.0,
+        defaults={"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True},
+    ),
+    "phi3": Family(
+        rotary_fraction=1.0,
+        renamed={
+            "self_attn.q_proj": "self_attn.qkv_proj",
+            "self_attn.k_proj": "self_attn.qkv_proj",
+            "self_attn.v_proj": "self_attn.qkv_proj",
+            "mlp.gate_proj": "mlp.gate_up_proj",
+            "mlp.up_proj": "mlp.gate_up_proj",
+        },
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    ),
+    "ernie4_5": Family(
+        rotary_neighbours=True,
+        rope_theta=500000.0,
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "seed_oss": Family(
+        qkv_bias="attention_bias",
+        unread=("attention_dropout", "residual_dropout"),
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 524288,
+            "head_dim": 128,
+            "attention_bias": True,
+        },
+    ),
+    "gpt_neox": Family(
+        qkv_bias=True,
+        norm="LayerNorm",
+        linear_bias=True,
+        gated=False,
+        parallel_residual=True,
+        rotary_fraction=0.25,
+        fused_qkv=True,
+        activations=("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh"),
+        names_of_keys={
+            "rms_norm_eps": "layer_norm_eps",
+            "rope_theta": "rotary_emb_base",
+            "partial_rotary_factor": "rotary_pct",
+        },
+        renamed={
+            "model.embed_tokens": "gpt_neox.embed_in",
+            "model.layers": "gpt_neox.layers",
+            "self_attn.qkv_proj": "attention.query_key_value",
+            "self_attn.o_proj": "attention.dense",
+            "mlp.up_proj": "mlp.dense_h_to_4h",
+            "mlp.down_proj": "mlp.dense_4h_to_h",
+            "model.norm": "gpt_neox.final_layer_norm",
+            "lm_head": "embed_out",
+        },
+        defaults={
+            "max_position_embeddings": 2048,
+            "layer_norm_eps": 1e-5,
         },
     ),
 }

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from megarl.models.architecture import EMBEDDING, HEAD, SCORE, Architecture, hf_shapes
+from megarl.models.architecture import SCORE, Architecture, hf_shapes
 
 UPDATE = 3
 """Forward passes that a forward and a backward pass cost: for each product, the gradients of both of its factors."""
 EXPERT = ".experts."
-ATTENTION = ".self_attn."
+ATTENTION = (".self_attn.", ".attention.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +45,19 @@ def forward_flops(architecture: Architecture, tokens: Tokens) -> int:
 
 def feed_forward_share(architecture: Architecture, tokens: Tokens) -> float:
     """Return the share of a forward pass's FLOPs that the feed-forward layers and experts need."""
-    weights = active_weights(architecture, outside=ATTENTION)
+    weights = active_weights(architecture, left_out=ATTENTION)
     return 2 * weights * tokens.num_tokens / forward_flops(architecture, tokens)
 
 
-def active_weights(architecture: Architecture, *, outside: str | None = None) -> int:
+def active_weights(architecture: Architecture, *, left_out: Iterable[str] = ()) -> int:
     """Return the elements of the matrices of all layers that one token meets; embedding and head are none of them.
 
-    The matrices with `outside` in their names are left out.
+    Matrices whose names contain a part of `left_out` are not counted.
     """
+    outside = (architecture.embedding_name, architecture.head_name, SCORE)
     dense = routed = 0
     for name, shape in hf_shapes(architecture).items():
-        if len(shape) == 2 and name not in (EMBEDDING, HEAD, SCORE) and not (outside and outside in name):
+        if len(shape) == 2 and name not in outside and not any(part in name for part in left_out):
             if EXPERT in name:
                 routed += prod(shape)
             else:

@@ -124,7 +124,7 @@ def read_model(directory: ModelDirectory, overrides: Mapping[str, object]) -> tu
             declared.tokens("eos_token_id", architecture.vocab_size)
         except UserError as error:
             raise UserError(f"{generation}: {str(error).removeprefix('config.json: ')}") from error
-    return config, architecture
+    return config | {"model_type": architecture.family}, architecture
 
 
 def stop_token_ids(directory: Path, tokenizer_eos: int | None) -> list[int]:

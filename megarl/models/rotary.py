@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
+from megarl.models.families import Family
 from megarl.models.fields import Fields, wrong
 from megarl.platform.errors import UserError
 
@@ -33,7 +34,8 @@ class Yarn:
 S = TypeVar("S", RopeScaling, Yarn)
 
 
-COMMON = ("rope_theta", "rope_type", "partial_rotary_factor")  # of every kind of scaling
+ROTARY = ("rope_theta", "partial_rotary_factor")
+COMMON = (*ROTARY, "rope_type")  # of every kind of scaling
 OTHER_NAMES = {
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",
@@ -42,16 +44,19 @@ OTHER_NAMES = {
 """Keys that vLLM reads as others, in every model."""
 
 
-def rope_parameters(config: Fields) -> Fields:
+def rope_parameters(config: Fields, family: Family) -> Fields:
     """Return the rotary settings, from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old).
 
     Raises:
         UserError: a setting has two values or another name, so transformers and the engine might differ.
     """
-    for name, meant in OTHER_NAMES.items():
-        if config.values.get(name) is not None:
-            raise UserError(f"config.json: {name}: vLLM reads it as {meant}, and transformers does not: write {meant}")
-    outside = {key: config.values[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
+    own = {usual: family.key(usual) for usual in ROTARY}
+    for name, meant in (OTHER_NAMES | {usual: usual for usual in ROTARY}).items():
+        if name in config and name != own[meant]:
+            raise UserError(
+                f"config.json: {name}: vLLM reads it as {meant}, and transformers does not: write {own[meant]}"
+            )
+    outside = {usual: config.values[key] for usual, key in own.items() if key in config}
     old = _settings(config, "rope_scaling")
     new = _settings(config, "rope_parameters")
     if old and new and old != {key: value for key, value in new.items() if key in old or key != "rope_theta"}:
@@ -60,11 +65,18 @@ def rope_parameters(config: Fields) -> Fields:
     for key, value in outside.items():
         if key in settings and settings[key] != value:
             raise UserError(f"config.json: {key} is {value!r}, and {settings[key]!r} in the rotary settings: keep one")
-    rope = Fields(outside | settings)
-    fraction = rope.values.get("partial_rotary_factor", 1.0)
-    if fraction != 1.0:
+    return Fields(outside | settings)
+
+
+def rotary_fraction(rope: Fields, family: Family, head_dim: int) -> float:
+    """Return the fraction of a head's numbers that are rotated. Raises UserError if it is not supported."""
+    fraction = rope.number("partial_rotary_factor", family.rotary_fraction or 1.0)
+    if fraction != 1.0 and family.rotary_fraction is None:
         raise UserError(f"config.json: partial_rotary_factor {fraction}: every dimension of a head is rotated here")
-    return rope
+    size = int(head_dim * fraction)
+    if fraction > 1.0 or size < 2 or size % 2:
+        raise wrong("partial_rotary_factor", fraction, f"must give an even part of the {head_dim} numbers of a head")
+    return fraction
 
 
 def _settings(config: Fields, table: str) -> dict[str, Any]:

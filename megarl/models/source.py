@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.data.tokenizer import Spelling, Tokenizer, load_tokenizer
 from megarl.distributed.exchange import in_shares
-from megarl.models.architecture import EMBEDDING, HEAD, Architecture
+from megarl.models.architecture import Architecture
 from megarl.models.claims import weight_faults
 from megarl.models.config import CheckpointSection
 from megarl.models.hub import GENERATION, local_directory, place_of, read_config, read_json, read_model, stop_token_ids
@@ -91,11 +91,13 @@ class Source:
         """Return the source as a model that scores sequences, `...ForSequenceClassification` in transformers.
 
         Transformers reads the score at the last token that is not the pad token, so the config must name a pad token.
+        It lacks such a class for some families: megarl alone reads the model then.
         """
-        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
+        causal_lm = CLASSES[self.architecture.family]
         config = self.hf_config | {
-            "architectures": [CLASSES[self.architecture.family]],
+            "architectures": [causal_lm.replace("ForCausalLM", "ForSequenceClassification")],
             "num_labels": 1,
             "id2label": {"0": "LABEL_0"},
             "label2id": {"LABEL_0": 0},
@@ -135,10 +137,12 @@ def _check_weights(directory: Path, architecture: Architecture) -> None:
     for fault in weight_faults(directory, architecture, needs_head=False):
         raise UserError(fault)
     files = CheckpointFiles(directory)
-    if not architecture.tied_embeddings or HEAD not in files.names:
+    head = architecture.head_name
+    embedding = architecture.embedding_name
+    if not architecture.tied_embeddings or head not in files.names:
         return
-    if not all(in_shares(architecture.vocab_size, lambda rows: files.are_equal(HEAD, EMBEDDING, rows))):
+    if not all(in_shares(architecture.vocab_size, lambda rows: files.are_equal(head, embedding, rows))):
         raise UserError(
-            f"{directory} holds {HEAD}, which differs from {EMBEDDING}, but its config.json has tie_word_embeddings: "
+            f"{directory} holds {head}, which differs from {embedding}, but its config.json has tie_word_embeddings: "
             "true, which would drop the tensor: write false, or remove the tensor from the files"
         )

@@ -18,7 +18,7 @@ from megarl.reshard.layout import Layout, Piece, Placement, ShardedBoxes, placem
 
 VOCAB_MULTIPLE = 64  # a rank's rows of the embedding are a multiple of this
 EMBEDDING = "embedding.word_embeddings.weight"
-FINAL_NORM = "decoder.final_layernorm.weight"
+FINAL_NORM = "decoder.final_layernorm."
 OUTPUT = "output_layer.weight"
 ROUTER_BIAS = "router.expert_bias"  # in float32 in Megatron, whatever the type of the parameters
 
@@ -61,7 +61,7 @@ def parameter_shapes(
             chunk |= _named(number, kinds[architecture.is_sparse(number)])
         chunks.append(chunk)
     if stage == grid.pp - 1:
-        chunks[-1][FINAL_NORM] = (architecture.hidden_size,)
+        chunks[-1] |= _norm(architecture, FINAL_NORM)
         if not architecture.tied_embeddings or grid.pp > 1:
             chunks[-1][OUTPUT] = _output(architecture, vocabulary)
     return chunks
@@ -76,18 +76,27 @@ def _output(a: Architecture, vocabulary: tuple[int, int]) -> tuple[int, int]:
     return (1, a.hidden_size) if a.scalar_head else vocabulary
 
 
+def _norm(a: Architecture, prefix: str) -> Shapes:
+    return {f"{prefix}{part}": (a.hidden_size,) for part in a.traits.norm_parts}
+
+
+def _linear(a: Architecture, name: str, rows: int, columns: int) -> Shapes:
+    shapes = {"weight": (rows, columns), "bias": (rows,)}
+    return {f"{name}.{part}": shapes[part] for part in a.traits.linear_parts}
+
+
 def _attention(a: Architecture, cut: Cut, *, fused_norms: bool) -> Shapes:
     if a.latent:
         return {"input_layernorm.weight": (a.hidden_size,)} | _latent(a, a.latent, cut, fused_norms=fused_norms)
     rows = (a.num_attention_heads + 2 * a.num_key_value_heads) * a.head_dim // cut.tp_size
-    norm = "self_attention.linear_qkv.layer_norm_weight" if fused_norms else "input_layernorm.weight"
-    shapes: Shapes = {norm: (a.hidden_size,), "self_attention.linear_qkv.weight": (rows, a.hidden_size)}
+    shapes = _norm(a, "self_attention.linear_qkv.layer_norm_" if fused_norms else "input_layernorm.")
+    shapes["self_attention.linear_qkv.weight"] = (rows, a.hidden_size)
     if a.qkv_bias:
         shapes["self_attention.linear_qkv.bias"] = (rows,)
     if a.qk_norm:
         shapes |= {f"self_attention.{x}_layernorm.weight": (a.head_dim,) for x in "qk"}
     columns = a.num_attention_heads * a.head_dim // cut.tp_size
-    return shapes | {"self_attention.linear_proj.weight": (a.hidden_size, columns)}
+    return shapes | _linear(a, "self_attention.linear_proj", a.hidden_size, columns)
 
 
 def _latent(a: Architecture, latent: LatentAttention, cut: Cut, *, fused_norms: bool) -> Shapes:
@@ -115,9 +124,8 @@ def _layer(a: Architecture, cut: Cut, *, sparse: bool, fused_norms: bool) -> Sha
     attention = _attention(a, cut, fused_norms=fused_norms)
     experts = a.experts
     if not sparse or experts is None:
-        norm = "mlp.linear_fc1.layer_norm_weight" if fused_norms else "pre_mlp_layernorm.weight"
-        feed_forward = _swiglu("mlp.linear_fc{}.weight", a, a.ffn_hidden_size // cut.tp_size)
-        return attention | {norm: (a.hidden_size,)} | feed_forward
+        norm = _norm(a, "mlp.linear_fc1.layer_norm_" if fused_norms else "pre_mlp_layernorm.")
+        return attention | norm | _feed_forward(a, a.ffn_hidden_size // cut.tp_size)
     shapes: Shapes = {
         "pre_mlp_layernorm.weight": (a.hidden_size,),
         "mlp.router.weight": (experts.num_experts, a.hidden_size),
@@ -130,6 +138,13 @@ def _layer(a: Architecture, cut: Cut, *, sparse: bool, fused_norms: bool) -> Sha
     if experts.shared_gate:
         shapes["mlp.shared_experts.gate_weight"] = (1, a.hidden_size)
     return attention | shapes
+
+
+def _feed_forward(a: Architecture, ffn: int) -> Shapes:
+    if a.traits.gated:
+        return _swiglu("mlp.linear_fc{}.weight", a, ffn)
+    up = _linear(a, "mlp.linear_fc1", ffn, a.hidden_size)
+    return up | _linear(a, "mlp.linear_fc2", a.hidden_size, ffn)
 
 
 def _experts(a: Architecture, experts: Experts, cut: Cut, local_experts: Sequence[int], *, grouped: bool) -> Shapes:
@@ -198,12 +213,13 @@ def trainer_placement(
     found = _ends(architecture, grid, ranks, dtype, vocab_multiple=vocab_multiple)
     for stage in range(grid.pp):
         boxes = placed(dense, ranks[stage])
-        kinds = {sparse: behind(f"model.layers.{number}.", boxes) for sparse, number in samples.items()}
+        kinds = {sparse: behind(architecture.layer_prefix(number), boxes) for sparse, number in samples.items()}
         if experts:
             kinds[True] |= experts[stage]
         for number in itertools.chain.from_iterable(grid.layers(stage, architecture.num_layers)):
             kind = kinds[architecture.is_sparse(number)]
-            found.update({f"model.layers.{number}.{name}": boxes for name, boxes in kind.items()})
+            prefix = architecture.layer_prefix(number)
+            found.update({f"{prefix}{name}": boxes for name, boxes in kind.items()})
     return {name: found[name] for name in hf_shapes(architecture)}
 
 
@@ -222,7 +238,7 @@ def _ends(
     last = ranks[-1]
     if architecture.tied_embeddings and grid.pp > 1:
         first = [[*front, *back] for front, back in zip(first, last, strict=True)]
-    at_last: Shapes = {FINAL_NORM: (architecture.hidden_size,)}
+    at_last = _norm(architecture, FINAL_NORM)
     if not architecture.tied_embeddings:
         at_last[OUTPUT] = _output(architecture, vocabulary)
     found = placed(placement_of([_layout(architecture, {EMBEDDING: vocabulary}, cut, dtype) for cut in cuts]), first)
@@ -241,7 +257,7 @@ def _expert_holdings(
         cut = Cut(etp_rank=rank, etp_size=grid.etp)
         shapes = _named(layer, _experts(architecture, experts, cut, [0], grouped=False))
         layouts.append(_layout(architecture, shapes, cut, dtype))
-    expert = behind(f"model.layers.{layer}.{block}.experts.0.", placement_of(layouts))
+    expert = behind(f"{architecture.layer_prefix(layer)}{block}.experts.0.", placement_of(layouts))
     ranks: dict[tuple[int, int], list[list[int]]] = defaultdict(lambda: [[] for _ in range(grid.etp)])
     for rank in range(grid.num_ranks):
         cut = grid.cut(rank)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from megarl.models.families import FAMILIES
-from megarl.models.fields import LONGEST, SHOWN, Fields
+from megarl.models.families import FAMILIES, Family
+from megarl.models.fields import LONGEST, MOST_LAYERS, SHOWN, Fields
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ABSENT = (
@@ -24,7 +24,12 @@ ABSENT = (
 FIXED = (
     ("ada_rms_norm_t_cond", False, "norms have no condition here"),
     ("attention_dropout", 0.0, "dropout in training is megatron.override_transformer_config.attention_dropout"),
+    ("embd_pdrop", 0.0, "dropout in training is megatron.override_transformer_config.hidden_dropout"),
+    ("resid_pdrop", 0.0, "dropout in training is megatron.override_transformer_config.hidden_dropout"),
+    ("use_bias", False, "the projections of this family have no biases here"),
+    ("attention_out_bias", False, "the output projection of this family has no bias here"),
     ("bias", False, "the attention has no bias of this kind here"),
+    ("hidden_dropout", 0.0, "dropout in training is megatron.override_transformer_config.hidden_dropout"),
     ("is_causal", True, "a token attends to earlier tokens alone"),
     ("is_encoder_decoder", False, "a model is a decoder alone"),
     ("logit_scale", 1.0, "logits are not scaled here"),
@@ -43,16 +48,24 @@ def unsupported(given: Mapping[str, object], config: Fields) -> Iterator[str]:
         config: the same without nulls, and with the family's defaults.
     """
     family = config.values["model_type"]
-    faults = [_window_fault(config), *_block_faults(config), _dtype_fault(config), _class_fault(config)]
+    traits = FAMILIES[family]
+    faults = [_window_fault(config), *_block_faults(config, traits), _dtype_fault(config), _class_fault(config)]
     faults += [(key in given, f"{key} {str(given.get(key))[:SHOWN]}: {why}; remove the key") for key, why in ABSENT]
-    faults += [_fixed_fault(config, key, value, why) for key, value, why in FIXED]
+    faults += [_fixed_fault(config, key, value, why) for key, value, why in FIXED if key not in traits.unread]
     why = "biases of queries, keys and values follow from model_type"
-    faults.append(_fixed_fault(config, "qkv_bias", FAMILIES[family].qkv_bias, why))
+    if not isinstance(traits.qkv_bias, str):
+        faults.append(_fixed_fault(config, "qkv_bias", traits.qkv_bias, why))
+    if not traits.can_tie:
+        faults.append((config.flag("tie_word_embeddings"), "tie_word_embeddings: the engine does not tie this family"))
     if family.startswith("qwen"):
         faults += _qwen_faults(config)
     elif family.startswith("deepseek"):
         faults += _deepseek_faults(config)
-    if FAMILIES[family].experts:
+    if traits.fused_qkv:
+        faults += _fused_size_faults(config)
+    if family == "glm4_moe_lite":
+        faults += _glm_lite_faults(config)
+    if traits.experts:
         faults.append(_count_fault(given))
     for is_unsupported, fault in faults:
         if is_unsupported:
@@ -75,12 +88,18 @@ def _window_fault(config: Fields) -> tuple[bool, str]:
     return bool(others), f"layer_types {others[:1]}: attention is always full here"
 
 
-def _block_faults(config: Fields) -> Faults:
-    activation = config.values.get("hidden_act", "silu")
+def _block_faults(config: Fields, traits: Family) -> Faults:
+    activation = config.values.get("hidden_act", traits.activations[0])
+    activations = " or ".join(traits.activations)
+    bias = str(traits.linear_bias).lower()
     return [
-        (activation not in ("silu", "swish"), f"hidden_act {activation!r}: the feed-forward layer is SwiGLU here"),
-        (config.flag("attention_bias"), "attention_bias: the output projection has no bias here"),
-        (config.flag("mlp_bias"), "mlp_bias: the feed-forward layer has no bias here"),
+        (activation not in traits.activations, f"hidden_act {activation!r}: must be {activations} in this family"),
+        (
+            traits.qkv_bias != "attention_bias"
+            and config.flag("attention_bias", default=traits.linear_bias) != traits.linear_bias,
+            f"attention_bias: must be {bias} in this family",
+        ),
+        (config.flag("mlp_bias"), "mlp_bias: whether the feed-forward layer has biases follows from model_type"),
     ]
 
 
@@ -92,9 +111,9 @@ def _dtype_fault(config: Fields) -> tuple[bool, str]:
 
 def _class_fault(config: Fields) -> tuple[bool, str]:
     """Return whether the engine would choose the model class of another family, because it does so by name."""
-    ours = f"{config.values['model_type'].replace('_', '')}forcausallm"
-    names = [str(name) for name in config.items("architectures")]
-    others = [name for name in names if name.lower().endswith("forcausallm") and name.lower() != ours]
+    ours = f"{config.values['model_type']}forcausallm".replace("_", "")
+    names = {str(name).lower().replace("_", ""): name for name in config.items("architectures")}
+    others = [name for plain, name in names.items() if plain.endswith("forcausallm") and plain != ours]
     return bool(others), f"architectures {others[:1]} is no class of model_type {config.values['model_type']}"
 
 
@@ -133,7 +152,6 @@ def _deepseek_faults(config: Fields) -> Faults:
     faults = [
         (frequency != 1, f"moe_layer_freq {frequency}: every layer after the dense layers has experts here"),
         (not config.flag("rope_interleave", default=True), "rope_interleave false: rotary pairs are neighbours here"),
-        (config.flag("tie_word_embeddings"), "tie_word_embeddings: the engine does not tie this family"),
         *_latent_size_faults(config),
     ]
     if config.values["model_type"] == "deepseek_v3":
@@ -152,12 +170,38 @@ def _deepseek_faults(config: Fields) -> Faults:
     ]
 
 
+def _glm_lite_faults(config: Fields) -> Faults:
+    """Return whether the first layers with experts differ: the engine reads their number, transformers a list."""
+    dense = config.size("first_k_dense_replace", least=0)
+    kinds = config.items("mlp_layer_types") or ["dense"]
+    num_layers = config.size("num_hidden_layers", most=MOST_LAYERS)
+    frequency = config.values.get("moe_layer_freq", 1)
+    expected = ["dense"] * dense + ["sparse"] * (num_layers - dense)
+    return [
+        (
+            kinds != expected[: len(kinds)] or (dense != 1 and len(kinds) != num_layers),
+            f"mlp_layer_types {str(kinds)[:SHOWN]}: must be {dense} (first_k_dense_replace) of dense, then sparse",
+        ),
+        (frequency != 1, f"moe_layer_freq {frequency}: every layer after the dense layers has experts here"),
+        (not config.flag("rope_interleave", default=True), "rope_interleave false: rotary pairs are neighbours here"),
+        *_latent_size_faults(config),
+    ]
+
+
 def _latent_size_faults(config: Fields) -> Faults:
-    """Return whether sizes disagree that follow from others in this family, and that transformers reads."""
     rotary = config.values.get("qk_rope_head_dim")
     both = config.size("qk_nope_head_dim") + config.size("qk_rope_head_dim")
-    follow = (("head_dim", rotary), ("qk_head_dim", both))
+    return _size_faults(config, {"head_dim": rotary, "qk_head_dim": both})
+
+
+def _fused_size_faults(config: Fields) -> Faults:
+    heads = config.size("num_attention_heads")
+    return _size_faults(config, {"head_dim": config.size("hidden_size") // heads, "num_key_value_heads": heads})
+
+
+def _size_faults(config: Fields, follow: Mapping[str, object]) -> Faults:
+    """Return whether sizes disagree that follow from others in this family, and that transformers reads."""
     return [
         (key in config and config.values[key] != value, f"{key} {str(config.values.get(key))[:SHOWN]}: must be {value}")
-        for key, value in follow
+        for key, value in follow.items()
     ]

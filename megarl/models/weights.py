@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from megarl.models.architecture import SCORE, Architecture, hf_shapes
+from megarl.models.architecture import SCORE, Architecture, checkpoint_places, llama_shapes
 from megarl.models.families import ExpertNames
 from megarl.models.grid import Cut
 from megarl.platform.errors import UserError
@@ -26,14 +26,14 @@ class Shard:
     """One of the `num_parts` parts into which a Megatron parameter is cut."""
 
     architecture: Architecture
-    prefix: str  # of the Hugging Face names: of the layer or the expert; empty outside the layers
+    prefix: str  # of Llama's names: of the layer or the expert; empty outside the layers
     shape: tuple[int, ...]  # of the local tensor
     part: int
     num_parts: int
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a Hugging Face parameter of this layer."""
-        shapes = hf_shapes(self.architecture)
+        """Return the shape of a parameter of this layer, by its name in Llama."""
+        shapes = llama_shapes(self.architecture)
         full = self.prefix + name
         if full not in shapes:
             raise UserError(f"a {self.architecture.family} checkpoint of these sizes has no parameter {full}")
@@ -47,9 +47,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Region:
-    """A box of the Hugging Face parameter `name` that begins at row `row` of the local tensor."""
+    """A box of the parameter `name` that begins at row `row` of the local tensor."""
 
-    name: str  # without the shard's prefix
+    name: str  # as in Llama, without the shard's prefix
     box: Box
     row: int
 
@@ -84,7 +84,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class ColumnParallel:
-    """A matrix cut in rows, one row per output: rank `t` holds the `t`-th slice."""
+    """A matrix or a bias cut in rows, one row per output: rank `t` holds the `t`-th slice."""
 
     padded: ClassVar[bool] = False
     name: str
@@ -195,6 +195,7 @@ class Vocabulary:
 MODEL: Mapping[str, CutRule] = {
     "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight", "model.embed_tokens.weight"),
     "decoder.final_layernorm.weight": Replicated("model.norm.weight"),
+    "decoder.final_layernorm.bias": Replicated("model.norm.bias"),
     # A tied model cut into pipeline stages keeps a second copy of the embedding on its last stage.
     "output_layer.weight": Vocabulary("lm_head.weight", "model.embed_tokens.weight"),
 }
@@ -204,19 +205,37 @@ SCALAR_HEAD: Mapping[str, CutRule] = {"output_layer.weight": Replicated(SCORE)}
 # Transformer Engine fuses a norm into the next linear layer, so the norms have two names.
 LAYER: Mapping[str, CutRule] = {
     "input_layernorm.weight": Replicated("input_layernorm.weight"),
+    "input_layernorm.bias": Replicated("input_layernorm.bias"),
+    "self_attention.linear_qkv.layer_norm_weight": Replicated("input_layernorm.weight"),
+    "self_attention.linear_qkv.layer_norm_bias": Replicated("input_layernorm.bias"),
     "self_attention.linear_proj.weight": RowParallel("self_attn.o_proj.weight"),
+    "self_attention.linear_proj.bias": Replicated("self_attn.o_proj.bias"),
     "pre_mlp_layernorm.weight": Replicated("post_attention_layernorm.weight"),
+    "pre_mlp_layernorm.bias": Replicated("post_attention_layernorm.bias"),
     "mlp.linear_fc1.layer_norm_weight": Replicated("post_attention_layernorm.weight"),
-    "mlp.linear_fc1.weight": GatedMLP("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc1.layer_norm_bias": Replicated("post_attention_layernorm.bias"),
     "mlp.linear_fc2.weight": RowParallel("mlp.down_proj.weight"),
+    "mlp.linear_fc2.bias": Replicated("mlp.down_proj.bias"),
+}
+
+GATED: Mapping[str, CutRule] = {"mlp.linear_fc1.weight": GatedMLP("mlp.gate_proj.weight", "mlp.up_proj.weight")}
+
+NOT_GATED: Mapping[str, CutRule] = {
+    "mlp.linear_fc1.weight": ColumnParallel("mlp.up_proj.weight"),
+    "mlp.linear_fc1.bias": ColumnParallel("mlp.up_proj.bias"),
 }
 
 ATTENTION: Mapping[str, CutRule] = {
-    "self_attention.linear_qkv.layer_norm_weight": Replicated("input_layernorm.weight"),
     "self_attention.linear_qkv.weight": FusedQKV("weight"),
     "self_attention.linear_qkv.bias": FusedQKV("bias"),
     "self_attention.q_layernorm.weight": Replicated("self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": Replicated("self_attn.k_norm.weight"),
+}
+
+# The checkpoint has [query ; key ; value] of each head, in the order of Megatron.
+FUSED_ATTENTION: Mapping[str, CutRule] = {
+    "self_attention.linear_qkv.weight": ColumnParallel("self_attn.qkv_proj.weight"),
+    "self_attention.linear_qkv.bias": ColumnParallel("self_attn.qkv_proj.bias"),
 }
 
 # The rows of the up-projections are complete heads on both sides: [nope ; rope] of a query, [nope ; value] of a key.
@@ -287,10 +306,12 @@ def pieces(
         where = f"on rank {shard.part} of {shard.num_parts}"
         raise UserError(f"{name}: shape {shape} {where} does not fit what it must hold: {held}")
     strides = row_major(shape)
-    return [
-        Piece(shard.prefix + region.name, region.box, param, region.row * strides[0], strides, dtype)
-        for region in regions
-    ]
+    places = checkpoint_places(architecture)
+    found = []
+    for region in regions:
+        place = places[shard.prefix + region.name]
+        found.append(Piece(place.name, region.box.lowered(place.row), param, region.row * strides[0], strides, dtype))
+    return found
 
 
 def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cut) -> tuple[CutRule, Shard]:
@@ -300,7 +321,11 @@ def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cu
         return _known(tables, name, name), Shard(architecture, "", shape, cut.tp_rank, cut.tp_size)
     prefix = f"model.layers.{layer[1]}."
     rest = layer[2]
-    attention = LATENT_ATTENTION if architecture.latent else ATTENTION
+    traits = architecture.traits
+    attention = FUSED_ATTENTION if traits.fused_qkv else ATTENTION
+    if architecture.latent:
+        attention = LATENT_ATTENTION
+    feed_forward = GATED if traits.gated else NOT_GATED
     experts = architecture.experts
     if experts:
         names = architecture.expert_names
@@ -309,9 +334,9 @@ def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cu
             number = cut.ep_rank * (experts.num_experts // cut.ep_size) + int(expert["local"])
             shard = Shard(architecture, f"{prefix}{names.block}.experts.{number}.", shape, cut.etp_rank, cut.etp_size)
             return _expert(names)[expert["matrix"]], shard
-        rule = _known((LAYER, attention, _sparse_layer(names)), rest, name)
+        rule = _known((LAYER, attention, feed_forward, _sparse_layer(names)), rest, name)
     else:
-        rule = _known((LAYER, attention), rest, name)
+        rule = _known((LAYER, attention, feed_forward), rest, name)
     return rule, Shard(architecture, prefix, shape, cut.tp_rank, cut.tp_size)
 
 

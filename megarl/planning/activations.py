@@ -2,9 +2,9 @@
 
 The counting is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
 (arXiv:2205.05198), of the tensors that the backward pass reads, adapted to what runs here: a packed row of tokens
-instead of sequences, SwiGLU, grouped or latent attention in a flash kernel, no dropout, experts with balanced routing,
-and a head that sees one chunk of the vocabulary's logits at a time. Not counted: what kernels and the allocator need
-for themselves.
+instead of sequences, gated or plain feed-forwards, grouped or latent attention in a flash kernel, no dropout, experts
+with balanced routing, and a head that sees one chunk of the vocabulary's logits at a time. Not counted: what kernels
+and the allocator need for themselves.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def layer_bytes(
 
     Per token, of hidden size h: 4 h (the inputs of both norms and their outputs, which the linear layers read; divided
     by TP under sequence parallelism), then, divided by TP, queries, keys, values and the output of the attention with
-    its normaliser, and 3 f of the feed-forward (gate, up and their product).
+    its normaliser, and 3 f of the feed-forward (gate, up and their product; 2 f without a gate).
     """
     a = architecture
     tp = section.tensor_model_parallel_size
@@ -136,7 +136,7 @@ def _feed_forward(a: Architecture, layer: int, *, etp: int) -> int:
     Every chosen expert reads a copy of the token; with ETP the ranks that share the experts gather their tokens.
     """
     if a.experts is None or not a.is_sparse(layer):
-        return 3 * a.ffn_hidden_size
+        return (3 if a.traits.gated else 2) * a.ffn_hidden_size
     of_experts = a.experts.top_k * (etp * a.hidden_size + 3 * a.experts.ffn_hidden_size)
     return 3 * a.experts.shared_ffn_hidden_size + of_experts
 

@@ -13,6 +13,7 @@ from megarl.planning.states import DTYPE_BYTES
 NORM = 5  # learner/norm.py: the norm reads x; the scale and the weight each read and write it
 ROTATION = 5  # learner/rotary.py: for each half a product reads and writes, and its second term reads two, writes one
 RESIDUAL = 3  # reads two, writes one
+ACTIVATION = 2  # reads and writes
 GATE = 5  # silu reads and writes the gate; its product with the other half reads two, writes one
 LOGITS = 7  # learner/heads.py and softmax.py: written; read for the maximum; shifted; exponentials; their sum
 
@@ -55,4 +56,6 @@ def _of_layer(a: Architecture, layer: int) -> int:
         ffn = a.experts.top_k * a.experts.ffn_hidden_size + a.experts.shared_ffn_hidden_size
         products += 4 * a.experts.top_k * hidden  # tokens travel to their experts and back
     feed_forward = (hidden + 2 * ffn + ffn + hidden) + GATE * ffn
+    if not a.traits.gated:
+        feed_forward = (hidden + ffn + ffn + hidden) + ACTIVATION * ffn
     return products + attention + feed_forward + 2 * (NORM + RESIDUAL) * hidden

@@ -48,6 +48,10 @@ class Box:
             high <= mine for high, mine in zip(other.hi, self.hi, strict=True)
         )
 
+    def lowered(self, rows: int) -> "Box":
+        """Return the box of the same shape that many rows further down."""
+        return Box((self.lo[0] + rows, *self.lo[1:]), (self.hi[0] + rows, *self.hi[1:])) if rows else self
+
     def intersect(self, other: "Box") -> "Box | None":
         """Return the common part of two boxes of the same tensor; None if there is none."""
         lo = tuple(map(max, self.lo, other.lo))

@@ -47,8 +47,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture(scope="module")
 def small_run(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Run TinyZero's script on its kind of data with small sizes; return the run directory and what it printed."""
+    """Run TinyZero's script on its kind of data with a small Pythia; return the run directory and what it printed."""
     root = tmp_path_factory.mktemp("small")
+    model = write_checkpoint(root / "pythia", "gpt_neox")
+    shutil.copy(workspace.model / "tokenizer.model", model)
     data = root / "data"
     data.mkdir()
     for source, name in ((workspace.train, "train"), (workspace.val, "test")):
@@ -58,7 +60,7 @@ def small_run(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) ->
         pq.write_table(table.set_column(place, "prompt", pa.array(messages)), data / f"{name}.parquet")
     output = succeed(
         "env",
-        *(f"PYTHON={sys.executable}", f"BASE_MODEL={workspace.model}", f"DATA_DIR={data}"),
+        *(f"PYTHON={sys.executable}", f"BASE_MODEL={model}", f"DATA_DIR={data}"),
         *("N_GPUS=2", "ROLLOUT_TP_SIZE=2", "EXPERIMENT_NAME=countdown"),
         *("bash", ROOT / "scripts" / "train_tiny_zero.sh"),
         "data.train_batch_size=24",
@@ -100,7 +102,7 @@ def test_the_small_script_trains_validates_and_saves(small_run: tuple[Path, str]
     assert AutoTokenizer.from_pretrained(checkpoint / "huggingface").eos_token_id == 2
     policy = AutoModelForCausalLM.from_pretrained(checkpoint / "huggingface")
     critic = AutoModelForSequenceClassification.from_pretrained(checkpoint / "huggingface_critic")
-    assert policy.model.norm.weight.shape == critic.model.norm.weight.shape
+    assert policy.gpt_neox.final_layer_norm.weight.shape == critic.gpt_neox.final_layer_norm.weight.shape
     assert critic.score.weight.abs().max() > 0
     sealed = json.loads((checkpoint / "manifest.json").read_text())
     assert {"huggingface/model.safetensors", "huggingface_critic/model.safetensors"} < sealed.keys()

@@ -37,10 +37,15 @@ SPLITS = {
     "llama": DENSE,
     "qwen2": DENSE,
     "qwen3-tied": DENSE,
+    "gpt_neox": DENSE,
     "mixtral": SPARSE,
     "qwen2_moe": SPARSE,
     "deepseek_v2": SPARSE,
     "deepseek_v3": SPARSE,
+    "glm4_moe": [{"tp": 2, "ep": 2, "etp": 1}],
+    "glm4_moe_lite": [{"tp": 2, "ep": 2, "etp": 1}],
+    "seed_oss": [{"tp": 2, "pp": 2}],
+    "phi3": DENSE,
 }
 CHECKPOINTS = {variant: (variant, {"num_hidden_layers": 4}) for variant in SPLITS}
 SHARD = tuple[

@@ -40,6 +40,9 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2-yarn": ("deepseek_v2", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}),
     "deepseek_v3": ("deepseek_v3", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe-plain": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, "n_group": 4, "topk_group": 2}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
     "deepseek_v3-yarn": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.2, "mscale_all_dim": 0.8}}),
     "deepseek_v3-sizes": ("deepseek_v3", {"v_head_dim": 48, "norm_topk_prob": False, "num_experts_per_tok": 3}),
 }
@@ -78,7 +81,7 @@ def test_one_rank_is_transformers(pool: RankPool, checkpoints: dict[str, Path], 
     assert not torch.equal(result["after"].log_probs, result["before"].log_probs)
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3", "glm4_moe"])
 def test_no_split_shows(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
     expected = pool.run(1, learner_outputs, checkpoints[name], "policy", {}, 1000)[0]
     for split, (world_size, section) in SPLITS.items():

@@ -18,6 +18,7 @@ from tests.support.learners import (
     CRITIC,
     TEMPERATURE,
     TOLERANCE,
+    draw_head,
     learner_outputs,
     make_test_learner,
     outputs_of_all,
@@ -28,7 +29,10 @@ from tests.support.ranks import RankPool
 from tests.support.records import experience, in_parts
 from tests.support.references import reference_outputs
 
-CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen2", "qwen3-tied")}
+CHECKPOINTS = {
+    variant: (variant, {})
+    for variant in ("llama", "qwen2", "qwen3-tied", "gpt_neox", "phi3", "smollm3", "ernie4_5", "seed_oss")
+}
 SPLITS = {  # (TP, PP, DP): world size
     (1, 1, 1): 1,
     (2, 1, 1): 2,
@@ -39,7 +43,7 @@ SPLITS = {  # (TP, PP, DP): world size
 }
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3-tied"])
+@pytest.mark.parametrize("variant", CHECKPOINTS)
 def test_policy(pool: RankPool, checkpoints: dict[str, Path], variant: str) -> None:
     expected, norm, metrics = reference_outputs(checkpoints[variant])
     first: dict[str, Any] | None = None
@@ -140,10 +144,7 @@ def read_values(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
     from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, split, role="value")
-    if learner.mesh.is_last_stage:
-        head = learner.modules[-1].output_layer.weight
-        with torch.no_grad():
-            head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
+    draw_head(learner)
     batch, budget = read_in_other_tokens(), Budget(max_tokens=40, max_sequences=None)
     assert batch.sequences and batch.places is not None
     samples = torch.arange(len(batch)).repeat_interleave(batch.num_tokens)

@@ -26,7 +26,7 @@ def architecture(**sizes) -> Architecture:
             "tied_embeddings": False,
             "qkv_bias": True,
             "qk_norm": True,
-            "rms_norm_eps": 1e-6,
+            "norm_eps": 1e-6,
             "rope_theta": 1e4,
             "rope_scaling": None,
             "max_position_embeddings": 64,

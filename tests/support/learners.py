@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.algorithms.kl import Divergence
 from megarl.algorithms.losses import PolicyOutputs
@@ -59,6 +60,19 @@ def make_test_learner(
         recompute=recompute,
         training=(optim, grad_clip, NUM_SCHEDULE_STEPS) if optim else None,
     )
+
+
+def value_head(hidden_size: int) -> Tensor:
+    """Return the head of the value models of these tests: [1, hidden_size], random."""
+    return torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(2))
+
+
+def draw_head(learner: Any) -> None:
+    """Give a value model `value_head` instead of zeros."""
+    if learner.mesh.is_last_stage:
+        head = learner.modules[-1].output_layer.weight
+        with torch.no_grad():
+            head.copy_(value_head(head.shape[1]))
 
 
 def outputs_of_all(learner: Any, batch: Rollouts, budget: Any, **options: Any) -> Any:
@@ -132,10 +146,8 @@ def learner_outputs(
         )
         policies = PerDataSource(named=dict(zip(named or {}, others, strict=True)), other=rest)
         other = ReferenceDivergence(policies=policies, divergence=divergence)
-    if role == "value" and learner.mesh.is_last_stage:
-        head = learner.modules[-1].output_layer.weight
-        with torch.no_grad():
-            head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
+    if role == "value":
+        draw_head(learner)
     batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
     before = outputs_of_all(learner, batch, budget, against=other, with_entropy=True)
     objective = objective or (ACTOR if role == "policy" else CRITIC)

@@ -71,6 +71,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **EXPERTS,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 1.5,
+    },
+    "glm4_moe_lite": {
+        "model_type": "glm4_moe_lite",
+        **DEEPSEEK,
+        "q_lora_rank": 48,
+    },
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "tie_word_embeddings": False},
+    "phi3": {"model_type": "phi3"},
+    "ernie4_5": {"model_type": "ernie4_5", "tie_word_embeddings": True},
+    "seed_oss": {"model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "hidden_size": 128,
+        "num_key_value_heads": 4,
+    },
 }
 
 

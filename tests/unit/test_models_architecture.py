@@ -48,6 +48,10 @@ FAMILY_NEEDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm4_moe": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "gpt_neox": {"num_attention_heads": 4},
+    "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    "smollm3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
 
 
@@ -82,6 +86,15 @@ def test_deepseek_v3_is_what_its_authors_publish():
         router_bias=True,
     )
     assert sum(math.prod(shape) for shape in hf_shapes(architecture).values()) == 671_026_419_200  # "671 B", no MTP
+
+
+def test_kimi_k2_is_a_deepseek_v3_of_its_sizes():
+    sizes = {"n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840}
+    published = CONFIG_MAPPING["deepseek_v3"](first_k_dense_replace=1, n_group=1, topk_group=1, **sizes).to_dict()
+    published |= FAMILY_NEEDS["deepseek_v3"] | {"architectures": ["DeepseekV3ForCausalLM"]}
+    architecture = read_architecture(published | {"model_type": "kimi_k2"})
+    assert architecture == read_architecture(published)
+    assert sum(math.prod(shape) for shape in hf_shapes(architecture).values()) == 1_026_408_232_448  # "1 T"
 
 
 @pytest.mark.parametrize(

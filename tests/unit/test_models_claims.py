@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from megarl.models.architecture import hf_shapes
 from megarl.models.claims import weight_faults
@@ -42,8 +43,9 @@ def add(directory: Path, **tensors: torch.Tensor) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_transformers_writes_is_claimed_and_nothing_else(variant: str, tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model", variant)
-    judge = write_classifier(tmp_path / "judge", variant)
-    assert faults(model) == faults(judge) == []
+    assert faults(model) == []
+    if VARIANTS[variant]["model_type"] in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        assert faults(write_classifier(tmp_path / "judge", variant)) == []
     sound = (model / "model.safetensors").read_bytes()
     for what, (name, claim) in STRANGERS.items():
         add(model, **{name: torch.zeros(2)})

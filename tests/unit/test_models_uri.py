@@ -153,7 +153,7 @@ def test_only_changed_remote_model_is_copied_again(bucket: Bucket, model: Path) 
     assert Source.read(ModelSection(path=uri)).directory == first, "a run keeps the files that it began with"
     second = read(uri)
     assert second.directory != first
-    assert second.architecture.rms_norm_eps == 1e-5
+    assert second.architecture.norm_eps == 1e-5
 
 
 def test_file_with_wrong_checksum_is_no_copy(bucket: Bucket, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,6 @@ def rotate_packed_rows_at_once() -> None:
     ) -> Any:
         from megarl.learner.rotary import rotate
 
-        assert not rotary_interleaved, "no family of megarl keeps the numbers of a pair together"
         return rotate(
             x,
             bounds,
@@ -39,7 +38,7 @@ def rotate_packed_rows_at_once() -> None:
             cp_rank=cp_group.rank(),
             cp_size=cp_group.size(),
             scale=mscale,
-            neighbours=bool(multi_latent_attention or mla_rotary_interleaved),
+            neighbours=rotary_interleaved or multi_latent_attention or mla_rotary_interleaved,
         )
 
     replace(PACKED, _apply_rotary_pos_emb_thd=rotated)
