@@ -1,14 +1,14 @@
 """A check that the tensors of a Hugging Face directory belong to the model that its `config.json` describes.
 
-A tensor without a parameter is a fault: dropping it silently would leave another model than the trained one. Three
-kinds are left out on purpose: the frequencies of rotary positions and the masks of old gpt_neox checkpoints, which are
-computed; the layers that predict several tokens ahead; and the layers behind an overridden
-num_hidden_layers. `megarl.models.source` checks the output layer of a model with tied embeddings, because its values
-decide.
+A tensor without a parameter is a fault: dropping it silently would leave another model than the trained one. The
+scales of FP8 blocks belong to their matrices. Three kinds are left out on purpose: the frequencies of rotary positions
+and the masks of old gpt_neox checkpoints, which are computed; the layers that predict several tokens ahead; and the
+layers behind an overridden num_hidden_layers. `megarl.models.source` checks the output layer of a model with tied
+embeddings, because its values decide.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from megarl.models.fields import Fields
 from megarl.models.hub import read_config
 from megarl.platform.errors import UserError
 from megarl.reshard.headers import CONFIG, FLOATS, Stored, stored_tensors
+from megarl.reshard.quantised import FP8, KEY, block_faults, block_of, matrix_of, not_plain
 
 MOST_NAMED = 3
 COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias")
@@ -48,6 +49,7 @@ def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bo
         own = Fields.of(read_config(directory, {}))
         num_layers = max(architecture.num_layers, own.size("num_hidden_layers", architecture.num_layers))
         num_ahead = own.size("num_nextn_predict_layers", 0, least=0)
+        block = block_of(own.values.get(KEY))
     except UserError as error:
         yield str(error)
         return
@@ -58,7 +60,10 @@ def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bo
     if missing:
         hint = "; if its output layer is the embedding, config.json must say tie_word_embeddings: true"
         yield f"{directory} has no tensor {_listed(missing)}{hint * (head in missing)}"
-    yield from _misfits(stored, shapes)
+    yield from _misfits(stored, shapes, [*FLOATS, FP8] if block else FLOATS)
+    if block:
+        yield from block_faults(stored, block)
+        stored = {name: tensor for name, tensor in stored.items() if matrix_of(name) is None}
     ahead = range(num_layers, num_layers + num_ahead) if architecture.traits.predicts_ahead else range(0)
     unclaimed = [name for name in stored if name not in shapes and not _is_left_out(name, architecture, ahead)]
     if unclaimed:
@@ -68,7 +73,9 @@ def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bo
         )
 
 
-def _misfits(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def _misfits(
+    stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], dtypes: Collection[str]
+) -> Iterator[str]:
     claimed = {name: tensor for name, tensor in stored.items() if name in shapes}
     others = [name for name, tensor in claimed.items() if tensor.shape != shapes[name]]
     if others:
@@ -76,9 +83,8 @@ def _misfits(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
         more = f" (and {len(others) - 1} more tensors do not fit)" if len(others) > 1 else ""
         yield f"{others[0]} in {tensor.file} has shape {tensor.shape}; {CONFIG} says {shapes[others[0]]}{more}"
     for name, tensor in claimed.items():
-        if tensor.dtype not in FLOATS:
-            floats = ", ".join(FLOATS)
-            yield f"{name} in {tensor.file} is stored as {tensor.dtype}; weights must be plain floats ({floats})"
+        if tensor.dtype not in dtypes:
+            yield f"{name} in {tensor.file} is stored as {tensor.dtype}; {not_plain()}"
             return
 
 

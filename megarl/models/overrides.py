@@ -5,6 +5,7 @@ from difflib import get_close_matches
 
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.platform.errors import UserError
+from megarl.reshard.quantised import KEY
 
 
 class _Probe:
@@ -28,6 +29,8 @@ def unread_overrides(own: Mapping[str, object], overrides: Mapping[str, object])
     except UserError as error:
         yield str(error).removeprefix("config.json: ")
         return
+    if own.get(KEY) != config.get(KEY):
+        yield f"{KEY} describes the files, and cannot be overridden: leave it out"
     for name, value in overrides.items():
         is_dropout = "dropout" in name
         if own.get(name) == value or (is_dropout and not value) or _is_read(name, config, architecture):

@@ -18,6 +18,7 @@ from megarl.platform.errors import UserError
 from megarl.platform.uri import is_uri
 from megarl.reshard.files import CheckpointFiles
 from megarl.reshard.headers import CONFIG, has_weights
+from megarl.reshard.quantised import KEY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Source:
     """A checkpoint to start from."""
 
     directory: Path
-    hf_config: dict[str, Any]  # overrides applied
+    hf_config: dict[str, Any]  # overrides applied; without the quantisation of the files, which are read dequantised
     overrides: dict[str, Any]  # fields that replace those of config.json
     architecture: Architecture
 
@@ -45,6 +46,7 @@ class Source:
         directory = local_directory(section.path, with_code=section.trust_remote_code)
         try:
             hf_config, architecture = read_model(directory, section.override_config)
+            hf_config.pop(KEY, None)
             for fault in unread_overrides(read_config(directory, {}), section.override_config):
                 raise UserError(f"override_config: {fault}")
             if has_weights(directory):

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from megarl.models.families import FAMILIES, Family
 from megarl.models.fields import LONGEST, MOST_LAYERS, SHOWN, Fields
+from megarl.reshard.quantised import quantisation_faults
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ABSENT = (
@@ -15,7 +16,6 @@ ABSENT = (
     ("index_topk", "attention is always full here"),
     ("llama_4_scaling", "queries are not scaled by their position here"),
     ("moe_router_dtype", "the router computes in the precision of the model here"),
-    ("quantization_config", "training starts from the unquantised checkpoint"),
     ("rswa_window", "attention is always full here"),
     ("target_layer_count", "a draft model cannot be trained here"),
     ("text_config", "the sizes of a text model are at the top level of its config.json"),
@@ -52,6 +52,7 @@ def unsupported(given: Mapping[str, object], config: Fields) -> Iterator[str]:
     faults = [_window_fault(config), *_block_faults(config, traits), _dtype_fault(config), _class_fault(config)]
     faults += [(key in given, f"{key} {str(given.get(key))[:SHOWN]}: {why}; remove the key") for key, why in ABSENT]
     faults += [_fixed_fault(config, key, value, why) for key, value, why in FIXED if key not in traits.unread]
+    faults += [(True, fault) for fault in quantisation_faults(given.get("quantization_config"))]
     why = "biases of queries, keys and values follow from model_type"
     if not isinstance(traits.qkv_bias, str):
         faults.append(_fixed_fault(config, "qkv_bias", traits.qkv_bias, why))

@@ -1,16 +1,17 @@
 """Hugging Face checkpoints (safetensors) as an end of a reshard: files hold boxes as ranks do.
 
-A rank reads only its own slices of the files. Writing is a plan whose destination is files: boxes travel to the ranks
-that write them, and a rank holds only the full parameters that one bucket touches. A checkpoint is complete when it has
-its `config.json`: an old one is removed before the first new file gets its name, and the new one is written last. If a
-rank cannot write, all ranks raise an error.
+A rank reads only its own slices of the files, and dequantises those that are in FP8 blocks. Writing is a plan whose
+destination is files: boxes travel to the ranks that write them, and a rank holds only the full parameters that one
+bucket touches. A checkpoint is complete when it has its `config.json`: an old one is removed before the first new file
+gets its name, and the new one is written last. If a rank cannot write, all ranks raise an error.
 """
 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,11 +24,12 @@ from megarl.distributed.exchange import on_first_rank, together
 from megarl.platform.errors import UserError
 from megarl.platform.files import explained, replacing, reserve, write_whole
 from megarl.reshard.executor import Reshard, SyncReport
-from megarl.reshard.headers import CONFIG, FLOATS, INDEX, SINGLE, opened, read_index
-from megarl.reshard.layout import Layout, Piece, row_major, whole
+from megarl.reshard.headers import CONFIG, INDEX, SINGLE, Stored, opened, read_index
+from megarl.reshard.layout import Box, Layout, Piece, row_major, whole
 from megarl.reshard.planner import plan_between
+from megarl.reshard.quantised import FP8, SCALE, Block, matrix_fault, matrix_of, stored_block
+from megarl.reshard.stored import DTYPES, Fp8Matrix, PlainTensor, StoredTensor
 
-DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16), strict=True))
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 ROWS = 1024  # of a matrix that are compared at a time
@@ -54,15 +56,12 @@ class CheckpointFiles:
 
     @property
     def names(self) -> Collection[str]:
-        """The names of the stored tensors."""
-        return self._file_of.keys()
+        """The names of the stored tensors, without the scales of FP8 matrices."""
+        return [name for name in self._file_of if matrix_of(name) not in self._file_of]
 
     def layout(self) -> Layout:
-        """Return one piece per stored tensor, in its stored dtype; `param` is the name of the tensor."""
-        return [
-            _whole_piece(name, tuple(stored.get_shape()), _dtype(stored, name))
-            for _, name, stored in self._stored({name: [name] for name in self._file_of})
-        ]
+        """Return one piece per tensor of `names`, in the dtype that is read; `param` is the name of the tensor."""
+        return [_whole_piece(name, stored.shape, stored.dtype) for _, name, stored in self._stored(self.names)]
 
     @torch.no_grad()
     def load(self, layout: Layout, tensors: Mapping[str, Tensor], *, shapes: Shapes | None = None) -> None:
@@ -80,30 +79,29 @@ class CheckpointFiles:
         for piece in layout:
             pieces_of[piece.name].append(piece)
         for file, name, stored in self._stored(pieces_of):
-            shape = tuple(stored.get_shape())
             expected = shapes[name] if shapes else None
-            _dtype(stored, name)
             for piece in pieces_of[name]:
-                fits = len(shape) == len(piece.box.lo) and whole(shape).contains(piece.box)
-                if not fits or shape != (expected or shape):
+                fits = len(stored.shape) == len(piece.box.lo) and whole(stored.shape).contains(piece.box)
+                if not fits or stored.shape != (expected or stored.shape):
                     needed = expected or f"at least {piece.box}"
-                    raise UserError(f"{name} in {file} has shape {shape}; the model needs {needed}")
-                box = tuple(slice(low, high) for low, high in zip(piece.box.lo, piece.box.hi, strict=True))
-                piece.view(tensors[piece.param]).copy_(stored[box])
+                    raise UserError(f"{name} in {file} has shape {stored.shape}; the model needs {needed}")
+                for box, numbers in stored.read(piece.box):
+                    piece.part(box).view(tensors[piece.param]).copy_(numbers)
 
     @torch.no_grad()
     def are_equal(self, one: str, other: str, rows: range) -> bool:
         """Return whether two stored matrices have equal numbers in the given rows."""
-        with opened(self._file_of[one], framework="pt") as left, opened(self._file_of[other], framework="pt") as right:
-            a = left.get_slice(one)
-            b = right.get_slice(other)
-            return a.get_shape() == b.get_shape() and all(
-                torch.equal(*(each[row : min(row + ROWS, rows.stop)].double() for each in (a, b)))
-                for row in range(rows.start, rows.stop, ROWS)
-            )
+        with self._one(one) as a, self._one(other) as b:
+            parts = (range(row, min(row + ROWS, rows.stop)) for row in range(rows.start, rows.stop, ROWS))
+            return a.shape == b.shape and all(torch.equal(_rows(a, part), _rows(b, part)) for part in parts)
 
-    def _stored(self, names: Mapping[str, object]) -> Iterator[tuple[Path, str, Any]]:
-        """Yield file, name and lazy slice of each named tensor, file by file."""
+    @contextmanager
+    def _one(self, name: str) -> Iterator[StoredTensor]:
+        for _, _, stored in self._stored([name]):
+            yield stored
+
+    def _stored(self, names: Iterable[str]) -> Iterator[tuple[Path, str, StoredTensor]]:
+        """Yield file, name and content of each named tensor, file by file. The file is open until the next one."""
         by_file: dict[Path, list[str]] = defaultdict(list)
         for name in names:
             if name not in self._file_of:
@@ -111,11 +109,54 @@ class CheckpointFiles:
                 raise UserError(f"{self._directory} has no tensor {name}" + hint * (name == "lm_head.weight"))
             by_file[self._file_of[name]].append(name)
         for file, stored in by_file.items():
-            if not file.is_file():
-                raise UserError(f"{self._directory / INDEX} lists {file.name}, which does not exist")
-            with opened(file, framework="pt") as tensors:
+            with ExitStack() as stack:
+                files = _OpenFiles(self._directory, stack)
                 for name in stored:
-                    yield file, name, tensors.get_slice(name)
+                    yield file, name, self._tensor(name, files)
+
+    def _tensor(self, name: str, files: "_OpenFiles") -> StoredTensor:
+        """Return a tensor of an open file; the scales of an FP8 matrix may be in another file."""
+        file = self._file_of[name]
+        numbers = files[file].get_slice(name)
+        if numbers.get_dtype() != FP8:
+            return PlainTensor(name, numbers)
+        home = self._file_of.get(name + SCALE)
+        scales = files[home].get_slice(name + SCALE) if home else None
+        found = _described(home, scales) if home else None
+        fault = matrix_fault(name, _described(file, numbers), found, self._block)
+        if fault or self._block is None:
+            raise UserError(fault)
+        return Fp8Matrix(numbers, scales, self._block)
+
+    @cached_property
+    def _block(self) -> Block | None:
+        return stored_block(self._directory)
+
+
+class _OpenFiles(dict[Path, Any]):
+    """The files of a directory that are open; a file is opened when it is first asked for."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        super().__init__()
+        self._directory = directory
+        self._stack = stack
+
+    def __missing__(self, file: Path) -> Any:
+        if not file.is_file():
+            raise UserError(f"{self._directory / INDEX} lists {file.name}, which does not exist")
+        self[file] = self._stack.enter_context(opened(file, framework="pt"))
+        return self[file]
+
+
+def _described(file: Path, stored: Any) -> Stored:
+    return Stored(file, stored.get_dtype(), tuple(stored.get_shape()))
+
+
+def _rows(stored: StoredTensor, rows: range) -> Tensor:
+    """Return some rows of a stored tensor in float64."""
+    rest = stored.shape[1:]
+    box = Box((rows.start, *(0 for _ in rest)), (rows.stop, *rest))
+    return torch.cat([numbers.double() for _, numbers in stored.read(box)])
 
 
 def export(
@@ -294,10 +335,3 @@ def _shares(
 
 def _whole_piece(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Piece:
     return Piece(name, whole(shape), name, 0, row_major(shape), dtype)
-
-
-def _dtype(stored: Any, name: str) -> torch.dtype:
-    kind = stored.get_dtype()
-    if kind not in DTYPES:
-        raise UserError(f"{name} is stored as {kind}; weights must be plain floats ({', '.join(DTYPES)})")
-    return DTYPES[kind]

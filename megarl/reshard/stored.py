@@ -1,0 +1,74 @@
+"""A tensor in a file of weights, of which a rank reads boxes."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.platform.errors import UserError
+from megarl.reshard.headers import FLOATS
+from megarl.reshard.layout import Box
+from megarl.reshard.quantised import Block, not_plain
+
+DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16), strict=True))
+
+
+class StoredTensor(Protocol):
+    """A tensor in an open file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Of what is read."""
+
+    def read(self, box: Box) -> Iterator[tuple[Box, Tensor]]:
+        """Yield parts that add up to the box, each with its numbers."""
+        ...
+
+
+class PlainTensor:
+    """A tensor that is stored in floats."""
+
+    def __init__(self, name: str, numbers: Any) -> None:
+        """Take a lazy slice of safetensors. Raises UserError if its dtype is no plain float."""
+        kind = numbers.get_dtype()
+        if kind not in DTYPES:
+            raise UserError(f"{name} is stored as {kind}; {not_plain()}")
+        self.shape = tuple(numbers.get_shape())
+        self.dtype = DTYPES[kind]
+        self._numbers = numbers
+
+    def read(self, box: Box) -> Iterator[tuple[Box, Tensor]]:
+        """Yield the box."""
+        yield box, self._numbers[_index(box)]
+
+
+class Fp8Matrix:
+    """A matrix that is stored in FP8 blocks. Reads the numbers of a box, and the scales of the blocks it touches."""
+
+    dtype = torch.float32
+
+    def __init__(self, numbers: Any, scales: Any, block: Block) -> None:
+        """Take lazy slices of safetensors, whose shapes fit together."""
+        self.shape = tuple(numbers.get_shape())
+        self._numbers = numbers
+        self._scales = scales
+        self._block = block
+
+    def read(self, box: Box) -> Iterator[tuple[Box, Tensor]]:
+        """Yield the box by rows of blocks, dequantised in float32."""
+        size = self._block
+        top, left = box.lo
+        bottom, right = box.hi
+        rows = range(top // size.rows, -(-bottom // size.rows))
+        columns = range(left // size.columns, -(-right // size.columns))
+        scales = self._scales[rows.start : rows.stop, columns.start : columns.stop].float()
+        first = left - columns.start * size.columns
+        factors = scales.repeat_interleave(size.columns, dim=1)[:, first : first + right - left]
+        for row, of_columns in zip(rows, factors, strict=True):
+            part = Box((max(top, row * size.rows), left), (min(bottom, (row + 1) * size.rows), right))
+            yield part, self._numbers[_index(part)].float() * of_columns
+
+
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))

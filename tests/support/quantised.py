@@ -1,0 +1,73 @@
+"""Checkpoints in FP8 blocks, and the weights that they stand for."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def config_of(block: Sequence[int]) -> dict[str, Any]:
+    """Return the `quantization_config` of a published checkpoint."""
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": ["lm_head"],
+        "quant_method": "fp8",
+        "weight_block_size": list(block),
+    }
+
+
+def by_block(scales: Tensor, shape: tuple[int, int], block: Sequence[int]) -> Tensor:
+    """Return the scale of each element of a matrix."""
+    rows, columns = (torch.arange(size) // step for size, step in zip(shape, block, strict=True))
+    return scales.float()[rows[:, None], columns[None, :]]
+
+
+def dequantised(numbers: Tensor, scales: Tensor, block: Sequence[int]) -> Tensor:
+    """Return a full matrix in float32."""
+    rows, columns = numbers.shape
+    return numbers.float() * by_block(scales, (rows, columns), block)
+
+
+def quantised(matrix: Tensor, block: Sequence[int], *, scale_dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return the FP8 numbers of a matrix and the scales of its blocks; the largest number of a block is the limit."""
+    grid = [-(-size // step) for size, step in zip(matrix.shape, block, strict=True)]
+    scales = torch.zeros(grid)
+    for row in range(grid[0]):
+        for column in range(grid[1]):
+            part = matrix[row * block[0] : (row + 1) * block[0], column * block[1] : (column + 1) * block[1]]
+            scales[row, column] = part.abs().max() / LARGEST
+    scales = scales.to(scale_dtype)
+    rows, columns = matrix.shape
+    return [(matrix / by_block(scales, (rows, columns), block)).to(torch.float8_e4m3fn), scales]
+
+
+def quantise(
+    directory: Path, block: Sequence[int] = (32, 32), *, scale_dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Store the matrices of a checkpoint's layers in FP8, as published ones are; return the weights in float32."""
+    file = directory / "model.safetensors"
+    stored = dict[str, Tensor]()
+    weights = dict[str, Tensor]()
+    for name, tensor in load_file(file).items():
+        if name.endswith("_proj.weight"):
+            stored[name], scales = quantised(tensor, block, scale_dtype=scale_dtype)
+            stored[f"{name}_scale_inv"] = scales
+            weights[name] = dequantised(stored[name], scales, block)
+        else:
+            stored[name] = weights[name] = tensor
+    save_file(stored, file, metadata={"format": "pt"})
+    add_to_config(directory, {"quantization_config": config_of(block)})
+    return weights
+
+
+def add_to_config(directory: Path, fields: Mapping[str, Any]) -> None:
+    """Replace fields of a `config.json`."""
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
