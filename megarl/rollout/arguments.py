@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.platform.errors import UserError
+from megarl.reshard.quantised import KEY, stored_block
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.fields import OURS, engine_faults
 from megarl.rollout.kv_cache import cpu_cache_bytes, cpu_cache_bytes_per_token
@@ -52,12 +53,18 @@ def llm_arguments(
         # processed probabilities cover only the remaining tokens, so the engine returns raw ones.
         "logprobs_mode": "processed_logprobs" if section.draws_from_all else "raw_logprobs",
         # vLLM 0.26 - 0.32 by default rounds logits to the model's type; the trainer does not (`megarl.learner.heads`).
-        "hf_overrides": {"head_dtype": "float32"} | dict(overrides),
+        # It would also make quantised layers for a quantised checkpoint; a sync brings plain weights.
+        "hf_overrides": {"head_dtype": "float32", KEY: None} | dict(overrides),
     }
     if on_cpu and section.engine_kwargs.get("enable_expert_parallel"):
         raise UserError(
             f"{ENGINE_KWARGS}: vLLM crashes with enable_expert_parallel on CPU; remove it, and every expert is cut "
             "over the ranks of a replica"
+        )
+    if section.load_format == "auto" and stored_block(model_dir):
+        raise UserError(
+            f"actor_rollout_ref.rollout.load_format auto: vLLM would load the FP8 blocks of {model_dir} without their "
+            "scales; leave the key out, and the first sync brings the weights"
         )
     assert ours.keys() == OURS
     for fault in engine_faults(section.engine_kwargs):

@@ -12,6 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from megarl.rollout.arguments import llm_arguments
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.patches import prepare_environment
+from tests.support.quantised import quantise
+from tests.support.tiny import write_checkpoint
 
 
 def arguments(on_cpu: bool, **settings: Any) -> dict[str, Any]:
@@ -25,6 +27,17 @@ def arguments(on_cpu: bool, **settings: Any) -> dict[str, Any]:
 )
 def test_cuda_uses_graphs_unless_eager_is_set(written: bool | None, on_cpu: bool, is_eager: bool) -> None:
     assert arguments(on_cpu, enforce_eager=written)["enforce_eager"] == is_eager
+
+
+def test_engine_makes_no_quantised_layers(tmp_path: Path) -> None:
+    assert arguments(True)["hf_overrides"]["quantization_config"] is None
+    directory = write_checkpoint(tmp_path, "llama")
+    auto = {"max_model_len": 64, "trust_remote_code": False, "on_cpu": True}
+    section = RolloutSection(load_format="auto")
+    assert llm_arguments(section, model_dir=directory, **auto)["load_format"] == "auto"
+    quantise(directory)
+    with pytest.raises(ValueError, match=r"load_format auto: vLLM would load the FP8 blocks of"):
+        llm_arguments(section, model_dir=directory, **auto)
 
 
 @pytest.mark.parametrize(
