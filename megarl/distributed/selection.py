@@ -1,10 +1,10 @@
 """The largest of numbers that are spread over ranks, found by counting: no rank sends a number."""
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import BLOCK
 from megarl.distributed.exchange import host_group
 
 DIGIT_BITS = 11  # of a number's bits that one round decides
@@ -22,27 +22,17 @@ def kth_largest(numbers: Tensor, k: int, *, counts: bool) -> float:
     """
     num_bits = 8 * numbers.element_size()
     integers = {32: torch.int32, 64: torch.int64}[num_bits]
-    lowest = torch.iinfo(integers).min
-    blocks = [_key(block) ^ lowest for block in numbers.view(integers).split(BLOCK)] if counts else []
-    found = 0
+    keys = _key((numbers if counts else numbers[:0]).view(integers)).numpy()
+    keys.sort()
+    found = torch.iinfo(integers).min
     for shift in range((num_bits - 1) // DIGIT_BITS * DIGIT_BITS, -1, -DIGIT_BITS):
-        histogram = torch.zeros(1 << DIGIT_BITS, dtype=torch.int64)
-        for block in blocks:
-            histogram += torch.bincount(_digits(block, shift), minlength=len(histogram))
+        digits = range(1 << min(DIGIT_BITS, num_bits - shift))
+        borders = np.array([found + (digit << shift) for digit in digits], dtype=keys.dtype)
+        at_least = torch.from_numpy(len(keys) - np.searchsorted(keys, borders))
         if dist.is_initialized():
-            dist.all_reduce(histogram, group=host_group())
-        at_least = histogram.flip(0).cumsum(0).flip(0)  # numbers with this digit or a larger one
-        digit = int((at_least >= k).nonzero()[-1])
-        k -= int(at_least[digit] - histogram[digit])
-        blocks = [block[_digits(block, shift) == digit] for block in blocks]
-        found |= digit << shift
-    found &= (1 << num_bits) - 1  # the highest digit has bits to spare, which repeat the sign
-    signed = found - (1 << num_bits) if found >> (num_bits - 1) else found
-    return float(_key(torch.tensor([signed], dtype=integers) ^ lowest).view(numbers.dtype))
-
-
-def _digits(keys: Tensor, shift: int) -> Tensor:
-    return (keys >> shift) & ((1 << DIGIT_BITS) - 1)
+            dist.all_reduce(at_least, group=host_group())
+        found = int(borders[int((at_least >= k).sum()) - 1])
+    return float(_key(torch.tensor([found], dtype=integers)).view(numbers.dtype))
 
 
 def _key(bits: Tensor) -> Tensor:
