@@ -157,11 +157,10 @@ def measure(case: Case) -> list[dict[str, Any]]:
 def busiest(case: Case) -> int:
     """Return the rank that draws and learns the most tokens."""
     lengths, groups = np.array(case.lengths), np.array(case.groups)
-    tokens = np.bincount(groups % case.num_processes, lengths, minlength=case.num_processes)
-    parts = partition((lengths + len(samples_step.PROMPT)).tolist(), groups.tolist(), case.num_processes)
-    for part, chosen in enumerate(parts):
-        tokens[(part + 1) % case.num_processes] += lengths[chosen].sum()
-    return int(tokens.argmax())
+    costs = torch.from_numpy(lengths + len(samples_step.PROMPT))
+    parts = partition(costs, torch.from_numpy(groups), case.num_processes).numpy()
+    ranks = np.concatenate([groups, parts + 1]) % case.num_processes
+    return int(np.bincount(ranks, np.tile(lengths, 2)).argmax())
 
 
 def _work(_: int, rank: int, case: Case, directory: Path) -> None:

@@ -129,9 +129,7 @@ class Actor:
         """Bring the samples to the ranks that learn from them. A rank learns from no sample that it has drawn."""
         index = samples.index
         number = self._shares.number
-        owners = torch.empty_like(index.owners)
-        for share, chosen in enumerate(partition(index.lengths.tolist(), index.groups.tolist(), number)):
-            owners[chosen] = share
+        owners = partition(index.lengths, index.groups, number)
         return route(samples, Rewarded, (owners + 1) % number, self._shares)
 
     def infer(self, batch: Sharded[Rollouts]) -> Any:

@@ -48,11 +48,8 @@ class Batching:
             lengths: `[B]` int64, tokens of each sample.
             groups: `[B]` int64.
         """
-        costs = lengths.tolist() if self._balance else [1] * len(lengths)
-        owners = torch.empty_like(lengths)
-        for share, samples in enumerate(partition(costs, groups.tolist(), self._mesh.dp_size)):
-            owners[samples] = share
-        return owners
+        costs = lengths if self._balance else torch.ones_like(lengths)
+        return partition(costs, groups, self._mesh.dp_size)
 
     def divide(self, share: Rollouts, budget: Budget) -> list[list[int]]:
         """Return the samples of each micro-batch of this rank's share, the longest first. Collective.

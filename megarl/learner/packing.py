@@ -6,31 +6,34 @@ more than one item.
 """
 
 import heapq
-from collections import defaultdict
 from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from megarl.platform.errors import UserError
 
 
-def partition(costs: Sequence[int], groups: Sequence[int], num_parts: int) -> list[list[int]]:
+def partition(costs: Tensor, groups: Tensor, num_parts: int) -> Tensor:
     """Spread samples over `num_parts` parts of nearly equal cost, without splitting a group.
 
-    `costs[i]` and `groups[i]` belong to sample `i`. Returns the sample indices of each part, ascending; every index
-    occurs once. A part is empty only if there are fewer groups than parts.
+    `costs` and `groups`, both `[B]` int64, are those of the samples. Returns the part of each sample, `[B]` int64. A
+    part is empty only if there are fewer groups than parts.
     """
-    members: dict[int, list[int]] = defaultdict(list)
-    for index, group in enumerate(groups):
-        members[group].append(index)
-    group_costs = {group: sum(costs[index] for index in indices) for group, indices in members.items()}
+    _, firsts, members = np.unique(groups.numpy(), return_index=True, return_inverse=True)
+    group_costs = np.zeros(len(firsts), dtype=np.int64)
+    np.add.at(group_costs, members, costs.numpy())
+    order = np.lexsort((firsts, -group_costs))
 
-    # the group count comes before the part number so that groups of cost zero still spread over the parts
-    parts = [(0, 0, part) for part in range(num_parts)]
-    taken: list[list[int]] = [[] for _ in range(num_parts)]
-    for group in sorted(members, key=lambda group: (-group_costs[group], members[group][0])):
-        load, num_groups, part = heapq.heappop(parts)
-        taken[part] += members[group]
-        heapq.heappush(parts, (load + group_costs[group], num_groups + 1, part))
-    return [sorted(indices) for indices in taken]
+    # a part is a number: its load, then the number of its groups, so that groups of cost zero still spread, then itself
+    unit = num_parts * (len(firsts) + 1)
+    parts = list(range(num_parts))
+    taken = np.empty(len(firsts), dtype=np.int64)
+    for group, cost in zip(order.tolist(), group_costs[order].tolist(), strict=True):
+        taken[group] = parts[0] % num_parts
+        heapq.heapreplace(parts, parts[0] + cost * unit + num_parts)
+    return torch.from_numpy(taken[members])
 
 
 def pack(

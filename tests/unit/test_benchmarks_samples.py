@@ -45,12 +45,9 @@ def found(**parts: Any) -> dict[str, Any]:
 
 def owners(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rank that draws each sample, and the rank that learns from it."""
-    drawn = torch.tensor(case.groups) % case.num_processes
-    learnt = torch.empty_like(drawn)
-    lengths = [length + len(PROMPT) for length in case.lengths]
-    for part, chosen in enumerate(partition(lengths, case.groups, case.num_processes)):
-        learnt[chosen] = (part + 1) % case.num_processes
-    return drawn, learnt
+    groups = torch.tensor(case.groups)
+    parts = partition(torch.tensor(case.lengths) + len(PROMPT), groups, case.num_processes)
+    return groups % case.num_processes, (parts + 1) % case.num_processes
 
 
 def test_simulated_rank_has_traffic_of_a_run() -> None:

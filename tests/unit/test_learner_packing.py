@@ -1,6 +1,7 @@
 """Balancing and packing: every sample occurs once, groups stay together, budgets hold, loads are even."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,35 +10,58 @@ from megarl.learner.packing import pack, partition
 LENGTHS = st.lists(st.integers(min_value=1, max_value=100), max_size=60)
 
 
+Samples = tuple[list[int], list[int]]
+
+
 @st.composite
-def grouped_costs(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+def grouped_costs(draw: st.DrawFn) -> Samples:
     costs = draw(st.lists(st.integers(min_value=0, max_value=1000), max_size=60))
     groups = draw(st.lists(st.integers(min_value=0, max_value=12), min_size=len(costs), max_size=len(costs)))
     return costs, groups
 
 
+def parts_of(samples: Samples, num_parts: int) -> list[int]:
+    costs, groups = (torch.tensor(numbers, dtype=torch.int64) for numbers in samples)
+    found: list[int] = partition(costs, groups, num_parts).tolist()
+    return found
+
+
+def part_by_part(samples: Samples, num_parts: int) -> list[int]:
+    """Give each group, the longest first, to the part of least load; the first of those with fewest groups."""
+    costs, groups = samples
+    group_costs = {group: sum(c for c, g in zip(costs, groups, strict=True) if g == group) for group in groups}
+    loads = [(0, 0)] * num_parts
+    homes = {}
+    for group in sorted(group_costs, key=lambda group: (-group_costs[group], groups.index(group))):
+        homes[group] = loads.index(min(loads))
+        load, num_groups = min(loads)
+        loads[homes[group]] = (load + group_costs[group], num_groups + 1)
+    return [homes[group] for group in groups]
+
+
 def test_partition_by_hand() -> None:
     # group costs 9, 8, 5, 4: the groups of 9 and 8 begin the parts, 5 joins 8, 4 joins 9
-    parts = partition([3, 6, 4, 4, 5, 1, 3], [0, 0, 1, 1, 2, 3, 3], 2)
-    assert parts == [[0, 1, 5, 6], [2, 3, 4]]
+    assert parts_of(([3, 6, 4, 4, 5, 1, 3], [0, 0, 1, 1, 2, 3, 3]), 2) == [0, 0, 1, 1, 1, 0, 0]
 
 
 @given(grouped_costs(), st.integers(min_value=1, max_value=8))
-def test_partition_takes_each_sample_once_and_keeps_groups(sample: tuple[list[int], list[int]], num_parts: int) -> None:
-    costs, groups = sample
-    parts = partition(costs, groups, num_parts)
-    assert len(parts) == num_parts
-    assert sorted(index for part in parts for index in part) == list(range(len(costs)))
-    homes = {(groups[index], number) for number, part in enumerate(parts) for index in part}
-    assert len(homes) == len(set(groups))
-    assert sum(bool(part) for part in parts) == min(num_parts, len(set(groups)))
+def test_partition_equals_that_by_single_groups(samples: Samples, num_parts: int) -> None:
+    assert parts_of(samples, num_parts) == part_by_part(samples, num_parts)
 
 
 @given(grouped_costs(), st.integers(min_value=1, max_value=8))
-def test_partition_load_is_at_most_mean_plus_group(sample: tuple[list[int], list[int]], num_parts: int) -> None:
-    costs, groups = sample
+def test_partition_keeps_groups_and_fills_parts(samples: Samples, num_parts: int) -> None:
+    parts, (_, groups) = parts_of(samples, num_parts), samples
+    assert len(set(zip(groups, parts, strict=True))) == len(set(groups))
+    assert len(set(parts)) == min(num_parts, len(set(groups)))
+
+
+@given(grouped_costs(), st.integers(min_value=1, max_value=8))
+def test_partition_load_is_at_most_mean_plus_group(samples: Samples, num_parts: int) -> None:
+    costs, groups = samples
+    parts = parts_of(samples, num_parts)
     group_costs = [sum(c for c, g in zip(costs, groups, strict=True) if g == group) for group in set(groups)]
-    loads = [sum(costs[index] for index in part) for part in partition(costs, groups, num_parts)]
+    loads = [sum(c for c, p in zip(costs, parts, strict=True) if p == part) for part in range(num_parts)]
     assert max(loads) <= sum(costs) / num_parts + max(group_costs, default=0)
 
 
