@@ -207,6 +207,10 @@ def per_token(**settings: Any) -> Any:
     return field(metadata={PER_TOKEN: True}, **settings)
 
 
+def _itself(column: Tensor) -> Tensor:
+    return column
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rollouts(Prompts):
     """Prompts with the responses that the engine generated."""
@@ -278,9 +282,12 @@ class Rollouts(Prompts):
         for samples, parts in self.blocks(*columns):
             yield samples, [in_rows(part, self.num_tokens[samples]) for part in parts]
 
-    def sums(self, column: Tensor) -> Tensor:
-        """Return the sum of a column over each sample, `[B]` float64. It depends on no other sample."""
-        return torch.cat([sample_sums(part, self.num_tokens[samples]) for samples, (part,) in self.blocks(column)])
+    def sums(self, *columns: Tensor, of: Callable[..., Tensor] = _itself) -> Tensor:
+        """Return the sum over each sample of a column, or of what `of` makes of columns: `[B]` float64.
+
+        It depends on no other sample.
+        """
+        return torch.cat([sample_sums(of(*parts), self.num_tokens[block]) for block, parts in self.blocks(*columns)])
 
     def num_learnt(self) -> Tensor:
         """Return the number of tokens of the policy in each sample: `[B]` int64."""
@@ -485,25 +492,28 @@ def counted_from(starts: Tensor, counts: Tensor) -> Tensor:
     return torch.arange(int(counts.sum())) + (starts - ends + counts).repeat_interleave(counts)
 
 
-def reduced(reduce: np.ufunc, column: Tensor, counts: Tensor) -> Tensor:
+def reduced(reduce: np.ufunc, column: Tensor, counts: Tensor, *, dtype: type[np.generic] | None = None) -> Tensor:
     """Reduce the numbers of each sample to one, `[b]`; zero without tokens. It depends on no other sample.
 
     Args:
         reduce: such as `numpy.maximum`.
         column: `[n]`, in host memory.
         counts: `[b]` int64, the tokens of each sample.
+        dtype: of the result; None: that of the column.
     """
     numbers, lengths = column.numpy(), counts.numpy()
     starts = lengths.cumsum() - lengths
     has_tokens = lengths > 0
-    found = np.zeros(len(lengths), dtype=numbers.dtype)
+    found = np.zeros(len(lengths), dtype=dtype or numbers.dtype)
     if len(numbers):
-        found[has_tokens] = reduce.reduceat(numbers, starts[has_tokens])
+        found[has_tokens] = reduce.reduceat(numbers, starts[has_tokens], dtype=dtype)
     return torch.from_numpy(found)
 
 
 def sample_sums(column: Tensor, counts: Tensor) -> Tensor:
     """Return the sum of the numbers of each sample, as `reduced` does: `[b]` float64."""
+    if column.dtype == torch.bool:
+        return reduced(np.add, column.view(torch.uint8), counts, dtype=np.int32).double()
     return reduced(np.add, column.double(), counts)
 
 

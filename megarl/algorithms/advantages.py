@@ -8,14 +8,16 @@ If a paper standardises over the batch (`gae` as PPO uses it, `reinforce_plus_pl
 the estimator leaves that to `whiten`, which takes the moments of the complete batch.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.algorithms.masked import masked
+from megarl.batch import reduced
 
 
-def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
+def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, num_tokens: Tensor, *, kl_coef: float) -> Tensor:
     """Return the reward of every token: a penalty for leaving the reference, and the score on the last response token.
 
     `r_t = -kl_coef * KL_t + [t is the last token] * score` (Ziegler et al. 2019, "Fine-Tuning Language Models from
@@ -23,17 +25,21 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
 
     Args:
         scores: `[B]` reward of each response.
-        kl: `[B, T]` divergence from the reference of the policy that sampled: estimates, or exact.
-        mask: `[B, T]` bool; a row without a token gets no reward.
+        kl: `[N]` divergence from the reference of the policy that sampled: estimates, or exact; None: no penalty.
+        mask: `[N]` bool; a response without a token gets no reward.
+        num_tokens: `[B]` int64, the tokens of each response, which lie end to end in `kl` and `mask`.
         kl_coef: weight of the penalty.
 
     Returns:
-        Rewards `[B, T]`.
+        Rewards `[N]`.
     """
-    assert scores.shape == mask.shape[:1], f"{tuple(scores.shape)} scores for a mask of {tuple(mask.shape)}"
-    place = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
-    last = (mask * place).amax(-1, keepdim=True) if mask.numel() else mask.new_zeros(len(mask), 1, dtype=torch.int32)
-    return torch.where(mask & (place == last), scores[:, None], 0.0) - kl_coef * masked(kl, mask)
+    assert scores.shape == num_tokens.shape, f"{tuple(scores.shape)} scores for {len(num_tokens)} responses"
+    rewards = torch.zeros(mask.shape) if kl is None else 0.0 - kl_coef * masked(kl, mask)
+    ends = num_tokens.cumsum(0)
+    after_last = ends if mask.all() else reduced(np.maximum, torch.arange(1, len(mask) + 1) * mask, num_tokens)
+    has_tokens = after_last > ends - num_tokens
+    rewards[after_last[has_tokens] - 1] += scores[has_tokens]
+    return rewards
 
 
 def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -55,8 +61,8 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, la
     unmasked = _Unmasked(mask)
     estimates = unmasked.gather(values)
     errors = unmasked.gather(token_rewards) + gamma * _later(estimates, 1) - estimates
-    advantages = unmasked.scatter(_discounted_sums(errors, gamma * lam))
-    return advantages, advantages + masked(values, mask)
+    advantages = _discounted_sums(errors, gamma * lam)
+    return unmasked.scatter(advantages), unmasked.scatter(advantages + estimates)
 
 
 def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, norm_adv_by_std_in_grpo: bool) -> Tensor:
@@ -240,7 +246,7 @@ def whiten(x: Tensor, mask: Tensor, *, mean: Tensor | float, var: Tensor | float
     The moments are arguments so that `x` may be a part of the batch and the moments those of the complete batch, from
     `masked_moments` or from sums, sums of squares and counts of all ranks.
     """
-    standardised = (x.double() - mean) / torch.as_tensor(var + 1e-8, dtype=torch.float64).sqrt()
+    standardised = (x.double() - mean).div_(torch.as_tensor(var + 1e-8, dtype=torch.float64).sqrt())
     return masked(standardised.to(torch.float32), mask)
 
 
@@ -290,9 +296,9 @@ class _Unmasked:
         return torch.zeros_like(x).index_put(self.moved, x[self.mask])
 
     def scatter(self, gathered: Tensor) -> Tensor:
-        """Return gathered values at their own places, and zeros under the mask."""
+        """Return gathered values, which are zero behind those of unmasked tokens, at their own places."""
         if self.moved is None:
-            return masked(gathered, self.mask)
+            return gathered
         return torch.zeros_like(gathered).masked_scatter(self.mask, gathered[self.moved])
 
 

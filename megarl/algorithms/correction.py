@@ -11,6 +11,7 @@ Shapes: `B` samples, `T` response tokens; `[B, T]` tensors are float32, `mask` i
 from collections.abc import Mapping
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,10 +71,11 @@ def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, num_tokens: Tens
     lengths = num_tokens.double()
     training = -sample_sums(trainer, num_tokens) / lengths.clamp(min=1)
     rollout = -sample_sums(engine, num_tokens) / lengths.clamp(min=1)
+    total = sample_sums(log_ratio, num_tokens)
     of_tokens = {
-        "kl": -log_ratio,
-        "k3_kl": ratio - log_ratio - 1.0,
-        "chi2_token": ratio.square(),
+        "kl": -total,
+        "k3_kl": sample_sums((ratio - log_ratio).sub_(1.0), num_tokens),
+        "chi2_token": sample_sums(ratio.square_(), num_tokens),
     }
     of_sequences = {
         "training_log_ppl": training,
@@ -83,12 +85,12 @@ def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, num_tokens: Tens
         "log_ppl_diff": training - rollout,
         "log_ppl_abs_diff": (training - rollout).abs(),
         "ppl_ratio": (training - rollout).exp(),
-        "chi2_seq": bounded_exp(sample_sums(log_ratio, num_tokens)) ** 2,
+        "chi2_seq": bounded_exp(total) ** 2,
     }
     has_tokens = (lengths > 0).double()
     return (
         {"num_tokens": lengths, "num_sequences": has_tokens}
-        | {name: sample_sums(x, num_tokens) for name, x in of_tokens.items()}
+        | of_tokens
         | {name: x * has_tokens for name, x in of_sequences.items()}
     )
 
@@ -119,8 +121,8 @@ def token_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
         `[B, T]` float32, zero elsewhere; `[B, T]` bool: under the mask, and finite on both sides.
     """
     difference = log_probs.double() - rollout_log_probs.double()
-    judged = mask & difference.isfinite()
-    return masked((difference.square().clamp(max=1.0) / 2).to(torch.float32), judged), judged
+    judged = mask & torch.from_numpy(np.isfinite(difference.numpy()))
+    return masked((difference.square_().clamp_(max=1.0) / 2).to(torch.float32), judged), judged
 
 
 def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from megarl.batch import Experience, Rewarded, flat, in_rows
 from megarl.distributed.sharded import Sharded
 from megarl.training.custom import CustomEstimator
 from megarl.training.interfaces import Metrics
-from megarl.training.statistics import mean, spread, summaries, token_spread
+from megarl.training.statistics import mean, on_learnt, spread, summaries, token_spread
 
 Estimator = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
@@ -56,18 +56,16 @@ def estimate(
     """
     share = samples.share
     mask = share.mask
-    kl = torch.zeros(mask.shape)
-    if kl_coef is not None:
-        kl = _divergence(old_log_probs, ref_log_probs, exact_kl, mask, algorithm)
+    kl = None if kl_coef is None else _divergence(old_log_probs, ref_log_probs, exact_kl, mask, algorithm)
     if share.turn_rewards is None:
         scores = response_rewards(share, algorithm.overlong_buffer)
-        function = partial(token_rewards, kl_coef=kl_coef or 0.0)
-        [rewards] = _row_by_row(function, share, {"kl": kl, "mask": mask}, scores=scores)
+        rewards = token_rewards(scores, kl, mask, share.num_tokens, kl_coef=kl_coef or 0.0)
     else:
-        rewards = masked(share.turn_rewards - (kl_coef or 0.0) * kl, mask)
-    # The KL of a sample is the mean of its tokens, so that long responses do not weigh more in the KL controller.
-    of_samples = (share.scores, share.sums(rewards), share.sums(kl) / share.num_learnt().clamp(min=1))
-    given, totals, kls = samples.gather(torch.stack([x.double() for x in of_samples], dim=-1)).unbind(-1)
+        rewards = on_learnt(share, share.turn_rewards if kl is None else share.turn_rewards - (kl_coef or 0.0) * kl)
+    of_samples = [share.scores, share.sums(rewards)]
+    if kl is not None:  # of a sample the mean of its tokens: long responses do not weigh more in the KL controller
+        of_samples.append(share.sums(kl) / share.num_learnt().clamp(min=1))
+    given, totals, *kls = samples.gather(torch.stack([x.double() for x in of_samples], dim=-1)).unbind(-1)
     advantages, returns = _advantages(samples, rewards, totals, values, baselines, algorithm, custom)
     weights, weight_metrics = _correction(samples, old_log_probs, algorithm.rollout_correction)
     experience = samples.with_share(
@@ -88,7 +86,7 @@ def estimate(
     if values is not None:
         metrics |= _critic_metrics(experience)
     if kl_coef is not None:
-        metrics |= {"actor/reward_kl_penalty": float(kls.mean()), "actor/reward_kl_penalty_coeff": kl_coef}
+        metrics |= {"actor/reward_kl_penalty": float(kls[0].mean()), "actor/reward_kl_penalty_coeff": kl_coef}
     if algorithm.mask_truncated_completions:
         experience = experience.without_responses(samples.index.truncated)
     return experience, metrics
@@ -149,7 +147,7 @@ def _advantages(
         numbers["mask"] = torch.ones(len(index), 1, dtype=torch.bool)
         of_samples = function(**arguments_of(function, numbers), **keys)
         of_tokens = share.on_tokens(of_samples[samples.mine, 0])
-        found = [masked(of_tokens, share.mask)]
+        found = [on_learnt(share, of_tokens)]
     else:
         columns = {"token_rewards": rewards, "mask": share.mask} | ({} if values is None else {"values": values})
         greedy = {} if baselines is None else {"baselines": baselines[samples.mine]}
@@ -240,9 +238,8 @@ def mismatch_metrics(samples: Sharded[Rewarded], old_log_probs: Tensor) -> Metri
     share = samples.share
     if share.rollout_log_probs is None:
         return {}
-    difference = (old_log_probs.exp() - share.rollout_log_probs.exp()).abs()
-    [summary] = summaries(samples, difference)
     columns = (old_log_probs, share.rollout_log_probs)
+    [summary] = summaries(samples, *columns, of=lambda mine, drawn: [(mine.exp() - drawn.exp()).abs()])
     blocks = [mismatch_sums(mine, drawn, counts) for counts, (mine, drawn) in share.learnt_blocks(*columns)]
     names = [*blocks[0]]
     sums = torch.cat([torch.stack([*block.values()], dim=-1) for block in blocks])
@@ -256,8 +253,10 @@ def mismatch_metrics(samples: Sharded[Rewarded], old_log_probs: Tensor) -> Metri
 
 def _critic_metrics(experience: Sharded[Experience]) -> Metrics:
     share = experience.share
-    columns = (share.returns, share.values, share.returns - share.values)
-    returns, values, errors = summaries(experience, *columns)
+    columns = (share.returns, share.values)
+    returns, values, errors = summaries(
+        experience, *columns, of=lambda returns, values: (returns, values, returns - values)
+    )
     return (
         returns.metrics("critic/returns")
         | values.metrics("critic/values")

@@ -131,10 +131,14 @@ def require_version(samples: Sharded[Rollouts], *, step: int, max_staleness: int
     versions = share.weight_versions
     if versions is None:
         return
-    is_wrong = share.mask & ((versions > step) | (versions < step - max_staleness))
-    wrong_samples = samples.gather(share.sums(is_wrong))
+
+    def is_wrong(mask: Tensor, versions: Tensor) -> Tensor:
+        return mask & ((versions > step) | (versions < step - max_staleness))
+
+    columns = (share.mask, versions)
+    wrong_samples = samples.gather(share.sums(*columns, of=is_wrong))
     if wrong_samples.any():
-        found = together(lambda: versions[is_wrong].unique().tolist())
+        found = together(lambda: versions[is_wrong(*columns)].unique().tolist())
         raise MismatchError(
             f"the trainer has the weights after {step} finished steps, but the engine drew "
             f"{_rows(samples.index, wrong_samples)} with those after "
@@ -191,7 +195,10 @@ def _means(mismatch: Tensor, comparable: Tensor, num_tokens: Tensor) -> Tensor:
     free = (counts // 100).clamp(min=FREE_TOKENS)
     most = int(free.max()) if len(free) else 0
     rows = in_rows(mismatch, num_tokens)
-    largest = rows.topk(min(most, rows.shape[1])).values.double()
+    most = min(most, rows.shape[1])
+    if 0 < most < rows.shape[1]:
+        rows.numpy().partition(-most)
+    largest = rows[:, rows.shape[1] - most :].topk(most).values.double()
     largest = largest.where(torch.arange(largest.shape[1]) < free[:, None], 0.0)
     total = sample_sums(mismatch, num_tokens)
     return (total - largest.sum(-1)).clamp(min=0.0) / (counts - free).clamp(min=1)
@@ -205,9 +212,13 @@ def _mean(samples: Sharded[Rollouts], mismatch: Tensor, comparable: Tensor, kept
     if free == count:
         return 0.0
     border = kth_largest(mismatch if tokens.all() else mismatch[tokens], free, counts=samples.shares.reports)
-    below = tokens & (mismatch < border)
-    of_samples = samples.gather(torch.stack([share.sums(mismatch * below), share.sums(below)], dim=-1))
-    total, num_below = of_samples.sum(0).tolist()
+
+    def below(mismatch: Tensor, tokens: Tensor) -> Tensor:
+        return tokens & (mismatch < border)
+
+    columns = (mismatch, tokens)
+    sums = [share.sums(*columns, of=lambda *parts: parts[0] * below(*parts)), share.sums(*columns, of=below)]
+    total, num_below = samples.gather(torch.stack(sums, dim=-1)).sum(0).tolist()
     return (total + border * (count - free - num_below)) / (count - free)
 
 

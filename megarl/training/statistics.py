@@ -3,6 +3,7 @@
 Each sample contributes numbers of its own tokens, in float64. The numbers of all samples are added in their order.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,19 @@ def spread(name: str, x: Tensor) -> Metrics:
     """Return mean, largest and smallest of numbers that every rank has."""
     x = x.double()  # the sum of finite scores may be too large for float32
     return {f"{name}/mean": float(x.mean()), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}
+
+
+Derived = Callable[..., Sequence[Tensor]]
+"""Makes columns of other columns, each token from its own numbers."""
+
+
+def _themselves(*columns: Tensor) -> Sequence[Tensor]:
+    return columns
+
+
+def on_learnt(share: Rollouts, column: Tensor) -> Tensor:
+    """Return a column `[n]` with zeros on tokens that are not of the policy."""
+    return column if share.is_all_learnt else masked(column, share.mask)
 
 
 @dataclass(frozen=True)
@@ -41,31 +55,34 @@ def token_spread(name: str, samples: Sharded[Rollouts], column: Tensor) -> Metri
     return summary.metrics(name)
 
 
-def summaries(samples: Sharded[Rollouts], *columns: Tensor) -> list[Summary]:
-    """Summarize columns `[n]` of this rank's share over the tokens of the policy. Collective.
+def summaries(samples: Sharded[Rollouts], *columns: Tensor, of: Derived = _themselves) -> list[Summary]:
+    """Summarize what is derived from columns `[n]` of this rank's share, over the tokens of the policy. Collective.
 
     The variance follows from sums of squares around the mean of each sample, because the values of a batch may be large
     compared with their spread: Chan et al. 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     Variances", equation 2.1.
     """
-    of_share = torch.stack([_of_samples(samples.share, column) for column in columns], dim=1)
+    of_blocks = [
+        torch.stack([_of_samples(numbers, counts) for numbers in of(*parts)], dim=1)
+        for counts, parts in samples.share.learnt_blocks(*columns)
+    ]
+    of_share = torch.cat(of_blocks)
     has_tokens = samples.index.num_learnt > 0
     if not has_tokens.any():
-        return [Summary(0.0, 0.0, 0.0, 0.0) for _ in columns]
+        return [Summary(0.0, 0.0, 0.0, 0.0)] * of_share.shape[1]
     counts = samples.index.num_learnt[has_tokens]
     return [_joined(counts, *of_samples.unbind(-1)) for of_samples in samples.gather(of_share)[has_tokens].unbind(1)]
 
 
-def _of_samples(share: Rollouts, column: Tensor) -> Tensor:
-    """Return sum, sum of squares around the mean, largest and smallest of each sample: `[b, 4]` float64."""
-    found = []
-    for counts, (numbers,) in share.learnt_blocks(column):
-        numbers = numbers.double()
-        total = sample_sums(numbers, counts)
-        deviations = numbers - on_tokens(total / counts.clamp(min=1), counts)
-        extremes = (reduced(kind, numbers, counts) for kind in (np.maximum, np.minimum))
-        found.append(torch.stack([total, sample_sums(deviations.square(), counts), *extremes], dim=-1))
-    return torch.cat(found)
+def _of_samples(numbers: Tensor, counts: Tensor) -> Tensor:
+    """Return sum, sum of squares around the mean, largest and smallest of each sample: `[b, 4]` float64.
+
+    `numbers` `[n]` are those of samples with `counts` tokens each.
+    """
+    total = sample_sums(numbers, counts)
+    deviations = on_tokens(total / counts.clamp(min=1), counts).sub_(numbers)
+    extremes = (reduced(kind, numbers, counts).double() for kind in (np.maximum, np.minimum))
+    return torch.stack([total, sample_sums(deviations.square_(), counts), *extremes], dim=-1)
 
 
 def _joined(counts: Tensor, totals: Tensor, squares: Tensor, largest: Tensor, smallest: Tensor) -> Summary:
@@ -80,7 +97,7 @@ def _joined(counts: Tensor, totals: Tensor, squares: Tensor, largest: Tensor, sm
 def mean(samples: Sharded[Rollouts], column: Tensor) -> float:
     """Return the mean over the tokens of the policy; 0 without any. Collective."""
     share = samples.share
-    return float(samples.gather(share.sums(masked(column, share.mask))).sum() / num_tokens(samples))
+    return float(samples.gather(share.sums(on_learnt(share, column))).sum() / num_tokens(samples))
 
 
 def num_tokens(samples: Sharded[Rollouts]) -> int:

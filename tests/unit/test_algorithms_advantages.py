@@ -177,10 +177,16 @@ def test_reinforce_plus_plus_by_hand() -> None:
     torch.testing.assert_close(reinforce_plus_plus(rewards, mask, gamma=0.5), expected)
 
 
+def rewards_in_rows(scores: Tensor, kl: Tensor, mask: Tensor) -> Tensor:
+    """Return the token rewards with a coefficient of 0.1, `[B, T]`."""
+    num_tokens = torch.full(scores.shape, mask.shape[1])
+    return token_rewards(scores, kl.flatten(), mask.flatten(), num_tokens, kl_coef=0.1).view_as(mask)
+
+
 def test_reinforce_plus_plus_subtracts_future_divergence_from_score() -> None:
     mask = torch.ones(1, 3, dtype=torch.bool)
     log_probs, reference = torch.tensor([[-1.0, -2.0, -0.5]]), torch.tensor([[-1.5, -1.0, -0.5]])
-    rewards = token_rewards(torch.tensor([3.0]), log_probs - reference, mask, kl_coef=0.1)
+    rewards = rewards_in_rows(torch.tensor([3.0]), log_probs - reference, mask)
     torch.testing.assert_close(
         reinforce_plus_plus(rewards, mask, gamma=1.0), torch.tensor([[3.0 - 0.1 * (0.5 - 1.0), 3.0 + 0.1, 3.0]])
     )
@@ -197,7 +203,7 @@ def test_remax_by_hand() -> None:
 def test_remax_charges_tokens_only_for_future_divergence(seed: int) -> None:
     mask, (rewards, kl) = random_batch(seed, 2)
     scores, baselines = rewards.nansum(-1), kl.nansum(-1)
-    advantages = remax(token_rewards(scores, kl, mask, kl_coef=0.1), baselines, mask)
+    advantages = remax(rewards_in_rows(scores, kl, mask), baselines, mask)
     for sample, token in mask.nonzero().tolist():
         to_come = kl[sample, token:].nansum()
         assert advantages[sample, token].item() == pytest.approx(
@@ -226,8 +232,14 @@ def test_gpg_matches_gradient_without_uninformative_groups(groups: list[list[flo
 def test_token_rewards_by_hand() -> None:
     mask = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
     kl = torch.tensor([[0.5, -1.0, NAN], [0.0, 0.0, 2.0], [NAN, NAN, NAN]])
-    rewards = token_rewards(torch.tensor([1.0, -1.0, 8.0]), kl, mask, kl_coef=0.1)
+    rewards = rewards_in_rows(torch.tensor([1.0, -1.0, 8.0]), kl, mask)
     torch.testing.assert_close(rewards, torch.tensor([[-0.05, 1.1, 0.0], [0.0, 0.0, -1.2], [0.0, 0.0, 0.0]]))
+
+
+def test_token_rewards_without_penalty_are_scores() -> None:
+    mask = torch.ones(3, dtype=torch.bool)
+    rewards = token_rewards(torch.tensor([2.0, 8.0, -1.0]), None, mask, torch.tensor([2, 0, 1]), kl_coef=0.0)
+    assert rewards.tolist() == [0.0, 2.0, -1.0]
 
 
 @given(seed=SEEDS)
