@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -79,6 +79,8 @@ class Turn:
 class Generation:
     """One sample of one prompt, complete or as far as it is drawn."""
 
+    replica: ClassVar[int] = -1  # of this rank: it has the tokens
+
     prompt: int  # its position among the given prompts
     token_ids: "array[int]"  # the stop token included
     log_probs: "array[float] | None"  # of each token, under the distribution it was drawn from; None = not requested
@@ -128,6 +130,10 @@ class Generation:
             complete=self.complete,
         )
 
+    def of_prompt(self, place: int) -> "Generation":
+        """Return this sample with another place of its prompt."""
+        return replace(self, prompt=place)
+
     def then(self, later: "Generation") -> "Generation":
         """Return this sample with the tokens that were drawn `later`."""
         known = self.log_probs is not None and later.log_probs is not None
@@ -142,9 +148,11 @@ class Generation:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A sample whose tokens the ranks of another engine replica have. The fields are those of `Generation`."""
+class Elsewhere(NamedTuple):
+    """A sample whose tokens the ranks of another engine replica have. The fields are those of `Generation`.
+
+    A step has one for nearly every sample of all replicas, and a tuple is made in a quarter of the time of a dataclass.
+    """
 
     prompt: int
     sample: int
@@ -159,6 +167,10 @@ class Elsewhere:
     def seen_from_afar(self, replica: int) -> "Elsewhere":
         """Return this sample itself."""
         return self
+
+    def of_prompt(self, place: int) -> "Elsewhere":
+        """Return this sample with another place of its prompt."""
+        return self._replace(prompt=place)
 
 
 Sample = Generation | Elsewhere

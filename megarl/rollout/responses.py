@@ -1,15 +1,16 @@
 """Responses of the engines, and episodes, as the record that the rest of a step works with."""
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.batch import Elsewhere, Generation, Group, Prompt, Prompts, Rollouts, Sample, float32, int32
+from megarl.batch import Generation, Group, Prompt, Prompts, Rollouts, Sample, float32, int32
 from megarl.distributed.sharded import Index, Sharded, Shares
 
 MOST_NAMED = 8  # rows of the data set
@@ -21,8 +22,9 @@ def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[G
     Raises:
         RuntimeError: prompts have more or fewer samples; names their rows in the data set.
     """
-    _require_counts(prompts.prompts, groups, n=n)
-    return _record(prompts, groups, generations, examples=generations)
+    places = torch.tensor(groups, dtype=torch.int64)
+    _require_counts(prompts.prompts, places.bincount(minlength=len(prompts.prompts)), n=n)
+    return _record(prompts, places, generations, _Columns.of(generations))
 
 
 def of_groups(groups: Sequence[Group], shares: Shares) -> Sharded[Rollouts]:
@@ -37,48 +39,56 @@ def of_groups(groups: Sequence[Group], shares: Shares) -> Sharded[Rollouts]:
     """
     prompts = [group.prompt for group in groups]
     samples = [sample for group in groups for sample in group.samples]
-    places = [place for place, group in enumerate(groups) for _ in group.samples]
-    _require_counts(prompts, places, n=len(groups[0].samples))
-    owners = [sample.replica if isinstance(sample, Elsewhere) else shares.here for sample in samples]
-    of_samples = _int64(places)
-    num_tokens = _int64([sample.num_tokens for sample in samples])
+    counts = _int64([len(group.samples) for group in groups])
+    places = torch.arange(len(groups)).repeat_interleave(counts)
+    _require_counts(prompts, counts, n=len(groups[0].samples))
+    columns = _Columns.of(samples)
+    num_tokens = _numbers(samples, "num_tokens")
+    replicas = _numbers(samples, "replica")
+    mine = (replicas == Generation.replica).nonzero()[:, 0]
     index = Index(
         prompts=prompts,
-        groups=of_samples,
-        owners=_int64(owners),
+        groups=places,
+        owners=replicas.index_fill(0, mine, shares.here),
         num_tokens=num_tokens,
-        num_learnt=_int64([sample.num_learnt for sample in samples]),
-        lengths=_int64([len(prompt.token_ids) for prompt in prompts])[of_samples] + num_tokens,
-        truncated=_int64([sample.truncated for sample in samples]).to(torch.bool),
+        num_learnt=_numbers(samples, "num_learnt") if columns.has_turns else num_tokens,
+        lengths=_int64([len(prompt.token_ids) for prompt in prompts])[places] + num_tokens,
+        truncated=_numbers(samples, "truncated").to(torch.bool),
     )
-    mine = [(place, sample) for place, sample in zip(places, samples, strict=True) if isinstance(sample, Generation)]
-    share = _record(
-        Prompts(prompts=prompts),
-        [place for place, _ in mine],
-        [generation for _, generation in mine],
-        examples=samples,
-    )
+    drawn = (samples[place] for place in mine.tolist())
+    generations = [sample for sample in drawn if isinstance(sample, Generation)]
+    share = _record(Prompts(prompts=prompts), places[mine], generations, columns)
     return Sharded(index=index, share=share, shares=shares)
 
 
-def _require_counts(prompts: Sequence[Prompt], groups: Sequence[int], *, n: int) -> None:
-    counts = Counter(groups)
-    wrong = {prompt.index: counts[place] for place, prompt in enumerate(prompts) if counts[place] != n}
+def _require_counts(prompts: Sequence[Prompt], counts: Tensor, *, n: int) -> None:
+    wrong = (counts != n).nonzero()[:, 0].tolist()
     if wrong:
-        named = ", ".join(f"row {index} has {count}" for index, count in list(wrong.items())[:MOST_NAMED])
+        named = ", ".join(f"row {prompts[place].index} has {int(counts[place])}" for place in wrong[:MOST_NAMED])
         raise RuntimeError(
             f"the engines were asked for {n} samples of each prompt, and {len(wrong)} prompts have others: {named}"
         )
 
 
-def _record(
-    prompts: Prompts, groups: Sequence[int], generations: Sequence[Generation], *, examples: Sequence[Sample]
-) -> Rollouts:
-    """Return the record of generated samples. `examples`, of all ranks, decide which columns it has."""
-    num_tokens = torch.tensor([generation.num_tokens for generation in generations], dtype=torch.int64)
+@dataclass(frozen=True)
+class _Columns:
+    """Which columns a record has."""
+
+    has_turns: bool
+    has_log_probs: bool
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "_Columns":
+        """Return the columns that the samples of all ranks need."""
+        return cls(any(map(attrgetter("num_turns"), samples)), all(map(attrgetter("has_log_probs"), samples)))
+
+
+def _record(prompts: Prompts, groups: Tensor, generations: Sequence[Generation], columns: _Columns) -> Rollouts:
+    """Return the record of generated samples. `groups` are their prompts, `[B]` int64."""
+    num_tokens = _numbers(generations, "num_tokens")
     mask = torch.ones(int(num_tokens.sum()), dtype=torch.bool)
     episodes = {}
-    if any(example.num_turns for example in examples):
+    if columns.has_turns:
         mask, rewards = _turns(generations, num_tokens)
         episodes = {
             "turn_rewards": rewards,
@@ -86,15 +96,14 @@ def _record(
             "stop_reasons": [str(generation.stop_reason) for generation in generations],
             "faults": [generation.fault for generation in generations],
         }
-    has_log_probs = all(example.has_log_probs for example in examples)
     return prompts.extend(
         Rollouts,
-        groups=torch.tensor(groups, dtype=torch.int64),
+        groups=groups,
         num_tokens=num_tokens,
         responses=_joined(int32(), (generation.token_ids for generation in generations)),
         mask=mask,
         rollout_log_probs=_joined(float32(), (generation.log_probs for generation in generations))
-        if has_log_probs
+        if columns.has_log_probs
         else None,
         truncated=torch.tensor([generation.truncated for generation in generations], dtype=torch.bool),
         weight_versions=_joined(int32(), (generation.weight_versions for generation in generations)),
@@ -111,6 +120,11 @@ def _turns(generations: Sequence[Generation], num_tokens: Tensor) -> tuple[Tenso
             mask[start + turn.start : start + turn.end] = True
             rewards[start + turn.end - 1] = turn.reward
     return mask, rewards
+
+
+def _numbers(samples: Sequence[Sample], name: str) -> Tensor:
+    """Return a number of each sample, `[B]` int64: the field of that name."""
+    return torch.from_numpy(np.fromiter(map(attrgetter(name), samples), dtype=np.int64, count=len(samples)))
 
 
 def _int64(numbers: Sequence[int]) -> Tensor:

@@ -91,7 +91,7 @@ class SamplingSession:
             replica = self._loads.index(min(self._loads)) if home is None else home
             group = groups[number]
             self._loads[replica] += _num_open(group)
-            samples = tuple(replace(sample, prompt=number) for sample in group.samples)
+            samples = tuple(sample.of_prompt(number) for sample in group.samples)
             self._open[number] = group = replace(group, samples=samples)
             if replica == self._engine.replica:
                 mine.append(group)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -36,12 +37,13 @@ class Window:
         return torch.tensor([*of_samples, *self.waiting], dtype=torch.int64)
 
     @classmethod
-    def from_afar(cls, counts: Sequence[int], content: Tensor, *, replica: int) -> "Window":
+    def from_afar(cls, counts: Sequence[int], content: Sequence[int], *, replica: int) -> "Window":
         """Return the window of another replica, from its counts and its content."""
         num_finished, _, num_steps, num_running = counts
         size = num_finished * len(KNOWN)
-        finished = [_from_afar(row, replica=replica) for row in content[:size].view(-1, len(KNOWN)).tolist()]
-        return cls(finished, num_steps=num_steps, num_running=num_running, waiting=content[size:].tolist())
+        firsts = range(0, size, len(KNOWN))
+        finished = [_from_afar(content[first : first + len(KNOWN)], replica=replica) for first in firsts]
+        return cls(finished, num_steps=num_steps, num_running=num_running, waiting=content[size:])
 
 
 def exchange(work: Callable[[], Window], ranks: Sequence[int]) -> list[Window]:
@@ -71,11 +73,12 @@ def exchange(work: Callable[[], Window], ranks: Sequence[int]) -> list[Window]:
         on_each_rank(partial(_raise, failure))
     counts = gathered[:, 1:].tolist()
     sizes = [num_finished * len(KNOWN) + num_waiting for num_finished, num_waiting, *_ in counts]
-    contents = all_gather(window.content(), ranks, sizes)
+    content = torch.cat(all_gather(window.content(), ranks, sizes)).tolist()
+    ends = accumulate(sizes)
     here = ranks.index(dist.get_rank())
     return [
-        window if replica == here else Window.from_afar(of_replica, content, replica=replica)
-        for replica, (of_replica, content) in enumerate(zip(counts, contents, strict=True))
+        window if replica == here else Window.from_afar(of_replica, content[end - size : end], replica=replica)
+        for replica, (of_replica, size, end) in enumerate(zip(counts, sizes, ends, strict=True))
     ]
 
 

@@ -79,7 +79,7 @@ class Engine:
         self.num_exchanges += 1
         THREAD.replica = self.replica
         mine = work()
-        afar = self.replicas.exchange((mine.counts(), mine.content()))
+        afar = self.replicas.exchange((mine.counts(), mine.content().tolist()))
         windows = [Window.from_afar(*said, replica=replica) for replica, said in enumerate(afar)]
         return [*windows[: self.replica], mine, *windows[self.replica + 1 :]]
 

@@ -66,8 +66,10 @@ def test_occupancy_by_hand() -> None:
 
 def test_stopped_groups_keep_their_tokens_and_complete_samples() -> None:
     started = group(20, samples=2)
-    done = replace(started.samples[1], token_ids=int32([9]) * 20, log_probs=float32([-1.0]) * 20, complete=True)
-    started = replace(started, samples=(started.samples[0], done))
+    first, last = started.samples
+    assert isinstance(last, Generation)
+    done = replace(last, token_ids=int32([9]) * 20, log_probs=float32([-1.0]) * 20, complete=True)
+    started = replace(started, samples=(first, done))
 
     def use(session: SamplingSession) -> dict[int, Group]:
         session.add({7: started, 8: group(3)})
@@ -217,7 +219,9 @@ def test_group_with_tokens_stays_with_its_replica() -> None:
     queues = [Queue(), Queue()]
 
     def begun(engine: Engine, row: int) -> Group:
-        sample = replace(group(row).samples[0], token_ids=int32([1] * 5), log_probs=float32([-1.0] * 5))
+        [sample] = group(row).samples
+        assert isinstance(sample, Generation)
+        sample = replace(sample, token_ids=int32([1] * 5), log_probs=float32([-1.0] * 5))
         return replace(group(row), samples=(sample if engine.replica == 1 else sample.seen_from_afar(1),))
 
     def work(engine: Engine) -> dict[int, Group]:

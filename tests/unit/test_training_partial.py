@@ -206,8 +206,9 @@ def test_groups_beyond_staleness_limit_restart() -> None:
 def carried_groups() -> tuple[Group, ...]:
     found = run(World(lambda row: {1: 5, 3: 9}.get(row, 2)), 2, wanted=2, stop_when=0.5, max_staleness=2)
     groups = found[-1][0].in_flight
-    unknown = replace(groups[0].samples[0], log_probs=None)
-    return (*groups, replace(groups[0], samples=(unknown,)))
+    first = groups[0].samples[0]
+    assert isinstance(first, Generation)
+    return (*groups, replace(groups[0], samples=(replace(first, log_probs=None),)))
 
 
 def kept(
