@@ -40,6 +40,7 @@ def make_tokenizer(data: TextSection, model: ModelSection, source: Source, train
     return source.tokenizer(
         data.tokenizer,
         chat_template=data.chat_template,
+        chat_template_kwargs=data.apply_chat_template_kwargs,
         apply_chat_template=data.apply_chat_template,
         special_tokens_in_text=data.special_tokens_in_text,
         now=template_time(trainer),

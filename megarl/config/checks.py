@@ -12,7 +12,7 @@ from megarl.config.mesh_checks import divisors, override_faults, stage_faults
 from megarl.config.model_files import read_sizes, tokenizer_faults
 from megarl.data.config import TextSection
 from megarl.data.remote_tokenizer import is_without_tokenizer
-from megarl.data.template import check_template
+from megarl.data.template import VARIABLES, check_template, variable_faults
 from megarl.learner.config import MegatronSection
 from megarl.models.architecture import VOCAB_MULTIPLE, Architecture, padded_vocabulary
 from megarl.models.config import CheckpointSection
@@ -173,6 +173,16 @@ def data_faults(data: TextSection, model: CheckpointSection) -> Iterator[Fault]:
     yield from tokenizer_faults(place, "data.tokenizer", remedy)
     if place is None and is_without_tokenizer(Path(model.path)):
         yield Fault("data.tokenizer", f"is not set, and {model.path} has no tokenizer: {remedy}")
+
+
+def variables_faults(data: TextSection) -> Iterator[Fault]:
+    """Check the variables of the chat template, and that one may be applied."""
+    for fault in variable_faults(data.apply_chat_template_kwargs):
+        yield Fault(VARIABLES, fault)
+    if data.apply_chat_template_kwargs and data.apply_chat_template is False:
+        yield Fault(
+            VARIABLES, "no chat template is applied with data.apply_chat_template=false: remove one of the keys"
+        )
 
 
 def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterator[Fault]:

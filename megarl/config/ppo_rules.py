@@ -4,7 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.algorithms.config import EXACT
-from megarl.config.checks import data_faults, length_faults, offload_faults, partition_faults, path_faults, world_size
+from megarl.config.checks import (
+    data_faults,
+    length_faults,
+    offload_faults,
+    partition_faults,
+    path_faults,
+    variables_faults,
+    world_size,
+)
 from megarl.config.faults import Fault
 from megarl.config.keys import ACTOR, LAYERS, MESH, POLICY, REF, REWARD, ROLLOUT, WORLD
 from megarl.config.mesh_checks import SIZES, data_parallel_size, override_faults
@@ -12,6 +20,7 @@ from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
 from megarl.config.root import Config
 from megarl.config.rule import CheckContext, Rule, rule
 from megarl.data.columns import Needs, PromptColumns, first_faults
+from megarl.data.template import VARIABLES
 from megarl.learner.config import MegatronSection
 from megarl.models.config import CheckpointSection
 from megarl.platform.uri import why_unopened
@@ -60,6 +69,11 @@ def _rows(config: Config, context: CheckContext) -> Iterator[Fault]:
         there = [file for file in listed(value) if ("://" in file and not why_unopened(file)) or Path(file).is_file()]
         if there:
             yield from (Fault(f"data.{key}", fault) for fault in first_faults(columns, there))
+
+
+@rule(RULES, "data.apply_chat_template", VARIABLES)
+def _template_variables(config: Config, context: CheckContext) -> Iterator[Fault]:
+    yield from variables_faults(config.data)
 
 
 @rule(RULES, "data.prompt_id_key", "data.max_prompt_id_length")

@@ -2,13 +2,21 @@
 
 from collections.abc import Iterator
 
-from megarl.config.checks import data_faults, length_faults, offload_faults, partition_faults, world_size
+from megarl.config.checks import (
+    data_faults,
+    length_faults,
+    offload_faults,
+    partition_faults,
+    variables_faults,
+    world_size,
+)
 from megarl.config.faults import Fault
 from megarl.config.keys import WORLD
 from megarl.config.mesh_checks import data_parallel_size, override_faults, size_faults
 from megarl.config.model_files import model_faults, read_sizes
 from megarl.config.root import RewardTrainConfig, SFTConfig
 from megarl.config.rule import CheckContext, Rule, rule
+from megarl.data.template import VARIABLES
 
 LearnsFromFiles = SFTConfig | RewardTrainConfig
 
@@ -20,6 +28,11 @@ def _files(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
     if context.check_paths:
         yield from data_faults(config.data, config.model)
         yield from model_faults(config.model, "model.path", needs_head=isinstance(config, SFTConfig))
+
+
+@rule(RULES, "data.apply_chat_template", VARIABLES)
+def _template_variables(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
+    yield from variables_faults(config.data)
 
 
 @rule(RULES, *WORLD, "megatron", "model")

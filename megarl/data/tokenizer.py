@@ -11,6 +11,7 @@ from datetime import datetime
 from functools import cache, cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from megarl.data.control import ControlTokens, Messages
 from megarl.data.patches import spare_statistics
 from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer, find_tokenizer, is_without_tokenizer
 from megarl.data.spm import first_difference, load_sentencepiece
-from megarl.data.template import RANDOM, read_template
+from megarl.data.template import RANDOM, read_template, with_variables
 from megarl.distributed.copies import local_copy
 from megarl.platform.deadline import allocating_at_most, computing_at_most
 from megarl.platform.errors import UserError
@@ -285,6 +286,7 @@ def load_tokenizer(
     path: str,
     *,
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, object] = MappingProxyType({}),
     apply_chat_template: bool | None = None,
     special_tokens_in_text: Spelling = "split",
     now: datetime | None = None,
@@ -295,6 +297,7 @@ def load_tokenizer(
     Args:
         path: of the tokenizer, or its URI; the call is collective if there are ranks and the URI is remote.
         chat_template: a Jinja file, or the template itself; overrides the tokenizer's own.
+        chat_template_kwargs: variables that the template has, also in the files that `save` writes.
         apply_chat_template: whether prompts go through the template; None: lists of messages do, if it exists.
         special_tokens_in_text: what becomes of the name of a special token in a text that no template wrote: letters
             (split), the token (allow), or an error.
@@ -302,7 +305,8 @@ def load_tokenizer(
         trust_remote_code: run the code that comes with the tokenizer.
 
     Raises:
-        UserError: nothing loads from `path`, or `apply_chat_template` is true without a template.
+        UserError: nothing loads from `path`, `apply_chat_template` is true without a template, or the template does
+            not read a variable.
     """
     place = _find(path, with_code=trust_remote_code)
     configured = any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
@@ -319,6 +323,7 @@ def load_tokenizer(
             _compare(tokenizer, place / "tokenizer.model", named=path if is_uri(path) else str(place))
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
+    tokenizer.chat_template = with_variables(tokenizer.chat_template, chat_template_kwargs, source=redact(path))
     return Tokenizer(
         tokenizer,
         source=redact(path),

@@ -2,9 +2,11 @@
 
 import importlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megarl.data.tokenizer import Spelling, Tokenizer, load_tokenizer
@@ -64,6 +66,7 @@ class Source:
         path: str | None = None,
         *,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, object] = MappingProxyType({}),
         apply_chat_template: bool | None = None,
         special_tokens_in_text: Spelling = "split",
         now: datetime | None = None,
@@ -77,6 +80,7 @@ class Source:
         tokenizer = load_tokenizer(
             path or str(self.directory),
             chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
             apply_chat_template=apply_chat_template,
             special_tokens_in_text=special_tokens_in_text,
             now=now,

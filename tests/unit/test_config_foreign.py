@@ -37,7 +37,7 @@ PEERS = {
     "data": """
         train_max_samples val_max_samples tool_config_path dataloader_num_workers image_patch_size image_key video_key
         filter_overlong_prompts_workers trust_remote_code custom_cls.path custom_cls.name return_multi_modal_inputs
-        sampler.class_path datagen.name gen_batch_size apply_chat_template_kwargs""",
+        sampler.class_path datagen.name gen_batch_size""",
     "critic": """
         optim.lr_warmup_init checkpoint.save_contents shuffle enable data_loader_seed rollout_n model.lora.dtype
         nccl_timeout ppo_max_token_len_per_gpu""",

@@ -14,6 +14,7 @@ from tests.support.configs import make_model
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TRANSFORMER, ENGINE = f"{ACTOR}.megatron.override_transformer_config", f"{ROLLOUT}.engine_kwargs"
 FILES = ("data.train_files", "actor_rollout_ref.model.path")
+VARIABLES = "data.apply_chat_template_kwargs"
 OVERRIDE = "actor_rollout_ref.model.override_config"
 
 
@@ -44,6 +45,8 @@ def faults(argv: list[str], *more: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
+        (f"{VARIABLES}.tools=x", "tools is set by megarl itself: leave it out"),
+        (f"{VARIABLES}.enable_thinking=[1]", "enable_thinking is [1]: give true, false, null, a finite number"),
         (f"{TRANSFORMER}.nonsense=1", "Megatron-Core has no field nonsense: see"),
         (f"{TRANSFORMER}.attention_dropot=0.1", "no field attention_dropot: did you mean attention_dropout?"),
         (f"{TRANSFORMER}.hidden_dropout=much", "hidden_dropout should be a valid number"),
@@ -68,6 +71,7 @@ def test_nonexistent_field_is_configuration_fault(argv: list[str], argument: str
 @pytest.mark.parametrize(
     "argument",
     [
+        f"{VARIABLES}.enable_thinking=false",
         f"{TRANSFORMER}.recompute_granularity=selective",
         f"{TRANSFORMER}.recompute_modules=[core_attn]",
         f"{TRANSFORMER}.attention_dropout=0.1",
@@ -80,6 +84,11 @@ def test_nonexistent_field_is_configuration_fault(argv: list[str], argument: str
 )
 def test_fields_that_are_there_are_accepted(argv: list[str], argument: str) -> None:
     assert faults(argv, f"+{argument}") == {}
+
+
+def test_template_variables_need_an_applied_template(argv: list[str]) -> None:
+    found = faults(argv, f"+{VARIABLES}.enable_thinking=false", "data.apply_chat_template=false")
+    assert found[VARIABLES].startswith("no chat template is applied with data.apply_chat_template=false")
 
 
 def test_neither_library_is_imported_without_a_dictionary(argv: list[str]) -> None:

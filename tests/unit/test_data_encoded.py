@@ -61,10 +61,20 @@ def test_what_decides_on_tokens_has_its_own(model: str, cache: Path, file: Path)
         dataset(file, load_tokenizer(model, special_tokens_in_text="allow")),
         dataset(file, load_tokenizer(model, chat_template=template)),
         dataset(file, load_tokenizer(model, chat_template=template, apply_chat_template=True)),
+        dataset(
+            file,
+            load_tokenizer(
+                model,
+                chat_template=template + "{{ x }}",
+                chat_template_kwargs={"x": " three"},
+                apply_chat_template=True,
+            ),
+        ),
         dataset(write(file, ["one", "two and four"]), load_tokenizer(model)),
     ]
-    assert len(list(cache.iterdir())) == 5
-    assert [texts(prompts)[1].split()[-1] for prompts in long] == ["three"] * 4 + ["four"]
+    assert len(list(cache.iterdir())) == 6
+    assert [texts(prompts)[1].split()[-1] for prompts in long] == ["three"] * 5 + ["four"]
+    assert texts(long[4])[0] == "one three"
     cut = dataset(file, load_tokenizer(model), max_prompt_length=4, truncation="right")
     dropped = dataset(file, load_tokenizer(model), max_prompt_length=8, filter_overlong_prompts=True)
     assert len(cut[1].token_ids) == 4 and len(dropped) == 1

@@ -1,11 +1,15 @@
 """Chat templates that a configuration gives: those that `transformers` compiles pass, all others are faults."""
 
+import inspect
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from megarl.data.template import check_template
+from megarl.data.template import OWN, check_template, with_variables
 from megarl.platform.errors import UserError
 
 SOUND = (
@@ -85,3 +89,64 @@ def test_missing_or_unreadable_template_file_is_refused(
 def test_template_with_random_numbers_is_refused() -> None:
     with pytest.raises(UserError, match="draws random numbers"):
         check_template("{{ messages | random }}")
+
+
+READS = (
+    "{% macro show(m) %}{{ m.content }}{{ style }}{% endmacro %}"
+    "{% for m in messages %}{{ show(m) }}{% if think is defined and think is false %}<no>{% endif %}{% endfor %}"
+    "{{ {'a': think} | tojson }}{% if add_generation_prompt %}>{% endif %}"
+)
+VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+
+
+def rendered(template: str, **variables: object) -> str:
+    compiled = _compile_jinja_template(template)
+    return compiled.render(messages=[{"role": "user", "content": "x"}], add_generation_prompt=True, **variables)
+
+
+@settings(deadline=None)
+@given(
+    think=VALUES, style=VALUES, begin=st.sampled_from(["", "\n", "\n\n", " ", "  {%- if x %}{% endif %}", "{# a #}\n"])
+)
+def test_template_with_variables_renders_as_with_arguments(think: object, style: object, begin: str) -> None:
+    given_variables = {"think": think, "style": style}
+    template = with_variables(begin + READS, given_variables, source="here")
+    assert rendered(template) == rendered(begin + READS, **given_variables)
+    assert rendered(template, style="own") == rendered(begin + READS, think=think, style="own")
+    again = with_variables(template, {"think": "later"}, source="here")
+    assert rendered(again) == rendered(begin + READS, think="later", style=style)
+    by_name = with_variables({"default": begin + READS, "tools": "{{ messages }}"}, given_variables, source="here")
+    assert rendered(by_name["default"]) == rendered(template)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"tools": "x"}, "tools is set by megarl itself"),
+        ({"add_generation_prompt": True}, "add_generation_prompt is set by megarl itself"),
+        ({"thinks": True}, r"the chat template of here does not read thinks: remove it \(it reads style, think\)"),
+        ({"think": [1]}, r"think is \[1\]: give true, false, null, a finite number or a text"),
+        ({"think": {}}, "think is {}"),
+        ({"think": float("nan")}, "think is nan"),
+        ({"true": 1}, "'true' is no name of a variable in Jinja"),
+        ({"a.b": 1}, "'a.b' is no name"),
+        ({"x %}{{ y": 1}, "is no name"),
+        ({"": 1}, "'' is no name"),
+    ],
+)
+def test_variables_that_cannot_be_given_are_refused(variables: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=f"^data.apply_chat_template_kwargs: .*{message}"):
+        with_variables(READS, variables, source="here")
+
+
+def test_variables_need_a_template_that_parses() -> None:
+    with pytest.raises(UserError, match=r"here has no chat template: remove the key, or set data\.chat_template"):
+        with_variables(None, {"think": True}, source="here")
+    with pytest.raises(UserError, match="does not parse as Jinja"):
+        with_variables("{% if x %}", {"think": True}, source="here")
+    assert with_variables(None, {}, source="here") is None
+
+
+def test_arguments_of_transformers_are_no_variables() -> None:
+    parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    assert parameters.keys() - {"self", "kwargs"} <= OWN

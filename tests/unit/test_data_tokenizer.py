@@ -146,6 +146,24 @@ def test_chat_template_is_rendered_and_saved(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "saved")).chat([{"role": "user", "content": "3 5 = 8"}]) == ids
 
 
+def test_template_variables_reach_prompts_and_saved_files(tmp_path: Path) -> None:
+    model = str(train_sentencepiece(tmp_path / "small.model", control_symbols=["<|user|>", "<|assistant|>"]))
+    thinks = TEMPLATE + "{% if think is defined and think is false %}3{% endif %}"
+    message = [{"role": "user", "content": "1"}]
+    plain = load_tokenizer(model, chat_template=thinks)
+    tokenizer = load_tokenizer(model, chat_template=thinks, chat_template_kwargs={"think": False})
+    three = plain.encode("3", add_special_tokens=False)
+    assert tokenizer.chat(message) == [*plain.chat(message), *three]
+    assert tokenizer.digest != plain.digest
+    tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved")).chat(message) == tokenizer.chat(message)
+    read_elsewhere = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert read_elsewhere.apply_chat_template(message, tokenize=False).endswith("3")
+    assert not read_elsewhere.apply_chat_template(message, tokenize=False, think=True).endswith("3")
+    with pytest.raises(ValueError, match="small.model has no chat template"):
+        load_tokenizer(model, chat_template_kwargs={"think": False})
+
+
 def test_chat_template_may_be_file_and_must_exist(tmp_path: Path) -> None:
     model = train_sentencepiece(tmp_path / "small.model")
     (tmp_path / "own.jinja").write_text(TEMPLATE)
