@@ -1,4 +1,4 @@
-"""A tensor in a file of weights, of which a rank reads boxes."""
+"""Tensors in files of weights: a rank reads boxes of them."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
