@@ -23,7 +23,7 @@ from megarl.learner.config import MegatronSection
 from megarl.learner.experts import check_expert_settings, expert_settings, mark_experts, use_own_parts
 from megarl.learner.fused import has_apex_gradient_fusion, has_transformer_engine
 from megarl.learner.latent import LatentCore, ReplicatedLinear, latent_settings
-from megarl.learner.layer import ParallelResidualLayer
+from megarl.learner.layer import BiasedLayer, ParallelResidualLayer
 from megarl.learner.norm import LayerNorm, RMSNorm
 from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
@@ -125,8 +125,8 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
         spec.layer_norm = own_norm
     core_attention = LatentCore if architecture.latent else PackedAttention
     for layer in spec.layer_specs:
-        if architecture.parallel_residual:
-            layer.module = ParallelResidualLayer
+        if architecture.traits.linear_bias:
+            layer.module = ParallelResidualLayer if architecture.parallel_residual else BiasedLayer
         attention = layer.submodules.self_attention
         if own_attention:
             attention.submodules = replace(attention.submodules, core_attention=core_attention)

@@ -24,6 +24,7 @@ from tests.support.records import experience
 CHECKPOINTS = {
     "dense": ("qwen3-tied", {"num_hidden_layers": 4}),
     "experts": ("qwen3_moe", {"num_hidden_layers": 4}),
+    "biases": ("gpt_neox", {"use_parallel_residual": False}),
     "parallel residual": ("gpt_neox", {}),
 }
 PIPELINE = {"pipeline_model_parallel_size": 2}
