@@ -169,7 +169,7 @@ class CheckpointPlace:
     """The place of a parameter of Llama in a checkpoint whose family names or stacks it otherwise."""
 
     name: str  # of the checkpoint's parameter
-    row: int  # where the parameter of Llama begins
+    row: int  # the first row of the parameter of Llama
 
 
 @lru_cache(maxsize=16)

@@ -88,7 +88,7 @@ def test_deepseek_v3_is_what_its_authors_publish():
     assert sum(math.prod(shape) for shape in hf_shapes(architecture).values()) == 671_026_419_200  # "671 B", no MTP
 
 
-def test_kimi_k2_is_a_deepseek_v3_of_its_sizes():
+def test_kimi_k2_is_read_as_deepseek_v3():
     sizes = {"n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840}
     published = CONFIG_MAPPING["deepseek_v3"](first_k_dense_replace=1, n_group=1, topk_group=1, **sizes).to_dict()
     published |= FAMILY_NEEDS["deepseek_v3"] | {"architectures": ["DeepseekV3ForCausalLM"]}
