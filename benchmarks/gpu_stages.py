@@ -81,10 +81,13 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-SMALL_EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+SMALL_EXPERTS = {
+    **{name: 8 for name in ("num_experts", "num_local_experts", "n_routed_experts")},
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
 SMALL_LATENT = {
     "head_dim": 64,  # transformers takes it for the rotated part
-    "n_routed_experts": 8,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
@@ -181,10 +184,13 @@ def split(site: Site) -> list[str]:
 def small_config(family: str) -> dict[str, Any]:
     """Return the `config.json` of a small model of a family."""
     config = SMALL | {"model_type": family}
-    if FAMILIES[family].experts:
+    traits = FAMILIES[family]
+    if traits.experts:
         config |= SMALL_EXPERTS
-    if FAMILIES[family].latent:
+    if traits.latent:
         config |= SMALL_LATENT
+    if traits.fused_qkv:
+        config["num_key_value_heads"] = SMALL["num_attention_heads"]
     return config | (GROUPED if family == "deepseek_v3" else {})
 
 

@@ -67,7 +67,7 @@ def unsupported(given: Mapping[str, object], config: Fields) -> Iterator[str]:
     if family == "glm4_moe_lite":
         faults += _glm_lite_faults(config)
     if traits.experts:
-        faults.append(_count_fault(given))
+        faults.append(_count_fault(given, traits))
     for is_unsupported, fault in faults:
         if is_unsupported:
             yield f"config.json: {fault}"
@@ -126,9 +126,11 @@ def _fixed_fault(config: Fields, key: str, supported: bool | float, why: str) ->
     return not is_supported, f"{key} {str(value)[:SHOWN]}: {why}; write {written}"
 
 
-def _count_fault(given: Mapping[str, object]) -> tuple[bool, str]:
+def _count_fault(given: Mapping[str, object], traits: Family) -> tuple[bool, str]:
     """Return whether config.json has the number of experts under several names, and transformers reads another one."""
     counts = {name: given[name] for name in EXPERT_COUNTS if given.get(name) is not None}
+    if "n_routed_experts" in traits.defaults:  # transformers reads the other names too, and overrides its default
+        counts.setdefault("n_routed_experts", traits.defaults["n_routed_experts"])
     differ = any(count != next(iter(counts.values())) for count in counts.values())
     return differ, f"{' and '.join(counts)} differ: both are the number of experts; keep one"
 

@@ -154,6 +154,17 @@ def test_what_we_cannot_compute_is_refused_by_name(change, message):
     ("variant", "change", "message"),
     [
         ("mixtral", {"sliding_window": 128}, "sliding_window 128"),
+        (
+            "glm4_moe",
+            {"n_routed_experts": None, "num_local_experts": 8},
+            "num_local_experts and n_routed_experts differ",
+        ),
+        ("gpt_neox", {"attention_bias": False}, "attention_bias: must be true"),
+        ("gpt_neox", {"partial_rotary_factor": 0.5}, "write rotary_pct"),
+        ("gpt_neox", {"rotary_pct": 0.1}, "must give an even part of the 32 numbers"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope'"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\]: only the first"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "always has a shared expert"),
