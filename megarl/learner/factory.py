@@ -89,12 +89,12 @@ def _read_weights(
     layout = layout if has_head else [piece for piece in layout if piece.name != SCORE]
     files = CheckpointFiles(checkpoint)
     if has_head and architecture.scalar_head:
-        _check_head(checkpoint, files.names)
+        _check_head(checkpoint, files.names, trunk=architecture.layer_prefix(0).partition(".")[0])
     files.load(layout, weights(modules), shapes=hf_shapes(architecture))
 
 
-def _check_head(checkpoint: Path, names: Collection[str]) -> None:
-    heads = sorted(name for name in names if not name.startswith("model."))
+def _check_head(checkpoint: Path, names: Collection[str], *, trunk: str) -> None:
+    heads = sorted(name for name in names if not name.startswith(f"{trunk}."))
     if SCORE not in heads or "score.bias" in heads:
         raise UserError(
             f"{checkpoint}: the head of a model that scores sequences must be one matrix, {SCORE}; this checkpoint's "
