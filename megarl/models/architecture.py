@@ -63,7 +63,7 @@ class Architecture:
 
     @property
     def traits(self) -> Family:
-        """What the family implies."""
+        """The traits of the family."""
         return FAMILIES[self.family]
 
     @property

@@ -76,6 +76,14 @@ DEEPSEEK = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+GLM = {
+    "rms_norm_eps": 1e-5,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(defaults={"max_position_embeddings": 2048}),
@@ -160,18 +168,13 @@ FAMILIES: Mapping[str, Family] = {
         float32_router=True,
         predicts_ahead=True,
         can_tie=False,
-        defaults={
+        defaults=GLM
+        | {
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
             "n_routed_experts": 128,
-            "n_shared_experts": 1,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 1408,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
         },
     ),
     "glm4_moe_lite": Family(
@@ -181,23 +184,18 @@ FAMILIES: Mapping[str, Family] = {
         float32_router=True,
         predicts_ahead=True,
         can_tie=False,
-        defaults={
+        defaults=GLM
+        | {
             "kv_lora_rank": 512,
             "q_lora_rank": 768,
             "qk_nope_head_dim": 192,
             "qk_rope_head_dim": 64,
             "v_head_dim": 256,
             "max_position_embeddings": 202752,
-            "rms_norm_eps": 1e-5,
             "n_routed_experts": 64,
-            "n_shared_experts": 1,
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 1536,
-            "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.8,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
         },
     ),
     "smollm3": Family(

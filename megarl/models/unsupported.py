@@ -151,12 +151,7 @@ def _deepseek_faults(config: Fields) -> Faults:
     method = config.values.get("topk_method")
     groups = config.size("n_group", 1)
     score = config.values.get("scoring_func")
-    frequency = config.values.get("moe_layer_freq", 1)
-    faults = [
-        (frequency != 1, f"moe_layer_freq {frequency}: every layer after the dense layers has experts here"),
-        (not config.flag("rope_interleave", default=True), "rope_interleave false: rotary pairs are neighbours here"),
-        *_latent_size_faults(config),
-    ]
+    faults = _latent_faults(config)
     if config.values["model_type"] == "deepseek_v3":
         # The engine takes both from config.json and silently assumes other values if they are missing.
         found = f"topk_method {method!r} and scoring_func {score!r}: must be 'noaux_tc' and 'sigmoid'"
@@ -178,23 +173,26 @@ def _glm_lite_faults(config: Fields) -> Faults:
     dense = config.size("first_k_dense_replace", least=0)
     kinds = config.items("mlp_layer_types") or ["dense"]
     num_layers = config.size("num_hidden_layers", most=MOST_LAYERS)
-    frequency = config.values.get("moe_layer_freq", 1)
     expected = ["dense"] * dense + ["sparse"] * (num_layers - dense)
     return [
         (
             kinds != expected[: len(kinds)] or (dense != 1 and len(kinds) != num_layers),
             f"mlp_layer_types {str(kinds)[:SHOWN]}: must be {dense} (first_k_dense_replace) of dense, then sparse",
         ),
-        (frequency != 1, f"moe_layer_freq {frequency}: every layer after the dense layers has experts here"),
-        (not config.flag("rope_interleave", default=True), "rope_interleave false: rotary pairs are neighbours here"),
-        *_latent_size_faults(config),
+        *_latent_faults(config),
     ]
 
 
-def _latent_size_faults(config: Fields) -> Faults:
+def _latent_faults(config: Fields) -> Faults:
+    """Return the faults of every family with latent attention and experts."""
+    frequency = config.values.get("moe_layer_freq", 1)
     rotary = config.values.get("qk_rope_head_dim")
     both = config.size("qk_nope_head_dim") + config.size("qk_rope_head_dim")
-    return _size_faults(config, {"head_dim": rotary, "qk_head_dim": both})
+    return [
+        (frequency != 1, f"moe_layer_freq {frequency}: every layer after the dense layers has experts here"),
+        (not config.flag("rope_interleave", default=True), "rope_interleave false: rotary pairs are neighbours here"),
+        *_size_faults(config, {"head_dim": rotary, "qk_head_dim": both}),
+    ]
 
 
 def _fused_size_faults(config: Fields) -> Faults:
