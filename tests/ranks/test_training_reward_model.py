@@ -345,8 +345,9 @@ def refusal(checkpoint: Path, role: str) -> str:
     return str(error.value)
 
 
-def test_other_heads_are_refused(pool: RankPool, tmp_path: Path) -> None:
-    checkpoint = write_classifier(tmp_path / "source", "llama")
+@pytest.mark.parametrize("variant", ["llama", "gpt_neox"])
+def test_other_heads_are_refused(pool: RankPool, tmp_path: Path, variant: str) -> None:
+    checkpoint = write_classifier(tmp_path / "source", variant)
     assert "scores sequences and predicts no tokens" in pool.run(1, refusal, checkpoint, "policy")[0]
     weights = {name: tensor.clone() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
     head = weights.pop("score.weight")
