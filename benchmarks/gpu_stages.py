@@ -99,7 +99,10 @@ SMALL_LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
-GROUPED = {"n_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3": {"n_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 32},
+}
 
 
 def stages() -> list[Stage]:
@@ -191,7 +194,7 @@ def small_config(family: str) -> dict[str, Any]:
         config |= SMALL_LATENT
     if traits.fused_qkv:
         config["num_key_value_heads"] = SMALL["num_attention_heads"]
-    return config | (GROUPED if family == "deepseek_v3" else {})
+    return {**config, **OF_FAMILY.get(family, {})}
 
 
 def train(size: Size, algorithm: Algorithm, site: Site, stage: Stage) -> dict[str, Any]:

@@ -124,6 +124,12 @@ def partition_faults(model: CheckpointSection, key: str, megatron: MegatronSecti
     yield from cut_faults(
         sizes, f"{key}.path", f"{where}.tensor_model_parallel_size", megatron.tensor_model_parallel_size
     )
+    if sizes.traits.wide_qk_norm and megatron.tensor_model_parallel_size > sizes.num_key_value_heads:
+        yield Fault(
+            f"{where}.tensor_model_parallel_size",
+            f"{megatron.tensor_model_parallel_size} ranks cannot share the norm over all "
+            f"{sizes.num_key_value_heads} key-value heads of {key}.path: choose at most {sizes.num_key_value_heads}",
+        )
     yield from expert_faults(sizes.experts, f"{key}.path", megatron, where)
     if not any(override_faults(megatron, where)):
         yield from stage_faults(sizes.num_layers, f"{key}.path", megatron, where)

@@ -9,7 +9,7 @@ pad the shorter ones, and the causal mask hides the zeros.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import signature
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -31,9 +32,11 @@ _groups = PerTensor["Groups"]()  # by the bounds of the row
 class PackedAttention(torch.nn.Module):
     """Replacement of Megatron's core attention in the `thd` layout."""
 
-    def __init__(self, config: Any, **_: Any) -> None:
+    def __init__(self, config: Any, layer_number: int, **_: Any) -> None:
         super().__init__()
-        self.scale = config.kv_channels**-0.5
+        self.scale = config.softmax_scale or config.kv_channels**-0.5
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if has_window else None
         self.cp_group = parallel_state.get_context_parallel_group()
 
     def forward(
@@ -55,12 +58,12 @@ class PackedAttention(torch.nn.Module):
         if self.cp_group.size() > 1:
             key, value = (gather_row(part, bounds.diff().long(), self.cp_group) for part in (key, value))
         if query.is_cuda and query.dtype != torch.float32 and self.cp_group.size() == 1:
-            return _varlen(query, key, value, packed_seq_params, self.scale).flatten(1)
+            return _varlen(query, key, value, packed_seq_params, self.scale, self.window).flatten(1)
         if query.is_cuda:  # the CPU's kernel groups heads; on CUDA, only torch's slowest kernel does in float32
             key = _repeated(key, query)
             value = _repeated(value, query)
         groups = _groups.get(bounds, partial(Groups, packed_seq_params.lengths, self.cp_group, query.device))
-        return groups.attend(query, key, value, self.scale).flatten(1)
+        return groups.attend(query, key, value, self.scale, self.window).flatten(1)
 
 
 def gather_row(part: Tensor, lengths: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -102,7 +105,20 @@ class AttentionGroup:
 
     queries: PaddedRows  # this rank's tokens
     keys: PaddedRows  # all tokens
-    visible: Tensor | None  # [sequences, 1, longest, longest] bool; None: each query sees the keys up to its own
+    positions: Tensor  # [sequences, 1, longest, 1] int64, of the queries in their sequences
+    longest: int  # number of keys
+    has_all_queries: bool
+    _visible: dict[int | None, Tensor] = field(default_factory=dict)  # by the window
+
+    def visible(self, window: int | None) -> Tensor | None:
+        """Return the keys that a query sees, [sequences, 1, longest, longest] bool; None: those up to its own place."""
+        if window is None and self.has_all_queries:
+            return None
+        if window not in self._visible:
+            behind = self.positions - torch.arange(self.longest, device=self.positions.device)
+            is_near = behind < (window or self.longest)
+            self._visible[window] = (behind >= 0) & is_near
+        return self._visible[window]
 
 
 class Groups:
@@ -128,13 +144,10 @@ class Groups:
         for chosen, of_queries in zip(order.split(counts), positions, strict=True):
             queries = PaddedRows(shares[chosen], device)
             keys = PaddedRows(lengths[chosen], device)
-            visible = None
-            if cp_size > 1:
-                reach = queries.spread(of_queries[:, None, None])
-                visible = torch.arange(int(lengths[chosen].max()), device=device) <= reach
-            self._groups.append(AttentionGroup(queries, keys, visible))
+            spread = queries.spread(of_queries[:, None, None])
+            self._groups.append(AttentionGroup(queries, keys, spread, int(lengths[chosen].max()), cp_size == 1))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Attend within each sequence.
 
         Args:
@@ -142,6 +155,7 @@ class Groups:
             key: [N, groups, head_dim]; `heads` is a multiple of `groups`.
             value: [N, groups, head_dim].
             scale: multiplies the logits.
+            window: the tokens that a query sees, itself included; None: all up to itself.
 
         Returns:
             [N / cp_size, heads, head_dim]
@@ -155,8 +169,8 @@ class Groups:
                     group.queries.spread(q),
                     group.keys.spread(k),
                     group.keys.spread(v),
-                    attn_mask=group.visible,
-                    is_causal=group.visible is None,
+                    attn_mask=group.visible(window),
+                    is_causal=group.visible(window) is None,
                     scale=scale,
                     enable_gqa=query.shape[1] != key.shape[1],
                 )
@@ -217,7 +231,7 @@ def _permuted(rows: Tensor, places: Tensor, back: Tensor | None) -> Tensor:
     return out
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # only CUDA builds can run it
 
     grouping: dict[str, bool] = {}
@@ -227,7 +241,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float
         key = _repeated(key, query)
         value = _repeated(value, query)
     bounds = packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv
-    out: Tensor = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(-1, 0), **grouping)  # type: ignore[arg-type, assignment]
+    sizes = (-1 if window is None else window - 1, 0)
+    out: Tensor = varlen_attn(query, key, value, *bounds, scale=scale, window_size=sizes, **grouping)  # type: ignore[arg-type, assignment]
     return out
 
 

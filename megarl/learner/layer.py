@@ -1,10 +1,18 @@
-"""Transformer layers whose projections have biases, for machines with and without Transformer Engine."""
+"""Transformer layers that Megatron does not have, for machines with and without Transformer Engine."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+
+from megarl.learner.norm import RMSNorm
+
+Branch = tuple[Tensor, Tensor | None]  # the output of attention or of the feed-forward layer, and its bias
 
 
 class BiasedLayer(TransformerLayer):
@@ -35,3 +43,53 @@ class ParallelResidualLayer(BiasedLayer):
     """
 
     has_parallel_residual = True
+
+
+class OutputNormLayer(TransformerLayer):
+    """A layer that computes `h = x + norm(attention(...))` and `h + norm(feed_forward(...))` (Gemma 3, OLMo 2)."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.local_rotary: RotaryEmbedding | None = None  # for queries and keys of this layer, instead of the model's
+        self.attention_output_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.feed_forward_output_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        _change(self, self.attention_output_layernorm, self.feed_forward_output_layernorm)
+
+    def forward(self, *args: Any, **inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Map [N, 1, hidden_size] to the same shape; also return the context of Megatron's layer."""
+        if self.local_rotary is not None:
+            inputs["rotary_pos_emb"] = self.local_rotary(len(inputs["rotary_pos_emb"]), packed_seq=True)
+        out: tuple[Tensor, Tensor | None] = super().forward(*args, **inputs)
+        return out
+
+
+class ScaledLayer(TransformerLayer):
+    """A layer that computes `h = x + s * attention(norm(x))` and `h + s * feed_forward(norm(h))` (Granite)."""
+
+    def __init__(self, *args: Any, residual_scale: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.residual_scale = residual_scale
+        _change(self, self._scaled, self._scaled)
+
+    def _scaled(self, out: Tensor) -> Tensor:
+        return out * self.residual_scale
+
+
+def _change(layer: Any, attention: Callable[[Tensor], Tensor], feed_forward: Callable[[Tensor], Tensor]) -> None:
+    """Let a layer change the output of each branch before it adds the branch to the residual stream."""
+    layer.self_attn_bda = partial(_changed_first, layer.self_attn_bda, attention)
+    layer.mlp_bda = partial(_changed_first, layer.mlp_bda, feed_forward)
+
+
+def _changed_first(
+    make_add: Callable[..., Any], change: Callable[[Tensor], Tensor], *switches: bool
+) -> Callable[..., Tensor]:
+    """Return Megatron's addition of a branch to the residual stream, with a change of the branch before it."""
+    add = make_add(*switches)
+
+    def add_changed(branch: Branch, residual: Tensor, dropout: float) -> Tensor:
+        out, bias = branch
+        total: Tensor = add((change(out if bias is None else out + bias), None), residual, dropout)
+        return total
+
+    return add_changed

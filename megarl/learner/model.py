@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
@@ -23,13 +24,13 @@ from megarl.learner.config import MegatronSection
 from megarl.learner.experts import check_expert_settings, expert_settings, mark_experts, use_own_parts
 from megarl.learner.fused import has_apex_gradient_fusion, has_transformer_engine
 from megarl.learner.latent import LatentCore, ReplicatedLinear, latent_settings
-from megarl.learner.layer import BiasedLayer, ParallelResidualLayer
-from megarl.learner.norm import LayerNorm, RMSNorm
+from megarl.learner.layer import BiasedLayer, OutputNormLayer, ParallelResidualLayer, ScaledLayer
+from megarl.learner.norm import LayerNorm, RMSNorm, WideKeyNorm, WideQueryNorm
 from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
 from megarl.models.architecture import Architecture
 from megarl.models.config import Recompute
-from megarl.models.rotary import RopeScaling
+from megarl.models.rotary import LinearScaling, RopeScaling
 from megarl.platform.determinism import is_deterministic
 from megarl.platform.device import local_device, on_cuda
 
@@ -55,7 +56,8 @@ def build_model(
     vp_stage = chunk if mesh.vpp_size > 1 else None
     is_last = mesh.is_last_stage and chunk == mesh.vpp_size - 1
     config = transformer_config(architecture, section, mesh, recompute=recompute)
-    scaling = architecture.rope_scaling if isinstance(architecture.rope_scaling, RopeScaling) else None
+    scaling = architecture.rope_scaling
+    stretch = scaling if isinstance(scaling, RopeScaling) else None
     with megatron_platform():
         model = GPTModel(
             config,
@@ -68,16 +70,21 @@ def build_model(
             position_embedding_type="rope",
             rotary_percent=architecture.rotary_fraction,
             rotary_base=architecture.rope_theta,
-            rope_scaling=scaling is not None,
-            rope_scaling_factor=scaling.factor if scaling else 1.0,
+            rope_scaling=stretch is not None,
+            rope_scaling_factor=stretch.factor if stretch else 1.0,
+            seq_len_interpolation_factor=scaling.factor if isinstance(scaling, LinearScaling) else None,
             vp_stage=vp_stage,
         )
         if architecture.traits.rotary_neighbours:
             model.rotary_pos_emb.rotary_interleaved = False  # `learner/rotary.py` takes angles of halves
+        if architecture.local_rope_theta is not None:
+            _rotate_windows(model, architecture, architecture.local_rope_theta)
+        if architecture.embedding_scale != 1.0 and model.pre_process:
+            model.embedding.register_forward_hook(partial(_scaled, architecture.embedding_scale))
         if is_last and architecture.scalar_head:
             model.output_layer = ValueHead(config)
         elif is_last:
-            model.output_layer.forward = hand_through
+            model.output_layer.forward = partial(hand_through, divisor=architecture.logit_divisor)
     model.to(local_device())  # Megatron and our own norms make some parameters on the host
     mark_experts(model)
     # Megatron marks tensor-parallel parameters only while it initialises them, so it must, although values are unused.
@@ -85,6 +92,19 @@ def build_model(
         for parameter in model.parameters():
             parameter.zero_()
     return model
+
+
+def _rotate_windows(model: GPTModel, architecture: Architecture, theta: float) -> None:
+    """Let the layers with a window rotate queries and keys by their own angles."""
+    local = RotaryEmbedding(architecture.head_dim, 1.0, rotary_base=theta, cp_group=model.pg_collection.cp)
+    for layer in model.decoder.layers:
+        if layer.layer_number - 1 in architecture.windowed_layers:
+            layer.local_rotary = local
+
+
+def _scaled(scale: float, module: torch.nn.Module, inputs: object, embedded: Tensor) -> Tensor:
+    """Return embeddings times a factor that is rounded to their type, as in transformers and in vLLM."""
+    return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
 
 
 class ValueHead(torch.nn.Module):
@@ -99,9 +119,9 @@ class ValueHead(torch.nn.Module):
         return hand_through(hidden)
 
 
-def hand_through(hidden: Tensor, **_: object) -> tuple[Tensor, None]:
-    """Return the hidden states: the `forward` of an `output_layer` that computes no logits."""
-    return hidden, None
+def hand_through(hidden: Tensor, *, divisor: float = 1.0, **_: object) -> tuple[Tensor, None]:
+    """Return the hidden states over the divisor of logits: the `forward` of an `output_layer` without logits."""
+    return hidden if divisor == 1.0 else hidden / divisor, None
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
@@ -125,7 +145,12 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
         spec.layer_norm = own_norm
     core_attention = LatentCore if architecture.latent else PackedAttention
     for layer in spec.layer_specs:
-        if architecture.traits.linear_bias:
+        if architecture.traits.output_norms:
+            layer.module = OutputNormLayer
+        elif architecture.residual_scale != 1.0:
+            layer.module = ScaledLayer
+            layer.params = {**layer.params, "residual_scale": architecture.residual_scale}
+        elif architecture.traits.linear_bias:
             layer.module = ParallelResidualLayer if architecture.parallel_residual else BiasedLayer
         attention = layer.submodules.self_attention
         if own_attention:
@@ -133,6 +158,11 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
         if local:
             attention.submodules = replace(attention.submodules, **_local_attention(architecture))
             layer.submodules = replace(layer.submodules, input_layernorm=own_norm, pre_mlp_layernorm=own_norm)
+        if not architecture.traits.input_norms:
+            layer.submodules = replace(layer.submodules, input_layernorm=IdentityOp, pre_mlp_layernorm=IdentityOp)
+        if architecture.traits.wide_qk_norm:
+            wide = {"q_layernorm": WideQueryNorm, "k_layernorm": WideKeyNorm}
+            attention.submodules = replace(attention.submodules, **wide)
         if architecture.experts:
             use_own_parts(layer.submodules.mlp, architecture.experts, local=local)
     return spec
@@ -165,12 +195,19 @@ def transformer_config(
         "num_query_groups": architecture.num_key_value_heads,
         "kv_channels": architecture.head_dim,
         "layernorm_epsilon": architecture.norm_eps,
-        "qk_layernorm": architecture.qk_norm,
+        # Megatron sums the gradients of these norms over tensor-parallel ranks; a wide norm has a part on each.
+        "qk_layernorm": architecture.qk_norm and not architecture.traits.wide_qk_norm,
         "add_qkv_bias": architecture.qkv_bias,
         "add_bias_linear": architecture.traits.linear_bias,
         "normalization": architecture.traits.norm,
+        "layernorm_zero_centered_gamma": architecture.traits.centred_norm,
         "gated_linear_unit": architecture.traits.gated,
         "activation_func": ACTIVATIONS[architecture.activation],
+        "softmax_scale": architecture.attention_scale,
+        "window_size": (architecture.window - 1, 0) if architecture.window else None,
+        "window_attn_skip_freq": [
+            int(layer in architecture.windowed_layers) for layer in range(architecture.num_layers)
+        ],
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "tensor_model_parallel_size": mesh.tp_size,
@@ -192,7 +229,7 @@ def transformer_config(
         "calculate_per_token_loss": True,
         "transformer_impl": "transformer_engine" if has_transformer_engine() else "local",
         # On the CPU, torch.compile costs more than these fusions gain. Megatron's fused GELU is an approximation.
-        "bias_activation_fusion": on_cuda() and architecture.traits.gated,
+        "bias_activation_fusion": on_cuda() and ACTIVATIONS[architecture.activation] is silu,
         "bias_dropout_fusion": on_cuda(),
         "masked_softmax_fusion": False,
         "deterministic_mode": is_deterministic(),

@@ -8,6 +8,10 @@ weights marked `sequence_parallel`.
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 
@@ -48,17 +52,92 @@ class Normalization(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019), computed in float32."""
+    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019), computed in float32.
+
+    With `config.layernorm_zero_centered_gamma` it multiplies by 1 + weight.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, dtype=config.params_dtype)
         self.epsilon = eps
+        self.is_centred = config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise [..., hidden_size]; the result has the dtype of `hidden`."""
-        normalised: Tensor = Normalization.apply(hidden, self.weight, self.epsilon)
+        weight = self.weight.float() + 1 if self.is_centred else self.weight
+        normalised: Tensor = Normalization.apply(hidden, weight, self.epsilon)
         return normalised
+
+
+class WideNormalization(torch.autograd.Function):
+    """`Normalization` of rows whose numbers the ranks of a group share; each rank has a part of rows and weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
+        """Normalise [..., n] by a weight [n]; the result has the dtype of `x`."""
+        x32 = x.float()
+        ctx.group = group
+        mean = _mean(x32.square(), group)
+        scale = mean.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x32 * scale).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `x` and `weight`."""
+        x, weight, scale = ctx.saved_tensors
+        x32 = x.float()
+        of_normalised = (gradient * weight).float()
+        of_weight = (gradient * (x32 * scale).to(x.dtype)).flatten(0, -2).sum(0)
+        slope = _mean(of_normalised * x32, ctx.group).mul_(scale.pow(3))
+        of_x = of_normalised.mul_(scale).addcmul_(x32, slope, value=-1)
+        return of_x.to(x.dtype), of_weight, None, None
+
+
+def _mean(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the mean over the last dimension. Every rank has an equal part of it."""
+    mean = part.mean(-1, keepdim=True)
+    if group.size() > 1:
+        dist.all_reduce(mean, group=group)
+        mean /= group.size()
+    return mean
+
+
+class WideRMSNorm(torch.nn.Module):
+    """A norm over the queries or keys of all heads together. Each tensor-parallel rank has its heads' weights."""
+
+    def __init__(self, config: Any, num_heads: int, eps: float) -> None:
+        super().__init__()
+        self.epsilon = eps
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        size = num_heads * config.kv_channels // self.group.size()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalise [..., heads, head_dim], the heads of this rank."""
+        normalised: Tensor = WideNormalization.apply(heads.flatten(-2), self.weight, self.epsilon, self.group)
+        return normalised.view_as(heads)
+
+    def sharded_state_dict(self, prefix: str, sharded_offsets: Any, metadata: Any) -> Any:
+        """Return Megatron's description of the weight, which is cut in the first dimension."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+class WideQueryNorm(WideRMSNorm):
+    """The norm over the queries of all heads."""
+
+    def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
+        super().__init__(config, config.num_attention_heads, eps)
+
+
+class WideKeyNorm(WideRMSNorm):
+    """The norm over the keys of all heads."""
+
+    def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
+        super().__init__(config, config.num_query_groups, eps)
 
 
 class LayerNorm(torch.nn.LayerNorm):

@@ -4,16 +4,26 @@ A setting that changes the model's function and has no field in `Architecture` i
 load into the wrong function train and sample without any sign of it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
 from megarl.models.experts import Experts, read_experts
-from megarl.models.families import ALIASES, FAMILIES, ExpertNames, Family
+from megarl.models.families import ALIASES, FAMILIES, OUTPUT_NORMS, ExpertNames, Family
 from megarl.models.fields import LONGEST, MOST_LAYERS, SHOWN, Fields, wrong
-from megarl.models.rotary import RopeScaling, Yarn, rope_parameters, rope_scaling, rotary_fraction
+from megarl.models.rotary import (
+    LinearScaling,
+    RopeScaling,
+    Yarn,
+    local_rope_theta,
+    rope_parameters,
+    rope_scaling,
+    rotary_fraction,
+)
 from megarl.models.unsupported import unsupported
+from megarl.models.windows import window_of
 from megarl.platform.errors import UserError
 
 ODD = "must be even, because positions rotate pairs of numbers"
@@ -51,13 +61,22 @@ class Architecture:
     qk_norm: bool
     norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | Yarn | None
+    rope_scaling: RopeScaling | LinearScaling | Yarn | None
     max_position_embeddings: int
     experts: Experts | None = None  # None: every layer is dense
     latent: LatentAttention | None = None  # None: every head or group of heads has its own keys and values
     scalar_head: bool = False  # one number per token (`score.weight`) instead of logits; ties nothing
     rotary_fraction: float = 1.0  # of the numbers of a head, from its first
     activation: str = "silu"  # a key of transformers' ACT2FN
+    window: int | None = None  # tokens that a query sees in `windowed_layers`, itself included
+    windowed_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = (
+        None  # `rope_theta` of `windowed_layers`, without scaling; None: that of all layers
+    )
+    embedding_scale: float = 1.0  # of the embeddings
+    residual_scale: float = 1.0  # of what a branch adds to the residual stream
+    logit_divisor: float = 1.0
+    attention_scale: float | None = None  # of the scores of attention; None: 1 / sqrt(head_dim)
     unrotated_layers: tuple[int, ...] = ()  # whose queries and keys have no position
     parallel_residual: bool = False  # attention and feed-forward layer read the same hidden states
 
@@ -65,6 +84,19 @@ class Architecture:
     def traits(self) -> Family:
         """The traits of the family."""
         return FAMILIES[self.family]
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """The numbers of a query and of a key that are normalised together."""
+        if self.traits.wide_qk_norm:
+            return self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        return self.head_dim, self.head_dim
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms of a layer's hidden states, by the names that they have, or would have, in Llama."""
+        before = ("input_layernorm", "post_attention_layernorm") if self.traits.input_norms else ()
+        return (*before, *OUTPUT_NORMS) if self.traits.output_norms else before
 
     @property
     def embedding_name(self) -> str:
@@ -115,6 +147,7 @@ def read_architecture(hf_config: Mapping[str, object]) -> Architecture:
     scalar_head = _is_classifier(config)
     rope = rope_parameters(config, traits)
     latent = _latent(config) if traits.latent else None
+    window, windowed_layers = window_of(config, traits)
     num_heads, num_key_value_heads, head_dim = _heads(config, latent)
     architecture = Architecture(
         family=family,
@@ -130,15 +163,19 @@ def read_architecture(hf_config: Mapping[str, object]) -> Architecture:
         qk_norm=_switch(config, traits.qk_norm),
         norm_eps=config.number(traits.key("rms_norm_eps"), 1e-6),
         rope_theta=rope.number("rope_theta", traits.rope_theta),
-        rope_scaling=rope_scaling(rope, latent=traits.latent),
+        rope_scaling=rope_scaling(rope, traits),
         max_position_embeddings=config.size("max_position_embeddings", most=LONGEST),
         experts=read_experts(config, traits) if traits.experts else None,
         latent=latent,
         scalar_head=scalar_head,
         rotary_fraction=rotary_fraction(rope, traits, head_dim),
-        activation=str(config.values.get("hidden_act", traits.activations[0])),
+        activation=str(config.values.get(traits.key("hidden_act"), traits.activations[0])),
+        window=window,
+        windowed_layers=windowed_layers,
+        local_rope_theta=local_rope_theta(config, traits),
         unrotated_layers=_unrotated_layers(config) if traits.rotates_by_layer else (),
         parallel_residual=traits.parallel_residual and config.flag("use_parallel_residual", default=True),
+        **_scales(config, traits),
     )
     for key, least in (("bos_token_id", -1), ("eos_token_id", 0), ("pad_token_id", -1)):
         config.tokens(key, architecture.vocab_size, least=least)
@@ -188,9 +225,9 @@ def checkpoint_places(architecture: Architecture) -> Mapping[str, CheckpointPlac
 def llama_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of every parameter by the name that it has, or would have, in Llama."""
     a = architecture
-    attention = _norm_shapes(a, "input_layernorm")
-    attention |= _latent_shapes(a, a.latent) if a.latent else _attention_shapes(a)
-    attention |= _norm_shapes(a, "post_attention_layernorm")
+    attention = _latent_shapes(a, a.latent) if a.latent else _attention_shapes(a)
+    for norm in a.norms:
+        attention |= _norm_shapes(a, norm)
     dense = attention | _feed_forward_shapes(a)
     sparse = attention | _expert_shapes(a, a.experts) if a.experts else {}
     shapes: Shapes = {EMBEDDING: (a.vocab_size, a.hidden_size)}
@@ -216,7 +253,7 @@ def _attention_shapes(a: Architecture) -> Shapes:
     if a.qkv_bias:
         shapes |= {f"self_attn.{x}_proj.bias": (rows,) for x, rows in projections.items()}
     if a.qk_norm:
-        shapes |= {f"self_attn.{x}_norm.weight": (a.head_dim,) for x in "qk"}
+        shapes |= {f"self_attn.{x}_norm.weight": (size,) for x, size in zip("qk", a.qk_norm_sizes, strict=True)}
     return shapes | _linear_shapes(a, "self_attn.o_proj", a.hidden_size, query)
 
 
@@ -293,6 +330,23 @@ def _unrotated_layers(config: Fields) -> tuple[int, ...]:
     if len(rotated) != num_layers or not set(rotated) <= {0, 1}:
         raise wrong("no_rope_layers", rotated, f"must have 1 (rotated) or 0 for each of the {num_layers} layers")
     return tuple(layer for layer in range(num_layers) if not rotated[layer])
+
+
+def _scales(config: Fields, traits: Family) -> dict[str, float]:
+    """Return the factors of a family that has any, by their fields in `Architecture`."""
+    scales = {}
+    if traits.scaled_embedding:
+        scales["embedding_scale"] = math.sqrt(config.size("hidden_size"))
+    if traits.score_size:
+        scales["attention_scale"] = config.number(traits.score_size) ** -0.5
+    if traits.multipliers:
+        scales |= {
+            "embedding_scale": config.number("embedding_multiplier", 1.0),
+            "residual_scale": config.number("residual_multiplier", 1.0),
+            "attention_scale": config.number("attention_multiplier", 1.0),
+            "logit_divisor": config.number("logits_scaling", 1.0),
+        }
+    return scales
 
 
 def _switch(config: Fields, trait: bool | str) -> bool:

@@ -48,7 +48,7 @@ def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bo
         stored = stored_tensors(directory)
         own = Fields.of(read_config(directory, {}))
         num_layers = max(architecture.num_layers, own.size("num_hidden_layers", architecture.num_layers))
-        num_ahead = own.size("num_nextn_predict_layers", 0, least=0)
+        num_ahead = own.size("num_nextn_predict_layers", own.size("num_mtp_modules", 0, least=0), least=0)
         block = block_of(own.values.get(KEY))
     except UserError as error:
         yield str(error)

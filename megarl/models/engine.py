@@ -189,7 +189,7 @@ def _in_trunk(name: str) -> str:
 def _layer(cut: _Cut, dtype: torch.dtype, *, sparse: bool, latent_fused: bool) -> Iterator[Piece]:
     """Yield a layer without its experts."""
     a = cut.architecture
-    for norm in ("input_layernorm", "post_attention_layernorm"):
+    for norm in a.norms:
         yield from _copies(cut, [f"{norm}.{part}" for part in a.traits.norm_parts], dtype)
     yield from _latent(cut, a.latent, dtype, fused=latent_fused) if a.latent else _attention(cut, dtype)
     yield from _row_parallel(cut, "self_attn.o_proj", dtype)
@@ -233,7 +233,12 @@ def _attention(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
         parts = [cut.rows(f"self_attn.q_proj.{suffix}"), *keys_and_values]
         yield from _stacked(f"self_attn.qkv_proj.{suffix}", parts, dtype)
     if a.qk_norm:
-        yield from _copies(cut, [f"self_attn.{x}_norm.weight" for x in "qk"], dtype)
+        norms = [f"self_attn.{x}_norm.weight" for x in "qk"]
+        if a.traits.wide_qk_norm and not a.traits.whole_qk_norm:
+            yield from _alone(cut.rows(norms[0]), dtype)
+            yield from _alone(cut.rows(norms[1], num_parts=kv_parts), dtype)
+        else:
+            yield from _copies(cut, norms, dtype)
 
 
 def _latent(cut: _Cut, latent: LatentAttention, dtype: torch.dtype, *, fused: bool) -> Iterator[Piece]:

@@ -57,6 +57,14 @@ def _read(config: Fields, traits: Family) -> Experts:
             top_k=top_k,
             ffn_hidden_size=config.size("intermediate_size"),
         )
+    if family == "minimax_m2":
+        return Experts(
+            num_experts=config.size("num_local_experts", most=MOST_EXPERTS),
+            top_k=top_k,
+            ffn_hidden_size=config.size("intermediate_size"),
+            score="sigmoid",
+            router_bias=True,
+        )
     ffn_hidden_size = config.size("moe_intermediate_size")
     normalize_top_k = config.flag("norm_topk_prob")
     if family.startswith("qwen"):

@@ -22,6 +22,8 @@ class Family:
 
     qkv_bias: bool | str = False  # or the key of config.json that decides
     qk_norm: bool | str = False  # the same
+    wide_qk_norm: bool = False  # one norm over all heads of the queries, and one over those of the keys
+    whole_qk_norm: bool = False  # each rank of an engine has the complete norms
     latent: bool = False
     experts: ExpertNames | None = None
     sigmoid_router: bool = False  # experts score by a sigmoid, and a bias affects their choice, as in DeepSeek-V3
@@ -29,15 +31,26 @@ class Family:
     predicts_ahead: bool = False  # checkpoints may have more layers, which predict several tokens ahead
     can_tie: bool = True  # the engine can share the embedding with the output layer
     norm: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # LayerNorm has a bias
+    centred_norm: bool = False  # norms multiply by 1 + weight
+    input_norms: bool = True  # the inputs of attention and feed-forward layer are normalised
+    output_norms: bool = False  # the outputs of attention and feed-forward layer are normalised before they are added
+    score_size: str | None = None  # the key of config.json whose root divides the scores of attention; None: head_dim
+    multipliers: bool = False  # config.json has factors of embeddings, branches, scores and logits (Granite)
+    scaled_embedding: bool = False  # embeddings are multiplied by the root of the hidden size
     linear_bias: bool = False  # in both projections of the attention and of the feed-forward layer
     gated: bool = True  # the feed-forward layer is down(act(gate x) * up x), else down(act(up x))
     rope_theta: float = 10000.0  # unless config.json says another
+    local_rope_theta: float | None = None  # of layers with a window, if they rotate otherwise
     parallel_residual: bool = False  # unless `use_parallel_residual` is false in config.json
     rotary_fraction: float | None = None  # of a head's numbers, unless config.json says another; None: all, always
+    windows: Literal["refused", "all layers", "some layers"] = "refused"  # layers whose attention has a window
+    full_every: int = 1  # of "some layers": each such layer has no window, if config.json has no `layer_types`
     rotates_by_layer: bool = False  # `no_rope_layers` of config.json names layers without rotation
     rotary_neighbours: bool = False  # neighbouring numbers of a head rotate together, else those of its two halves
     fused_qkv: bool = False  # one parameter holds [query ; key ; value] of each head, head after head
+    model_class: str | None = None  # of transformers, if its name does not follow from `model_type`
     activations: tuple[str, ...] = ("silu", "swish")  # possible values of `hidden_act`
+    absent: tuple[str, ...] = ()  # keys that the engine takes for a model that is not supported
     unread: tuple[str, ...] = ()  # keys of dropout in training that published files contain
     names_of_keys: Mapping[str, str] = field(default_factory=dict)  # a key of config.json -> its name in this family
     renamed: Mapping[str, str] = field(default_factory=dict)  # part of a parameter's name in Llama -> in this family
@@ -84,15 +97,21 @@ GLM = {
     "topk_group": 1,
     "norm_topk_prob": True,
 }
+OUTPUT_NORMS = {
+    "attention_output_layernorm": "post_attention_layernorm",
+    "feed_forward_output_layernorm": "post_feedforward_layernorm",
+}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(defaults={"max_position_embeddings": 2048}),
     "mistral": Family(
+        windows="all layers",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
     "qwen2": Family(qkv_bias=True, defaults=QWEN_DEFAULTS),
     "qwen3": Family(qk_norm=True, defaults=QWEN_DEFAULTS | {"head_dim": 128}),
     "mixtral": Family(
+        windows="all layers",
         rope_theta=1e6,
         experts=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
         defaults={
@@ -198,12 +217,68 @@ FAMILIES: Mapping[str, Family] = {
             "routed_scaling_factor": 1.8,
         },
     ),
+    "gemma3_text": Family(
+        qk_norm=True,
+        centred_norm=True,
+        output_norms=True,
+        scaled_embedding=True,
+        score_size="query_pre_attn_scalar",
+        windows="some layers",
+        full_every=6,
+        rope_theta=1e6,
+        local_rope_theta=10000.0,
+        model_class="Gemma3ForCausalLM",
+        activations=("gelu_pytorch_tanh",),
+        names_of_keys={"hidden_act": "hidden_activation"},
+        renamed={"post_attention_layernorm": "pre_feedforward_layernorm", **OUTPUT_NORMS},
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": Family(
+        qk_norm=True,
+        wide_qk_norm=True,
+        whole_qk_norm=True,
+        input_norms=False,
+        output_norms=True,
+        renamed=OUTPUT_NORMS,
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    ),
+    "granite": Family(
+        multipliers=True,
+        absent=("layer_types", "layer_rope_theta", "attention_sinks"),
+        defaults={"max_position_embeddings": 2048},
+    ),
+    "minimax_m2": Family(
+        qk_norm=True,
+        wide_qk_norm=True,
+        rotary_fraction=1.0,
+        rope_theta=5e6,
+        experts=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+        sigmoid_router=True,
+        float32_router=True,
+        predicts_ahead=True,
+        renamed={".gate.e_score_correction_bias": ".e_score_correction_bias"},
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 196608,
+            "num_experts_per_tok": 8,
+            "num_local_experts": 256,
+        },
+    ),
     "smollm3": Family(
         rotates_by_layer=True,
         rope_theta=2000000.0,
         defaults={"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True},
     ),
     "phi3": Family(
+        windows="all layers",
         rotary_fraction=1.0,
         renamed={
             "self_attn.q_proj": "self_attn.qkv_proj",

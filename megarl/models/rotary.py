@@ -1,11 +1,12 @@
 """The scaling of rotary positions in a `config.json`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
 from megarl.models.families import Family
 from megarl.models.fields import Fields, wrong
+from megarl.models.windows import FULL, SLIDING
 from megarl.platform.errors import UserError
 
 
@@ -20,6 +21,13 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Positions divided by a factor (`rope_type: linear`)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Yarn:
     """YaRN as DeepSeek applies it (`rope_type: yarn`): `mscale` scales the rotary part, `mscale_all_dim` the logits."""
 
@@ -31,11 +39,12 @@ class Yarn:
     mscale_all_dim: float = 0.0
 
 
-S = TypeVar("S", RopeScaling, Yarn)
+S = TypeVar("S", RopeScaling, LinearScaling, Yarn)
 
 
 ROTARY = ("rope_theta", "partial_rotary_factor")
 COMMON = (*ROTARY, "rope_type")  # of every kind of scaling
+LOCAL_THETA = "rope_local_base_freq"
 OTHER_NAMES = {
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",
@@ -57,8 +66,12 @@ def rope_parameters(config: Fields, family: Family) -> Fields:
                 f"config.json: {name}: vLLM reads it as {meant}, and transformers does not: write {own[meant]}"
             )
     outside = {usual: config.values[key] for usual, key in own.items() if key in config}
+    if "rotary_dim" in config:
+        fraction = config.size("rotary_dim") / config.size("head_dim")
+        if outside.setdefault("partial_rotary_factor", fraction) != fraction:
+            raise UserError(f"config.json: partial_rotary_factor is not {fraction}, as rotary_dim says: keep one")
     old = _settings(config, "rope_scaling")
-    new = _settings(config, "rope_parameters")
+    new = _of_full_layers(config) if family.local_rope_theta else _settings(config, "rope_parameters")
     if old and new and old != {key: value for key, value in new.items() if key in old or key != "rope_theta"}:
         raise UserError("config.json: rope_scaling and rope_parameters differ: keep rope_parameters alone")
     settings = old | new
@@ -91,16 +104,42 @@ def _settings(config: Fields, table: str) -> dict[str, Any]:
     return settings
 
 
-def rope_scaling(rope: Fields, *, latent: bool) -> RopeScaling | Yarn | None:
-    """Return the scaling of a family with or without latent attention. Raises UserError if it is not supported."""
+def rope_scaling(rope: Fields, family: Family) -> RopeScaling | LinearScaling | Yarn | None:
+    """Return the scaling of a family. Raises UserError if it is not supported."""
     kind = rope.values.get("rope_type", "default")
-    supported = "yarn" if latent else "llama3"
+    supported = "llama3"
+    if family.latent:
+        supported = "yarn"
+    elif family.local_rope_theta:
+        supported = "linear"
     if kind == "default":
         _refuse_unread(rope, kind, COMMON)
         return None
     if kind != supported:
         raise UserError(f"config.json: rope_type {kind!r}; known are 'default' and {supported!r}")
-    return _yarn(rope) if latent else _llama3(rope)
+    read: Mapping[str, Callable[[Fields], RopeScaling | LinearScaling | Yarn]]
+    read = {"yarn": _yarn, "linear": _linear, "llama3": _llama3}
+    return read[supported](rope)
+
+
+def local_rope_theta(config: Fields, family: Family) -> float | None:
+    """Return `rope_theta` of the layers with a window, if it is their own. Raises UserError if they are scaled."""
+    if family.local_rope_theta is None:
+        return None
+    local = Fields(_settings(config.table("rope_parameters"), SLIDING))
+    _refuse_unread(local, "default", ("rope_theta", "rope_type"))
+    if local.values.get("rope_type", "default") != "default":
+        raise UserError("config.json: rotary positions of layers with a window are not scaled here")
+    return local.number("rope_theta", config.number(LOCAL_THETA, family.local_rope_theta))
+
+
+def _of_full_layers(config: Fields) -> dict[str, Any]:
+    """Return the rotary settings of layers without a window, if each kind of layer has a table of its own."""
+    tables = config.table("rope_parameters")
+    others = sorted(tables.values.keys() - {FULL, SLIDING})
+    if others:
+        raise UserError(f"config.json: rope_parameters.{others[0]}: the tables of this family are {FULL} and {SLIDING}")
+    return _settings(tables, FULL)
 
 
 def _refuse_unread(rope: Fields, kind: str, known: Iterable[str]) -> None:
@@ -117,6 +156,11 @@ def _llama3(rope: Fields) -> RopeScaling:
     if scaling != (fixed := RopeScaling(factor=scaling.factor)):
         raise UserError(f"config.json: the rotary scaling is {scaling}; Megatron-Core computes only {fixed}")
     return scaling
+
+
+def _linear(rope: Fields) -> LinearScaling:
+    _refuse_unread(rope, "linear", [*COMMON, "factor"])
+    return _read(LinearScaling, rope, kind="linear", required=["factor"])
 
 
 def _yarn(rope: Fields) -> Yarn:

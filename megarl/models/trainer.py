@@ -11,6 +11,7 @@ import torch
 
 from megarl.models.architecture import Architecture, LatentAttention, Shapes, hf_shapes
 from megarl.models.experts import Experts
+from megarl.models.families import OUTPUT_NORMS
 from megarl.models.grid import Cut, Grid
 from megarl.models.placing import behind, placed
 from megarl.models.weights import pieces
@@ -89,12 +90,16 @@ def _attention(a: Architecture, cut: Cut, *, fused_norms: bool) -> Shapes:
     if a.latent:
         return {"input_layernorm.weight": (a.hidden_size,)} | _latent(a, a.latent, cut, fused_norms=fused_norms)
     rows = (a.num_attention_heads + 2 * a.num_key_value_heads) * a.head_dim // cut.tp_size
-    shapes = _norm(a, "self_attention.linear_qkv.layer_norm_" if fused_norms else "input_layernorm.")
+    shapes: Shapes = {}
+    if a.traits.input_norms:
+        shapes = _norm(a, "self_attention.linear_qkv.layer_norm_" if fused_norms else "input_layernorm.")
     shapes["self_attention.linear_qkv.weight"] = (rows, a.hidden_size)
     if a.qkv_bias:
         shapes["self_attention.linear_qkv.bias"] = (rows,)
     if a.qk_norm:
-        shapes |= {f"self_attention.{x}_layernorm.weight": (a.head_dim,) for x in "qk"}
+        parts = cut.tp_size if a.traits.wide_qk_norm else 1
+        sizes = zip("qk", a.qk_norm_sizes, strict=True)
+        shapes |= {f"self_attention.{x}_layernorm.weight": (size // parts,) for x, size in sizes}
     columns = a.num_attention_heads * a.head_dim // cut.tp_size
     return shapes | _linear(a, "self_attention.linear_proj", a.hidden_size, columns)
 
@@ -124,8 +129,11 @@ def _layer(a: Architecture, cut: Cut, *, sparse: bool, fused_norms: bool) -> Sha
     attention = _attention(a, cut, fused_norms=fused_norms)
     experts = a.experts
     if not sparse or experts is None:
-        norm = _norm(a, "mlp.linear_fc1.layer_norm_" if fused_norms else "pre_mlp_layernorm.")
-        return attention | norm | _feed_forward(a, a.ffn_hidden_size // cut.tp_size)
+        if a.traits.input_norms:
+            attention |= _norm(a, "mlp.linear_fc1.layer_norm_" if fused_norms else "pre_mlp_layernorm.")
+        for norm in OUTPUT_NORMS if a.traits.output_norms else ():
+            attention |= _norm(a, f"{norm}.")
+        return attention | _feed_forward(a, a.ffn_hidden_size // cut.tp_size)
     shapes: Shapes = {
         "pre_mlp_layernorm.weight": (a.hidden_size,),
         "mlp.router.weight": (experts.num_experts, a.hidden_size),

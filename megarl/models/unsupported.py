@@ -3,16 +3,14 @@
 from collections.abc import Iterator, Mapping
 
 from megarl.models.families import FAMILIES, Family
-from megarl.models.fields import LONGEST, MOST_LAYERS, SHOWN, Fields
+from megarl.models.fields import MOST_LAYERS, SHOWN, Fields
 from megarl.reshard.quantised import quantisation_faults
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ABSENT = (
     ("attention_chunk_size", "attention is always full here"),
-    ("attn_logit_softcapping", "the scores of attention are not capped here"),
     ("compression_config", "training starts from the unquantised checkpoint"),
     ("dual_chunk_attention_config", "attention is always full here"),
-    ("final_logit_softcapping", "logits are not capped here"),
     ("index_topk", "attention is always full here"),
     ("llama_4_scaling", "queries are not scaled by their position here"),
     ("moe_router_dtype", "the router computes in the precision of the model here"),
@@ -21,6 +19,11 @@ ABSENT = (
     ("text_config", "the sizes of a text model are at the top level of its config.json"),
 )
 """Keys that have no supported value, and why. vLLM reads them, and some by their presence alone."""
+NULL = (
+    ("attn_logit_softcapping", "the scores of attention are not capped here"),
+    ("final_logit_softcapping", "logits are not capped here"),
+)
+"""Keys that must be missing or null, and why."""
 FIXED = (
     ("ada_rms_norm_t_cond", False, "norms have no condition here"),
     ("attention_dropout", 0.0, "dropout in training is megatron.override_transformer_config.attention_dropout"),
@@ -49,8 +52,10 @@ def unsupported(given: Mapping[str, object], config: Fields) -> Iterator[str]:
     """
     family = config.values["model_type"]
     traits = FAMILIES[family]
-    faults = [_window_fault(config), *_block_faults(config, traits), _dtype_fault(config), _class_fault(config)]
+    faults = [*_block_faults(config, traits), _dtype_fault(config), _class_fault(config)]
     faults += [(key in given, f"{key} {str(given.get(key))[:SHOWN]}: {why}; remove the key") for key, why in ABSENT]
+    faults += [(key in given, f"{key}: a model with it is not supported; remove the key") for key in traits.absent]
+    faults += [(key in config, f"{key} {str(given.get(key))[:SHOWN]}: {why}; write null") for key, why in NULL]
     faults += [_fixed_fault(config, key, value, why) for key, value, why in FIXED if key not in traits.unread]
     faults += [(True, fault) for fault in quantisation_faults(given.get("quantization_config"))]
     why = "biases of queries, keys and values follow from model_type"
@@ -66,6 +71,8 @@ def unsupported(given: Mapping[str, object], config: Fields) -> Iterator[str]:
         faults += _fused_size_faults(config)
     if family == "glm4_moe_lite":
         faults += _glm_lite_faults(config)
+    if family == "minimax_m2":
+        faults += _minimax_faults(config)
     if traits.experts:
         faults.append(_count_fault(given, traits))
     for is_unsupported, fault in faults:
@@ -76,25 +83,13 @@ def unsupported(given: Mapping[str, object], config: Fields) -> Iterator[str]:
 Faults = list[tuple[bool, str]]
 
 
-def _window_fault(config: Fields) -> tuple[bool, str]:
-    """Return whether attention has a window. The engine uses the window of every family; only Qwen has a switch."""
-    window = config.values.get("sliding_window")
-    has_switch = config.values["model_type"].startswith("qwen")
-    kinds = {"full_attention"}
-    if window is not None and (config.flag("use_sliding_window") or not has_switch):
-        if config.size("sliding_window") < config.size("max_position_embeddings", most=LONGEST):
-            return True, f"sliding_window {window}: attention is always full here; null turns it off"
-        kinds.add("sliding_attention")  # and the window never cuts
-    others = [kind for kind in config.items("layer_types") if kind not in kinds]
-    return bool(others), f"layer_types {others[:1]}: attention is always full here"
-
-
 def _block_faults(config: Fields, traits: Family) -> Faults:
-    activation = config.values.get("hidden_act", traits.activations[0])
+    key = traits.key("hidden_act")
+    activation = config.values.get(key, traits.activations[0])
     activations = " or ".join(traits.activations)
     bias = str(traits.linear_bias).lower()
     return [
-        (activation not in traits.activations, f"hidden_act {activation!r}: must be {activations} in this family"),
+        (activation not in traits.activations, f"{key} {activation!r}: must be {activations} in this family"),
         (
             traits.qkv_bias != "attention_bias"
             and config.flag("attention_bias", default=traits.linear_bias) != traits.linear_bias,
@@ -112,10 +107,11 @@ def _dtype_fault(config: Fields) -> tuple[bool, str]:
 
 def _class_fault(config: Fields) -> tuple[bool, str]:
     """Return whether the engine would choose the model class of another family, because it does so by name."""
-    ours = f"{config.values['model_type']}forcausallm".replace("_", "")
+    model_type = config.values["model_type"]
+    ours = (FAMILIES[model_type].model_class or f"{model_type}forcausallm").lower().replace("_", "")
     names = {str(name).lower().replace("_", ""): name for name in config.items("architectures")}
     others = [name for plain, name in names.items() if plain.endswith("forcausallm") and plain != ours]
-    return bool(others), f"architectures {others[:1]} is no class of model_type {config.values['model_type']}"
+    return bool(others), f"architectures {others[:1]} is no class of model_type {model_type}"
 
 
 def _fixed_fault(config: Fields, key: str, supported: bool | float, why: str) -> tuple[bool, str]:
@@ -180,6 +176,16 @@ def _glm_lite_faults(config: Fields) -> Faults:
             f"mlp_layer_types {str(kinds)[:SHOWN]}: must be {dense} (first_k_dense_replace) of dense, then sparse",
         ),
         *_latent_faults(config),
+    ]
+
+
+def _minimax_faults(config: Fields) -> Faults:
+    """Return whether keys are missing that the engine alone reads, and silently assumes other values without."""
+    score = config.values.get("scoring_func")
+    return [
+        (score != "sigmoid", f"scoring_func {score!r}: must be 'sigmoid' in this family"),
+        (not config.flag("use_routing_bias"), "use_routing_bias: must be true in this family"),
+        ("rotary_dim" not in config, "there is no rotary_dim: the engine needs it"),
     ]
 
 

@@ -212,6 +212,8 @@ LAYER: Mapping[str, CutRule] = {
     "self_attention.linear_proj.bias": Replicated("self_attn.o_proj.bias"),
     "pre_mlp_layernorm.weight": Replicated("post_attention_layernorm.weight"),
     "pre_mlp_layernorm.bias": Replicated("post_attention_layernorm.bias"),
+    "attention_output_layernorm.weight": Replicated("attention_output_layernorm.weight"),
+    "feed_forward_output_layernorm.weight": Replicated("feed_forward_output_layernorm.weight"),
     "mlp.linear_fc1.layer_norm_weight": Replicated("post_attention_layernorm.weight"),
     "mlp.linear_fc1.layer_norm_bias": Replicated("post_attention_layernorm.bias"),
     "mlp.linear_fc2.weight": RowParallel("mlp.down_proj.weight"),
@@ -223,6 +225,11 @@ GATED: Mapping[str, CutRule] = {"mlp.linear_fc1.weight": GatedMLP("mlp.gate_proj
 NOT_GATED: Mapping[str, CutRule] = {
     "mlp.linear_fc1.weight": ColumnParallel("mlp.up_proj.weight"),
     "mlp.linear_fc1.bias": ColumnParallel("mlp.up_proj.bias"),
+}
+
+WIDE_NORMS: Mapping[str, CutRule] = {
+    "self_attention.q_layernorm.weight": ColumnParallel("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": ColumnParallel("self_attn.k_norm.weight"),
 }
 
 ATTENTION: Mapping[str, CutRule] = {
@@ -325,6 +332,8 @@ def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cu
     attention = FUSED_ATTENTION if traits.fused_qkv else ATTENTION
     if architecture.latent:
         attention = LATENT_ATTENTION
+    elif traits.wide_qk_norm:
+        attention = {**attention, **WIDE_NORMS}
     feed_forward = GATED if traits.gated else NOT_GATED
     experts = architecture.experts
     if experts:

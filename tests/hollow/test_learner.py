@@ -153,7 +153,7 @@ def attended(query: Tensor, part: Tensor) -> list[Tensor]:
     queries, keys, values = tensors
     ends = torch.tensor([0, 3, 8], dtype=torch.int32).cuda()
     bounds = SimpleNamespace(cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=5, max_seqlen_kv=5)
-    out = attention._varlen(queries, keys, values, bounds, 0.25)
+    out = attention._varlen(queries, keys, values, bounds, 0.25, None)
     out.backward(torch.ones_like(out))
     return [out.detach(), *(tensor.grad for tensor in tensors if tensor.grad is not None)]
 

@@ -28,19 +28,28 @@ class Share:
         return self.cp_size
 
 
-def alone(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+def alone(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
     """Attend in one sequence after the other, by the formula."""
     key, value = (part.repeat_interleave(HEADS // part.shape[1], dim=1) for part in (key, value))
     outs = []
     for q, k, v in zip(*(part.split(lengths) for part in (query, key, value)), strict=True):
         logits = torch.einsum("qhd,khd->hqk", q, k) * SCALE
         hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(-window)
         outs.append(torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v))
     return torch.cat(outs)
 
 
-@given(lengths=lengths_of_sequences, cp_size=st.sampled_from([1, 2]), num_groups=st.sampled_from([1, 2, HEADS]))
-def test_groups_of_sequences_attend_as_each_alone(lengths: list[int], cp_size: int, num_groups: int) -> None:
+@given(
+    lengths=lengths_of_sequences,
+    cp_size=st.sampled_from([1, 2]),
+    num_groups=st.sampled_from([1, 2, HEADS]),
+    window=st.none() | st.integers(1, 50),
+)
+def test_groups_of_sequences_attend_as_each_alone(
+    lengths: list[int], cp_size: int, num_groups: int, window: int | None
+) -> None:
     if cp_size > 1:
         lengths = [4 * length for length in lengths]
     generator = torch.Generator().manual_seed(sum(lengths))
@@ -49,13 +58,13 @@ def test_groups_of_sequences_attend_as_each_alone(lengths: list[int], cp_size: i
         for num_heads in (HEADS, num_groups, num_groups)
     ]
     query, key, value = tokens
-    expected = alone(query, key, value, lengths)
+    expected = alone(query, key, value, lengths, window)
     slope = torch.randn(expected.shape, generator=generator)
     gradients = [torch.zeros_like(token) for token in tokens]
     for rank in range(cp_size):
         places = places_of(torch.tensor(lengths), rank, cp_size)[0]
         groups = Groups(torch.tensor(lengths), Share(rank, cp_size), torch.device("cpu"))
-        out = groups.attend(query[places], key, value, SCALE)
+        out = groups.attend(query[places], key, value, SCALE, window)
         torch.testing.assert_close(out, expected[places])
         for total, part in zip(
             gradients, torch.autograd.grad(out, tokens, slope[places], retain_graph=True), strict=True

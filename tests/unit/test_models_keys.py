@@ -32,6 +32,10 @@ ENGINE_FILES = {  # family -> files of vLLM with its classes
     "ernie4_5": ("ernie45", "llama"),
     "seed_oss": (),  # transformers' own classes
     "gpt_neox": (),
+    "gemma3_text": ("gemma3",),
+    "granite": ("granite",),
+    "minimax_m2": ("minimax_m2",),
+    "olmo2": (),
 }
 ENGINE_GENERAL = {  # keys that vLLM reads of every model, in `vllm.config`
     *("sliding_window", "layer_types", "attention_chunk_size", "is_causal", "use_bidirectional_attention"),
@@ -81,6 +85,15 @@ INERT_IN = {
     },
     "phi3": {"original_max_position_embeddings": "read with rope_type longrope alone, which is refused"},
     "smollm3": {"use_sliding_window": "read with a window alone, which is refused"},
+    "gemma3_text": {
+        "image_token_id": "read by the model with images",
+        "mm_tokens_per_image": "read by the model with images",
+        "vision_config": "read by the model with images",
+    },
+    "minimax_m2": {
+        "max_model_len": "bounds the positions that are computed ahead",
+        "num_mtp_modules": "these layers are left out, and `claims` reads their number",
+    },
     "seed_oss": {
         "attention_dropout": "dropout in training",
         "residual_dropout": "dropout in training",
@@ -129,7 +142,8 @@ def keys_of(family: str) -> set[str]:
     """Return the keys that vLLM's classes and transformers' classes of a family read."""
     engine = package("vllm") / "model_executor" / "models"
     files = [engine / f"{name}.py" for name in ENGINE_FILES[family]]
-    files.append(package("transformers") / "models" / family / f"modeling_{family}.py")
+    folder = family.removesuffix("_text")
+    files.append(package("transformers") / "models" / folder / f"modeling_{folder}.py")
     keys = {key for file in files for key in reads_of(file)} | CONFIG_MAPPING[family]().to_dict().keys()
     return {key.removeprefix("_") for key in keys | ENGINE_GENERAL | CONFIG_MAPPING[family].attribute_map.keys()}
 
@@ -218,11 +232,21 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("llama", {"rope_scaling": {"rope_type": "evil"}}, "rope_type 'evil'"),
         ("llama", NEW_ROPE | {"rope_scaling": {"rope_type": "evil"}}, "rope_scaling and rope_parameters differ"),
         ("llama", {"rope_scaling": {"rope_type": "default", "type": "linear"}}, "type and rope_type"),
-        ("mistral", {"use_sliding_window": False, "sliding_window": 16}, "sliding_window 16"),
+        ("smollm3", {"use_sliding_window": False, "sliding_window": 16}, "sliding_window 16"),
+        ("mistral", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "must have one kind for each of the 2 layers"),
+        ("gemma3_text", {"layer_types": ["linear_attention"] * 2}, "layer_types"),
+        ("gemma3_text", {"sliding_window": None, "rope_parameters": {"other": {}}}, "rope_parameters.other"),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "not scaled"),
         ("mistral", {"llama_4_scaling": {"beta": 1.0}}, "llama_4_scaling"),
         ("qwen2", {"qk_norm": True}, "qk_norm True"),
         ("qwen2", {"dual_chunk_attention_config": {}}, "dual_chunk_attention_config"),
         ("mixtral", {"num_experts": 5}, "differ: both are the number of experts"),
+        ("granite", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias"),
+        ("minimax_m2", {"scoring_func": None}, "scoring_func None"),
+        ("minimax_m2", {"rotary_dim": None}, "rotary_dim"),
+        ("minimax_m2", {"partial_rotary_factor": 0.25}, "partial_rotary_factor is not 0.5"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
         ("deepseek_v3", {"num_local_experts": 4}, "differ: both are the number of experts"),
         ("deepseek_v3", {"head_dim": 16}, "head_dim 16: must be 32"),

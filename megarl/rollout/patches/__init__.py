@@ -14,6 +14,7 @@ from megarl.rollout.patches.process import (
 )
 from megarl.rollout.patches.ranks import skip_ranks
 from megarl.rollout.patches.rotary import rotate_heads_correctly
+from megarl.rollout.patches.router import choose_without_groups
 from megarl.rollout.patches.shared_memory import name_channels, name_message_queues
 
 __all__ = [
@@ -33,4 +34,5 @@ def mend_cpu_build(channels: str | None) -> None:
     name_channels(channels)
     rotate_heads_correctly()
     normalize_by_kernels()
+    choose_without_groups()
     skip_ranks()

@@ -1,0 +1,29 @@
+"""The choice of experts by a sigmoid, which vLLM's CPU build makes within groups alone."""
+
+from typing import Any
+
+from megarl.platform.patching import replace
+from megarl.rollout.patches.releases import declare_vllm
+
+ROUTER = declare_vllm(
+    "vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter",
+    "_compute_routing",
+    reason="the CPU build fails if experts are chosen by a sigmoid among all of them (MiniMax-M2)",
+    upstream="vllm/model_executor/layers/fused_moe/router/cpu_router.py: CPURouter._compute_routing",
+    until="the CPU build chooses by a sigmoid without groups",
+)
+
+
+def choose_without_groups() -> None:
+    """Take all experts for one group, if a sigmoid scores them and there are no groups."""
+    if not ROUTER.is_present:  # releases before 0.32
+        return
+    original = ROUTER.original("_compute_routing")
+
+    def compute_routing(router: Any, *args: Any, **kwargs: Any) -> Any:
+        if router.scoring_func == "sigmoid" and not router.use_grouped_topk:
+            router.use_grouped_topk = True
+            router.num_expert_group = router.topk_group = 1
+        return original(router, *args, **kwargs)
+
+    replace(ROUTER, _compute_routing=compute_routing)
