@@ -30,7 +30,7 @@ from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
 from megarl.models.architecture import Architecture
 from megarl.models.config import Recompute
-from megarl.models.rotary import LinearScaling, RopeScaling
+from megarl.models.rotary import LinearScaling, RopeScaling, Yarn
 from megarl.platform.determinism import is_deterministic
 from megarl.platform.device import local_device, on_cuda
 
@@ -67,7 +67,7 @@ def build_model(
             pre_process=mesh.pp_rank == 0 and chunk == 0,
             post_process=is_last,
             share_embeddings_and_output_weights=architecture.tied_embeddings,
-            position_embedding_type="rope",
+            position_embedding_type="yarn" if _has_yarn(architecture) else "rope",
             rotary_percent=architecture.rotary_fraction,
             rotary_base=architecture.rope_theta,
             rope_scaling=stretch is not None,
@@ -187,6 +187,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's configuration of the architecture; `section.override_transformer_config` overrides it."""
     dtype = getattr(torch, section.dtype)
+    traits = architecture.traits
     settings: dict[str, Any] = {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
@@ -196,12 +197,12 @@ def transformer_config(
         "kv_channels": architecture.head_dim,
         "layernorm_epsilon": architecture.norm_eps,
         # Megatron sums the gradients of these norms over tensor-parallel ranks; a wide norm has a part on each.
-        "qk_layernorm": architecture.qk_norm and not architecture.traits.wide_qk_norm,
+        "qk_layernorm": architecture.qk_norm and not traits.wide_qk_norm,
         "add_qkv_bias": architecture.qkv_bias,
-        "add_bias_linear": architecture.traits.linear_bias,
-        "normalization": architecture.traits.norm,
-        "layernorm_zero_centered_gamma": architecture.traits.centred_norm,
-        "gated_linear_unit": architecture.traits.gated,
+        "add_bias_linear": traits.linear_bias,
+        "normalization": traits.norm,
+        "layernorm_zero_centered_gamma": traits.centred_norm,
+        "gated_linear_unit": traits.gated,
         "activation_func": ACTIVATIONS[architecture.activation],
         "softmax_scale": architecture.attention_scale,
         "window_size": (architecture.window - 1, 0) if architecture.window else None,
@@ -233,8 +234,8 @@ def transformer_config(
         "bias_dropout_fusion": on_cuda(),
         "masked_softmax_fusion": False,
         "deterministic_mode": is_deterministic(),
-        "apply_rope_fusion": has_transformer_engine() and not architecture.traits.rotary_neighbours,
-        "rotary_interleaved": architecture.traits.rotary_neighbours,
+        "apply_rope_fusion": has_transformer_engine() and not traits.rotary_neighbours and not _has_yarn(architecture),
+        "rotary_interleaved": traits.rotary_neighbours,
         "no_rope_freq": [int(layer in architecture.unrotated_layers) for layer in range(architecture.num_layers)],
         "gradient_accumulation_fusion": has_apex_gradient_fusion(),
     }
@@ -250,9 +251,27 @@ def transformer_config(
         settings["moe_grouped_gemm"] = has_transformer_engine()
         settings["moe_permute_fusion"] = has_transformer_engine()
     config: TransformerConfig = make(**settings | section.override_transformer_config)
+    if _has_yarn(architecture):
+        _set_yarn(config, architecture.rope_scaling)
     if architecture.experts:
         check_expert_settings(config)
     return config
+
+
+def _has_yarn(architecture: Architecture) -> bool:
+    """Return whether YaRN scales the positions of attention that is not latent, which has settings of its own."""
+    return isinstance(architecture.rope_scaling, Yarn) and architecture.latent is None
+
+
+def _set_yarn(config: Any, yarn: Any) -> None:
+    """Set what Megatron reads from the configuration, where it has no fields for it."""
+    config.yarn_rotary_scaling_factor = yarn.factor
+    config.yarn_original_max_position_embeddings = yarn.original_max_position_embeddings
+    config.yarn_beta_fast = yarn.beta_fast
+    config.yarn_beta_slow = yarn.beta_slow
+    config.yarn_mscale = yarn.mscale
+    config.yarn_mscale_all_dim = yarn.mscale_all_dim
+    config.yarn_correction_range_round_to_int = True
 
 
 def _recomputation(recompute: Recompute) -> dict[str, Any]:

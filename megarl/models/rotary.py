@@ -1,6 +1,6 @@
 """The scaling of rotary positions in a `config.json`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
@@ -29,7 +29,10 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN as DeepSeek applies it (`rope_type: yarn`): `mscale` scales the rotary part, `mscale_all_dim` the logits."""
+    """YaRN (`rope_type: yarn`; Peng et al., 2023, arXiv:2309.00071).
+
+    With latent attention `mscale` scales the rotary part, and `mscale_all_dim` the logits (DeepSeek).
+    """
 
     factor: float
     original_max_position_embeddings: int
@@ -107,19 +110,17 @@ def _settings(config: Fields, table: str) -> dict[str, Any]:
 def rope_scaling(rope: Fields, family: Family) -> RopeScaling | LinearScaling | Yarn | None:
     """Return the scaling of a family. Raises UserError if it is not supported."""
     kind = rope.values.get("rope_type", "default")
-    supported = "llama3"
-    if family.latent:
-        supported = "yarn"
-    elif family.local_rope_theta:
-        supported = "linear"
     if kind == "default":
         _refuse_unread(rope, kind, COMMON)
         return None
-    if kind != supported:
-        raise UserError(f"config.json: rope_type {kind!r}; known are 'default' and {supported!r}")
-    read: Mapping[str, Callable[[Fields], RopeScaling | LinearScaling | Yarn]]
-    read = {"yarn": _yarn, "linear": _linear, "llama3": _llama3}
-    return read[supported](rope)
+    if family.local_rope_theta and kind == "linear":
+        return _linear(rope)
+    if not family.local_rope_theta and kind == "yarn":
+        return _yarn(rope, latent=family.latent)
+    if not family.local_rope_theta and not family.latent and kind == "llama3":
+        return _llama3(rope)
+    known = "'linear'" if family.local_rope_theta else "'yarn'" if family.latent else "'llama3', 'yarn'"
+    raise UserError(f"config.json: rope_type {kind!r}; known are 'default', {known}")
 
 
 def local_rope_theta(config: Fields, family: Family) -> float | None:
@@ -163,14 +164,15 @@ def _linear(rope: Fields) -> LinearScaling:
     return _read(LinearScaling, rope, kind="linear", required=["factor"])
 
 
-def _yarn(rope: Fields) -> Yarn:
+def _yarn(rope: Fields, *, latent: bool) -> Yarn:
     if not rope.flag("truncate", default=True):
         raise UserError("config.json: truncate false: the bounds of the yarn rotary scaling are whole numbers here")
     if "attention_factor" in rope:
         raise UserError(
             "config.json: attention_factor: the yarn rotary scaling must be given by mscale and mscale_all_dim"
         )
-    _refuse_unread(rope, "yarn", [*COMMON, *(trait.name for trait in fields(Yarn)), "truncate"])
+    known = [trait.name for trait in fields(Yarn) if latent or not trait.name.startswith("mscale")]
+    _refuse_unread(rope, "yarn", [*COMMON, *known, "truncate"])
     required = [trait.name for trait in fields(Yarn) if trait.default is MISSING]
     scaling = _read(Yarn, rope, kind="yarn", required=required)
     if scaling.mscale != 1.0 and not scaling.mscale_all_dim:

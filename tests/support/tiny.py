@@ -104,6 +104,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },
+    "qwen3-yarn": {
+        "model_type": "qwen3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "mistral-window": {"model_type": "mistral", "sliding_window": 6},
     "gemma3_text": {
         "model_type": "gemma3_text",

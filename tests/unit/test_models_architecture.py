@@ -185,7 +185,7 @@ def test_what_we_cannot_compute_is_refused_by_name(change, message):
         ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
         ("deepseek_v3", {"scoring_func": None}, "scoring_func None: must be 'noaux_tc' and 'sigmoid'"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
-        ("deepseek_v3", {"rope_scaling": LLAMA3_ROPE}, "known are 'default' and 'yarn'"),
+        ("deepseek_v3", {"rope_scaling": LLAMA3_ROPE}, "known are 'default', 'yarn'"),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "has no 'original_max_position_embeddings'"),
         ("deepseek_v3", {"rope_scaling": YARN | {"attention_factor": 1.0}}, "by mscale and mscale_all_dim"),
     ],

@@ -107,6 +107,7 @@ def cuda_calls_on_cpu() -> Iterator[None]:
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def redirected(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.pop("pin_memory", None)
         if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cuda":
             kwargs["device"] = CPU
         return factory(*args, **kwargs)
