@@ -85,6 +85,9 @@ def build_model(
             model.output_layer = ValueHead(config)
         elif is_last:
             model.output_layer.forward = partial(hand_through, divisor=architecture.logit_divisor)
+    if architecture.traits.wide_qk_norm:
+        # Megatron would sum the gradients of these norms over tensor-parallel ranks, but each rank has its own part.
+        config.qk_layernorm = False
     model.to(local_device())  # Megatron and our own norms make some parameters on the host
     mark_experts(model)
     # Megatron marks tensor-parallel parameters only while it initialises them, so it must, although values are unused.
@@ -196,8 +199,7 @@ def transformer_config(
         "num_query_groups": architecture.num_key_value_heads,
         "kv_channels": architecture.head_dim,
         "layernorm_epsilon": architecture.norm_eps,
-        # Megatron sums the gradients of these norms over tensor-parallel ranks; a wide norm has a part on each.
-        "qk_layernorm": architecture.qk_norm and not traits.wide_qk_norm,
+        "qk_layernorm": architecture.qk_norm,
         "add_qkv_bias": architecture.qkv_bias,
         "add_bias_linear": traits.linear_bias,
         "normalization": traits.norm,
