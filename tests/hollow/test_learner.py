@@ -145,7 +145,7 @@ def products_of_experts(device: str, dtype: torch.dtype) -> list[Tensor]:
     return [tensor.detach().cpu() for tensor in (out, hidden.grad, *sums)]
 
 
-def attended(query: Tensor, part: Tensor) -> list[Tensor]:
+def attended(query: Tensor, part: Tensor, window: int | None = None) -> list[Tensor]:
     """Return the attention of two sequences with equal keys and values, and all gradients."""
     from megarl.learner import attention
 
@@ -153,9 +153,22 @@ def attended(query: Tensor, part: Tensor) -> list[Tensor]:
     queries, keys, values = tensors
     ends = torch.tensor([0, 3, 8], dtype=torch.int32).cuda()
     bounds = SimpleNamespace(cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=5, max_seqlen_kv=5)
-    out = attention._varlen(queries, keys, values, bounds, 0.25, None)
+    out = attention._varlen(queries, keys, values, bounds, 0.25, window)
     out.backward(torch.ones_like(out))
     return [out.detach(), *(tensor.grad for tensor in tensors if tensor.grad is not None)]
+
+
+def test_a_window_is_the_same_on_the_cpu() -> None:
+    from megarl.learner.attention import Groups
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(8, heads, 16, generator=generator).bfloat16() for heads in (4, 2)]
+    found = attended(*(tensor.cuda() for tensor in tensors), window=2)
+    query, key, value = (tensor.float().requires_grad_() for tensor in (*tensors, tensors[1]))
+    alone: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    out = Groups(torch.tensor([3, 5]), alone, torch.device("cpu")).attend(query, key, value, 0.25, window=2)
+    expected = [out, *torch.autograd.grad(out, [query, key, value], torch.ones_like(out))]
+    torch.testing.assert_close([tensor.cpu().float() for tensor in found], expected, rtol=2e-2, atol=3e-2)
 
 
 def test_torch_without_grouped_heads_attends_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,12 +126,22 @@ def by_head(tokens: Tensor, num_heads: int) -> Tensor:
     return tokens.transpose(0, 1).repeat_interleave(num_heads // tokens.shape[1], dim=0)
 
 
-def is_masked(is_causal: bool, window: dict[str, Any]) -> bool:
-    """Return whether a query sees no later keys. Windows that end earlier are not written out."""
+def outside_window(num_queries: int, num_keys: int, left: int) -> Tensor | None:
+    """Return [queries, keys] -inf for keys that lie more than `left` places before a query, else 0; None if -1.
+
+    The last query is at the place of the last key.
+    """
+    if left == -1:
+        return None
+    distances = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
+    return torch.zeros(num_queries, num_keys).masked_fill(distances > left, -torch.inf)
+
+
+def mask_of(is_causal: bool, window: dict[str, Any]) -> tuple[int, bool]:
+    """Return the keys before its own that a query sees, -1 for all, and whether it sees no later keys."""
     left, right = (window.get(f"window_size_{side}") for side in ("left", "right"))
-    assert left in (None, -1)
     assert right in (None, -1, 0)
-    return is_causal or right == 0
+    return -1 if left is None else left, is_causal or right == 0
 
 
 def varlen(
@@ -150,11 +160,12 @@ def varlen(
 ) -> tuple[Any, ...]:
     """Compute `aten::_flash_attention_forward` of [n, heads, D] queries and [m, groups, D] keys and values."""
     assert dropout == 0.0
-    of_scores = None, is_masked(is_causal, window), scale
+    left, hides_later = mask_of(is_causal, window)
     out, sums = torch.empty_like(query), torch.zeros(query.shape[1], query.shape[0])
     for queries, keys in sequences(bounds, key_bounds):
         parts = (by_head(part, query.shape[1]) for part in (query[queries], key[keys], value[keys]))
-        found, sums[:, queries] = attend(*parts, *of_scores)
+        hidden = outside_window(queries.stop - queries.start, keys.stop - keys.start, left)
+        found, sums[:, queries] = attend(*parts, hidden, hides_later, scale)
         out[queries] = found.transpose(0, 1)
     return out, sums, None, None, None
 
@@ -177,12 +188,13 @@ def varlen_backward(
     **window: Any,
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of `varlen`."""
-    of_scores = None, is_masked(is_causal, window), scale
+    left, hides_later = mask_of(is_causal, window)
     of_query, of_key, of_value = (torch.zeros_like(part) for part in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     for queries, keys in sequences(bounds, key_bounds):
         parts = (by_head(part, query.shape[1]) for part in (upstream[queries], query[queries], key[keys], value[keys]))
-        for_query, for_key, for_value = gradients(*parts, *of_scores)
+        hidden = outside_window(queries.stop - queries.start, keys.stop - keys.start, left)
+        for_query, for_key, for_value = gradients(*parts, hidden, hides_later, scale)
         of_query[queries] = for_query.transpose(0, 1)
         of_key[keys] = for_key.transpose(0, 1).unflatten(1, (-1, groups)).sum(2)
         of_value[keys] = for_value.transpose(0, 1).unflatten(1, (-1, groups)).sum(2)

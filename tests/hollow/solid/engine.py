@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
-from tests.hollow.solid.attention import attend, by_head, sequences
+from tests.hollow.solid.attention import attend, by_head, outside_window, sequences
 
 # ---- outside attention ----
 
@@ -38,6 +38,12 @@ def silu_and_mul(result: Tensor, x: Tensor) -> None:
     """Compute `_C::silu_and_mul` of gates and values that lie side by side."""
     gate, value = x.chunk(2, dim=-1)
     result.copy_(silu(gate.float()).to(x.dtype) * value)
+
+
+def gelu_tanh_and_mul(result: Tensor, x: Tensor) -> None:
+    """Compute `_C::gelu_tanh_and_mul` of gates and values that lie side by side."""
+    gate, value = x.chunk(2, dim=-1)
+    result.copy_(gelu(gate.float(), approximate="tanh").to(x.dtype) * value)
 
 
 def rotary_embedding(
@@ -114,17 +120,6 @@ def side_by_side(key: Tensor, value: Tensor, bounds: Tensor, key_bounds: Tensor)
         yield queries, key[keys], value[keys]
 
 
-def outside_window(num_queries: int, num_keys: int, left: int) -> Tensor | None:
-    """Return [queries, keys] -inf for keys that lie more than `left` places before a query, else 0; None if -1.
-
-    The last query is at the place of the last key.
-    """
-    if left == -1:
-        return None
-    distances = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
-    return torch.zeros(num_queries, num_keys).masked_fill(distances > left, -torch.inf)
-
-
 def attend_to_each(
     query: Tensor, found: Iterator[Sequence], out: Tensor, is_causal: bool, left: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -190,7 +185,29 @@ def topk_softmax(
 ) -> None:
     """Compute `_moe_C::topk_softmax`: the experts of each token, and their probabilities."""
     assert bias is None
-    found, chosen = logits.float().softmax(-1).topk(weights.shape[-1], dim=-1)
+    _choose(weights, experts, places, logits.float().softmax(-1), renormalize, bias)
+
+
+def topk_sigmoid(
+    weights: Tensor,
+    experts: Tensor,
+    places: Tensor,
+    logits: Tensor,
+    renormalize: bool,
+    bias: Tensor | None,
+    scale: float,
+    is_padding: Tensor | None,
+) -> None:
+    """Compute `_moe_C::topk_sigmoid`: the experts of each token, by scores with a bias; their weights have none."""
+    assert scale == 1.0
+    _choose(weights, experts, places, logits.float().sigmoid(), renormalize, bias)
+
+
+def _choose(
+    weights: Tensor, experts: Tensor, places: Tensor, scores: Tensor, renormalize: bool, bias: Tensor | None
+) -> None:
+    chosen = (scores if bias is None else scores + bias).topk(weights.shape[-1], dim=-1).indices
+    found = scores.gather(-1, chosen)
     weights.copy_(found / found.sum(-1, keepdim=True) if renormalize else found)
     experts.copy_(chosen)
     places.copy_(torch.arange(places.numel()).view(places.shape[1], places.shape[0]).T)
@@ -258,12 +275,14 @@ WRITTEN_OUT = {
     "_C::rms_norm": rms_norm,
     "_C::fused_add_rms_norm": fused_add_rms_norm,
     "_C::silu_and_mul": silu_and_mul,
+    "_C::gelu_tanh_and_mul": gelu_tanh_and_mul,
     "_C::rotary_embedding": rotary_embedding,
     "_C_cache_ops::reshape_and_cache_flash": reshape_and_cache_flash,
     "_C_cache_ops::concat_and_cache_mla": concat_and_cache_mla,
     "_vllm_fa2_C::varlen_fwd": flash_attention_2,
     "_vllm_fa3_C::fwd": flash_attention_3,
     "_moe_C::topk_softmax": topk_softmax,
+    "_moe_C::topk_sigmoid": topk_sigmoid,
     "_moe_C::grouped_topk": grouped_topk,
     "_moe_C::moe_align_block_size": moe_align_block_size,
     "_moe_C::moe_sum": moe_sum,
