@@ -162,9 +162,9 @@ def test_a_window_is_the_same_on_the_cpu() -> None:
     from megarl.learner.attention import Groups
 
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(8, heads, 16, generator=generator).bfloat16() for heads in (4, 2)]
-    found = attended(*(tensor.cuda() for tensor in tensors), window=2)
-    query, key, value = (tensor.float().requires_grad_() for tensor in (*tensors, tensors[1]))
+    queries, part = (torch.randn(8, heads, 16, generator=generator).bfloat16() for heads in (4, 2))
+    found = attended(queries.cuda(), part.cuda(), window=2)
+    query, key, value = (tensor.float().requires_grad_() for tensor in (queries, part, part))
     alone: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     out = Groups(torch.tensor([3, 5]), alone, torch.device("cpu")).attend(query, key, value, 0.25, window=2)
     expected = [out, *torch.autograd.grad(out, [query, key, value], torch.ones_like(out))]
