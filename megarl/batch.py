@@ -209,6 +209,11 @@ class Prompts:
 
     prompts: Sequence[Prompt]  # length P
 
+    def prompt_lengths(self) -> Tensor:
+        """Return the number of tokens of each prompt: `[P]` int64."""
+        lengths = (len(prompt.token_ids) for prompt in self.prompts)
+        return torch.from_numpy(np.fromiter(lengths, dtype=np.int64, count=len(self.prompts)))
+
     def extend(self, record: type[R], **new_fields: Any) -> R:
         """Return a `record` with the fields of this record and `new_fields`."""
         return record(**{field.name: getattr(self, field.name) for field in fields(self)}, **new_fields)
@@ -289,11 +294,6 @@ class Rollouts(Prompts):
             else:
                 yield sample_sums(mask, counts).to(torch.int64), [part[mask] for part in parts]
 
-    def row_blocks(self, *columns: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Yield blocks of neighbouring samples: which they are, and the rows `[b, T]` of each column."""
-        for samples, parts in self.blocks(*columns):
-            yield samples, [in_rows(part, self.num_tokens[samples]) for part in parts]
-
     def sums(self, *columns: Tensor, of: Callable[..., Tensor] = _itself) -> Tensor:
         """Return the sum over each sample of a column, or of what `of` makes of columns: `[B]` float64.
 
@@ -308,7 +308,7 @@ class Rollouts(Prompts):
     @cached_property
     def is_all_learnt(self) -> bool:
         """Whether every token is of the policy."""
-        return bool(self.mask.all())
+        return bool(self.mask.numpy().all())  # numpy looks at many tokens at once
 
     def pieces(self, column: Tensor) -> tuple[Tensor, ...]:
         """Return the part of a column `[N]` that belongs to each sample: views."""
@@ -318,12 +318,19 @@ class Rollouts(Prompts):
         """Return whether the given samples (int64 indices) are all of them, in their order."""
         return torch.equal(samples, torch.arange(len(self)))
 
+    def spans(self, samples: Tensor) -> list[slice]:
+        """Return the tokens of the given samples (int64 indices `[b]`), in their order: neighbours in one slice."""
+        if not len(samples):
+            return []
+        chosen = samples.numpy()
+        cuts = np.flatnonzero(np.diff(chosen) != 1) + 1
+        firsts, lasts = chosen[np.append(0, cuts)], chosen[np.append(cuts, len(chosen)) - 1]
+        ends = np.append(0, self.num_tokens.numpy().cumsum())
+        return [slice(*span) for span in zip(ends[firsts].tolist(), ends[lasts + 1].tolist(), strict=True)]
+
     def tokens_of(self, samples: Tensor, column: Tensor) -> Tensor:
         """Return the part of a column `[N]` that belongs to the given samples (int64 indices `[b]`), in their order."""
-        if self.are_all(samples):
-            return column
-        pieces = self.pieces(column)
-        return torch.cat([column[:0], *(pieces[sample] for sample in samples.tolist())])
+        return column if self.are_all(samples) else _cut(column, self.spans(samples))
 
     def on_tokens(self, numbers: Tensor) -> Tensor:
         """Return the column `[N]` with a number of each sample, `[B]`, on each of its tokens."""
@@ -343,7 +350,7 @@ class Rollouts(Prompts):
             return torch.tensor([token for sequence in self.sequences for token in sequence], dtype=torch.int64)
         used, places = self.groups.unique(return_inverse=True)
         prompts = [torch.tensor(self.prompts[place].token_ids, dtype=torch.int64) for place in used.tolist()]
-        in_prompt = self._prompt_lengths()
+        in_prompt = self.prompt_lengths()[self.groups]
         lengths = in_prompt + self.num_tokens
         of_prompt = counted_from(torch.zeros_like(lengths), lengths) < in_prompt.repeat_interleave(lengths)
         tokens = torch.empty(len(of_prompt), dtype=torch.int64)
@@ -356,13 +363,13 @@ class Rollouts(Prompts):
         """Return the position in the sample's tokens before each response token, ascending: `[N]` int64."""
         if self.places is not None:
             return self.places
-        return counted_from(self._prompt_lengths() - 1, self.num_tokens)
+        return counted_from(self.prompt_lengths()[self.groups] - 1, self.num_tokens)
 
     def lengths(self) -> Tensor:
         """Return the number of tokens of prompt and response together: `[B]` int64."""
         if self.sequences is not None:
             return torch.tensor([len(sequence) for sequence in self.sequences])
-        return self._prompt_lengths() + self.num_tokens
+        return self.prompt_lengths()[self.groups] + self.num_tokens
 
     def select(self, samples: Tensor) -> Self:
         """Return only the given samples (int64 indices `[b]`), in that order. Prompts are kept."""
@@ -372,7 +379,8 @@ class Rollouts(Prompts):
         listed = {"sequences": self.sequences, "stop_reasons": self.stop_reasons, "faults": self.faults}
         values: dict[str, Any] = {name: each and [each[sample] for sample in chosen] for name, each in listed.items()}
         values |= {name: numbers[samples] for name, numbers in self._per_sample()}
-        values |= {name: self.tokens_of(samples, column) for name, column in self.columns()}
+        spans = self.spans(samples)
+        values |= {name: _cut(column, spans) for name, column in self.columns()}
         return self._with(values)
 
     def of_prompts(self, places: Sequence[int]) -> Self:
@@ -397,11 +405,6 @@ class Rollouts(Prompts):
 
     def _with(self, values: dict[str, Any]) -> Self:
         return replace(self, **values)
-
-    def _prompt_lengths(self) -> Tensor:
-        """[B] int64."""
-        lengths = torch.tensor([len(prompt.token_ids) for prompt in self.prompts], dtype=torch.int64)
-        return lengths[self.groups]
 
     def columns(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors with a number for each token, by name."""
@@ -498,6 +501,31 @@ def _joined(values: Sequence[Any]) -> Any:
             return [item for value in values for item in value]
 
 
+def merge(parts: Sequence[S], order: Tensor) -> S:
+    """Return the samples of all `parts`, which share their prompts. Each token is copied once.
+
+    `order` has the place of each sample among those of all parts, end to end: int64 `[B]`, `B` at least 1.
+    """
+    chosen = order.tolist()
+    values: dict[str, Any] = {}
+    for each in fields(parts[0]):
+        of_parts = [getattr(part, each.name) for part in parts]
+        if each.name == "prompts" or of_parts[0] is None:
+            continue
+        if PER_TOKEN in each.metadata:
+            pieces = [piece for part, column in zip(parts, of_parts, strict=True) for piece in part.pieces(column)]
+            values[each.name] = torch.cat([pieces[place] for place in chosen])
+        else:
+            joined = _joined(of_parts)
+            values[each.name] = joined[order] if isinstance(joined, Tensor) else [joined[place] for place in chosen]
+    return replace(parts[0], **values)
+
+
+def _cut(column: Tensor, spans: Sequence[slice]) -> Tensor:
+    """Return the given parts of a column, end to end."""
+    return torch.cat([column[:0], *(column[span] for span in spans)])
+
+
 def counted_from(starts: Tensor, counts: Tensor) -> Tensor:
     """Return `starts[i], starts[i] + 1, ...`, `counts[i]` numbers for each `i`, end to end: int64."""
     ends = counts.cumsum(0)
@@ -515,6 +543,8 @@ def reduced(reduce: np.ufunc, column: Tensor, counts: Tensor, *, dtype: type[np.
     """
     numbers, lengths = column.numpy(), counts.numpy()
     starts = lengths.cumsum() - lengths
+    if len(lengths) and lengths.all():
+        return torch.from_numpy(reduce.reduceat(numbers, starts, dtype=dtype))
     has_tokens = lengths > 0
     found = np.zeros(len(lengths), dtype=dtype or numbers.dtype)
     if len(numbers):
@@ -525,6 +555,9 @@ def reduced(reduce: np.ufunc, column: Tensor, counts: Tensor, *, dtype: type[np.
 def sample_sums(column: Tensor, counts: Tensor) -> Tensor:
     """Return the sum of the numbers of each sample, as `reduced` does: `[b]` float64."""
     if column.dtype == torch.bool:
+        marks = column.numpy()
+        if marks.all() or not marks.any():
+            return counts.double() * bool(len(marks) and marks[0])
         return reduced(np.add, column.view(torch.uint8), counts, dtype=np.int32).double()
     return reduced(np.add, column.double(), counts)
 
@@ -553,7 +586,7 @@ def in_rows(column: Tensor, num_tokens: Tensor) -> Tensor:
     return pad_sequence(column.split(num_tokens.tolist()), batch_first=True)
 
 
-def flat(rows: Tensor, num_tokens: Tensor) -> Tensor:
-    """Return the column `[N]` that is laid out in `rows` `[B, T]`, of samples of so many tokens."""
+def flat(rows: Tensor, num_tokens: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return the column `[N]` that is laid out in `rows` `[B, T]`, of samples of so many tokens; fill `out` with it."""
     pieces = [row[:count] for row, count in zip(rows, num_tokens.tolist(), strict=True)]
-    return torch.cat([rows.new_empty(0), *pieces])
+    return torch.cat([rows.new_empty(0), *pieces], out=out)

@@ -1,7 +1,8 @@
 """Advantage estimators and the token rewards they start from: pure functions of tensors.
 
 Shapes: `B` samples, `T` response tokens; every `[B, T]` tensor is float32 and zero under the bool `mask`.
-`groups` is `[B]` int64: equal values mark responses to the same prompt, in any order, and a group is always complete.
+`groups` is `[B]` int64, never negative: equal values mark responses to the same prompt, in any order, and a group is
+always complete.
 Nothing here carries a gradient, reads a configuration or communicates.
 
 If a paper standardises over the batch (`gae` as PPO uses it, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`),
@@ -11,7 +12,6 @@ the estimator leaves that to `whiten`, which takes the moments of the complete b
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megarl.algorithms.masked import masked
 from megarl.batch import reduced
@@ -36,7 +36,7 @@ def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, num_tokens: T
     assert scores.shape == num_tokens.shape, f"{tuple(scores.shape)} scores for {len(num_tokens)} responses"
     rewards = torch.zeros(mask.shape) if kl is None else 0.0 - kl_coef * masked(kl, mask)
     ends = num_tokens.cumsum(0)
-    after_last = ends if mask.all() else reduced(np.maximum, torch.arange(1, len(mask) + 1) * mask, num_tokens)
+    after_last = ends if mask.numpy().all() else reduced(np.maximum, torch.arange(1, len(mask) + 1) * mask, num_tokens)
     has_tokens = after_last > ends - num_tokens
     rewards[after_last[has_tokens] - 1] += scores[has_tokens]
     return rewards
@@ -60,7 +60,8 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, la
     """
     unmasked = _Unmasked(mask)
     estimates = unmasked.gather(values)
-    errors = unmasked.gather(token_rewards) + gamma * _later(estimates, 1) - estimates
+    errors = unmasked.gather(token_rewards) - estimates
+    errors[:, :-1] += gamma * estimates[:, 1:]
     advantages = _discounted_sums(errors, gamma * lam)
     return unmasked.scatter(advantages), unmasked.scatter(advantages + estimates)
 
@@ -246,8 +247,9 @@ def whiten(x: Tensor, mask: Tensor, *, mean: Tensor | float, var: Tensor | float
     The moments are arguments so that `x` may be a part of the batch and the moments those of the complete batch, from
     `masked_moments` or from sums, sums of squares and counts of all ranks.
     """
-    standardised = (x.double() - mean).div_(torch.as_tensor(var + 1e-8, dtype=torch.float64).sqrt())
-    return masked(standardised.to(torch.float32), mask)
+    divisor = torch.as_tensor(var + 1e-8, dtype=torch.float64).sqrt()
+    standardised = x.to(torch.float64, copy=True).sub_(mean).div_(divisor).to(torch.float32)
+    return standardised if mask.numpy().all() else masked(standardised, mask)
 
 
 class _Groups:
@@ -257,7 +259,9 @@ class _Groups:
     """
 
     def __init__(self, groups: Tensor) -> None:
-        _, self.member_of, self.counts = groups.unique(return_inverse=True, return_counts=True)
+        counts = groups.bincount()
+        self.member_of = ((counts > 0).cumsum(0) - 1)[groups]
+        self.counts = counts[counts > 0]
         self.sizes = self.counts[self.member_of]  # [B]: of the group of each sample
 
     def sum(self, x: Tensor) -> Tensor:
@@ -284,7 +288,9 @@ class _Unmasked:
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
         self.moved: tuple[Tensor, Tensor] | None = None  # None: they are at the beginning already
-        if (mask[:, 1:] & ~mask[:, :-1]).any():
+        marks = mask.numpy()
+        self.is_whole = marks.all()
+        if (marks[:, 1:] > marks[:, :-1]).any():
             rows = mask.nonzero()[:, 0]
             places = mask.cumsum(-1)[mask] - 1
             self.moved = (rows, places)
@@ -292,7 +298,7 @@ class _Unmasked:
     def gather(self, x: Tensor) -> Tensor:
         """Return the values of the unmasked tokens at the beginning of each row, followed by zeros."""
         if self.moved is None:
-            return masked(x, self.mask)
+            return x if self.is_whole else masked(x, self.mask)
         return torch.zeros_like(x).index_put(self.moved, x[self.mask])
 
     def scatter(self, gathered: Tensor) -> Tensor:
@@ -305,20 +311,19 @@ class _Unmasked:
 def _discounted_sums(x: Tensor, discount: float) -> Tensor:
     """Return `y_t = x_t + discount * y_{t+1}` along the last dimension.
 
-    The sums of 1, 2, 4, ... terms are added elementwise, so a row's result does not depend on the rows and the padding
-    beside it.
+    A row's result does not depend on the rows and the padding beside it: the sums of 1, 2, 4, ... terms are added
+    elementwise. Without a discount, the terms are added one after the other.
     """
-    x = x.clone()
+    if discount == 1.0:
+        return x.flip(-1).cumsum(-1).flip(-1)
     num_terms = 1
     while num_terms < x.shape[-1]:
-        x[..., :-num_terms] += discount**num_terms * x[..., num_terms:]
+        sums = torch.empty_like(x)
+        sums[..., -num_terms:] = x[..., -num_terms:]
+        torch.add(x[..., :-num_terms], discount**num_terms * x[..., num_terms:], out=sums[..., :-num_terms])
+        x = sums
         num_terms *= 2
     return x
-
-
-def _later(x: Tensor, steps: int) -> Tensor:
-    """Return `x_{t + steps}` along the last dimension, with zeros after the end."""
-    return pad(x[..., steps:], (0, steps))
 
 
 def _rewards_to_go(token_rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:

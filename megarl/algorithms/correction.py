@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.kl import bounded_exp
+from megarl.algorithms.kl import LOG_RATIO_LIMIT, bounded_exp
 from megarl.algorithms.masked import masked
 from megarl.batch import sample_sums
 
@@ -60,39 +60,21 @@ def accepted(weights: Tensor, mask: Tensor, *, lower: float, upper: float) -> Te
 def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
     """Return the sums that `mismatch_means` needs, of each sample: `[B]` float64 tensors, zero without a token.
 
+    `surplus` is the sum of `exp(d) - 1`, and `squares` that of its square, with `d = log_probs - rollout_log_probs`
+    clamped as in `bounded_exp`.
+
     Args:
         log_probs: `[N]` of the trainer, for the tokens that count, sample after sample.
         rollout_log_probs: `[N]` of the engine.
         num_tokens: `[B]` int64, how many tokens of each sample count.
     """
-    trainer, engine = log_probs.double(), rollout_log_probs.double()
-    log_ratio = trainer - engine
-    ratio = bounded_exp(log_ratio)
-    lengths = num_tokens.double()
-    training = -sample_sums(trainer, num_tokens) / lengths.clamp(min=1)
-    rollout = -sample_sums(engine, num_tokens) / lengths.clamp(min=1)
-    total = sample_sums(log_ratio, num_tokens)
-    of_tokens = {
-        "kl": -total,
-        "k3_kl": sample_sums((ratio - log_ratio).sub_(1.0), num_tokens),
-        "chi2_token": sample_sums(ratio.square_(), num_tokens),
-    }
-    of_sequences = {
-        "training_log_ppl": training,
-        "training_ppl": training.exp(),
-        "rollout_log_ppl": rollout,
-        "rollout_ppl": rollout.exp(),
-        "log_ppl_diff": training - rollout,
-        "log_ppl_abs_diff": (training - rollout).abs(),
-        "ppl_ratio": (training - rollout).exp(),
-        "chi2_seq": bounded_exp(total) ** 2,
-    }
-    has_tokens = (lengths > 0).double()
-    return (
-        {"num_tokens": lengths, "num_sequences": has_tokens}
-        | of_tokens
-        | {name: x * has_tokens for name, x in of_sequences.items()}
-    )
+    trainer, engine = log_probs.to(torch.float64, copy=True), rollout_log_probs.double()
+    sums = {"trainer": sample_sums(trainer, num_tokens), "engine": sample_sums(engine, num_tokens)}
+    log_ratio = trainer.sub_(engine)
+    sums["log_ratio"] = sample_sums(log_ratio, num_tokens)
+    surplus = log_ratio.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp_().sub_(1.0)
+    sums["surplus"] = sample_sums(surplus, num_tokens)
+    return sums | {"squares": sample_sums(surplus.square_(), num_tokens), "num_tokens": num_tokens.double()}
 
 
 def mismatch_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
@@ -103,15 +85,30 @@ def mismatch_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
     perplexities `training_ppl` and `rollout_ppl` of each sequence under either, their logarithms and differences, and
     `chi2_seq` of `exp(2 sum of d)`, less 1.
     """
-    tokens = sums["num_tokens"].sum().clamp(min=1.0)
-    sequences = sums["num_sequences"].sum().clamp(min=1.0)
-    means = {
-        name: float(of_samples.sum() / (tokens if name in ("kl", "k3_kl", "chi2_token") else sequences))
-        for name, of_samples in sums.items()
-        if name not in ("num_tokens", "num_sequences")
+    if not sums["num_tokens"].all():
+        has_tokens = sums["num_tokens"] > 0
+        sums = {name: of_samples[has_tokens] for name, of_samples in sums.items()}
+    trainer, engine, total, surplus, squares, lengths = (
+        sums[name] for name in ("trainer", "engine", "log_ratio", "surplus", "squares", "num_tokens")
+    )
+    training, rollout = -trainer / lengths, -engine / lengths
+    of_sequences = {
+        "training_log_ppl": training,
+        "training_ppl": training.exp(),
+        "rollout_log_ppl": rollout,
+        "rollout_ppl": rollout.exp(),
+        "log_ppl_diff": training - rollout,
+        "log_ppl_abs_diff": (training - rollout).abs(),
+        "ppl_ratio": (training - rollout).exp(),
+        "chi2_seq": bounded_exp(total) ** 2 - 1.0,
     }
-    less_one = {name: means[name] - 1.0 for name in ("chi2_token", "chi2_seq")}
-    return {f"rollout_corr/{name}": value for name, value in (means | less_one).items()}
+    num_tokens = lengths.sum().clamp(min=1.0)
+    means = {
+        "kl": -total.sum() / num_tokens,
+        "k3_kl": (surplus - total).sum() / num_tokens,
+        "chi2_token": (2.0 * surplus + squares).sum() / num_tokens,  # exp(2 d) - 1
+    } | {name: of_samples.sum() / max(len(lengths), 1) for name, of_samples in of_sequences.items()}
+    return {f"rollout_corr/{name}": float(value) for name, value in means.items()}
 
 
 def token_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,9 +117,10 @@ def token_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
     Returns:
         `[B, T]` float32, zero elsewhere; `[B, T]` bool: under the mask, and finite on both sides.
     """
-    difference = log_probs.double() - rollout_log_probs.double()
-    judged = mask & torch.from_numpy(np.isfinite(difference.numpy()))
-    return masked((difference.square_().clamp_(max=1.0) / 2).to(torch.float32), judged), judged
+    difference = log_probs - rollout_log_probs  # float32 subtracts near numbers exactly
+    judged = mask if difference.sum().isfinite() else mask & torch.from_numpy(np.isfinite(difference.numpy()))
+    mismatch = difference.square_().clamp_(max=1.0).mul_(0.5)
+    return mismatch if judged.numpy().all() else masked(mismatch, judged), judged
 
 
 def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def route(samples: Sharded[Rollouts], record: type[R], owners: Tensor, shares: S
     if samples.shares.number > 1 and len(shares.ranks[shares.here]) > 1:
         places = (owners == shares.here).nonzero()[:, 0]
         content = (
-            layout.pack(share)
+            layout.pack(share, torch.arange(len(share)))
             if shares.reports
             else torch.empty(layout.num_bytes(index.num_tokens[places]), dtype=torch.uint8)
         )
@@ -66,25 +66,33 @@ class _Layout:
         """Return the bytes of samples with so many tokens."""
         return sum(self._sizes(num_tokens))
 
-    def pack(self, record: Rollouts) -> Tensor:
-        """Return the bytes of a record: uint8."""
-        return torch.cat([getattr(record, name).contiguous().view(torch.uint8) for name in self.columns])
+    def pack(self, share: Rollouts, samples: Tensor) -> Tensor:
+        """Return the bytes of the given samples (int64 indices `[b]`) of a share: uint8. Each token is copied once."""
+        spans = share.spans(samples)
+        parts = []
+        for name, (_, is_per_token) in self.columns.items():
+            column = getattr(share, name)
+            parts += [column[span] for span in spans] if is_per_token else [column[samples]]
+        return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
 
     def unpack(self, content: Tensor, samples: Sharded[Rollouts], places: Tensor) -> Any:
         """Return the record of the samples at the given places (int64 `[b]`), whose bytes are given."""
-        num_tokens = samples.index.num_tokens[places]
-        parts = zip(self.columns.items(), content.split(self._sizes(num_tokens)), strict=True)
-        tensors = {name: part.view(dtype) for (name, (dtype, _)), part in parts}
-        absent = {field.name: None for field in fields(self.record)}
-        return self.record(
-            **absent
-            | tensors
-            | {
-                "prompts": samples.index.prompts,
-                "groups": samples.index.groups[places],
-                "num_tokens": num_tokens,
-            }
-        )
+        parts = zip(self.columns.items(), content.split(self._sizes(samples.index.num_tokens[places])), strict=True)
+        return self.of_tensors({name: part.view(dtype) for (name, (dtype, _)), part in parts}, samples, places)
+
+    def keep(self, samples: Sharded[Rollouts], places: Tensor) -> Any:
+        """Return the record of samples of this rank at the given places (int64 `[b]`)."""
+        share = samples.share.select(samples.local(places))
+        return self.of_tensors({name: getattr(share, name) for name in self.columns}, samples, places)
+
+    def of_tensors(self, tensors: dict[str, Tensor], samples: Sharded[Rollouts], places: Tensor) -> Any:
+        """Return the record of the samples at the given places (int64 `[b]`), with these columns."""
+        known = {
+            "prompts": samples.index.prompts,
+            "groups": samples.index.groups[places],
+            "num_tokens": samples.index.num_tokens[places],
+        }
+        return self.record(**{field.name: None for field in fields(self.record)} | tensors | known)
 
     def _sizes(self, num_tokens: Tensor) -> list[int]:
         """Return the bytes of each tensor, of samples with so many tokens."""
@@ -102,7 +110,7 @@ def _send(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares: S
     for share, local in _by_share(owners[samples.mine]) if old.reports else ():
         target = shares.ranks[share][0]
         if target not in old.ranks[old.here]:
-            content = layout.pack(samples.share.select(local))
+            content = layout.pack(samples.share, local)
             sending.append(dist.isend(content, target, group=host_group()))
     return sending
 
@@ -113,17 +121,17 @@ def _receive(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares
     old = samples.shares
     needed = (owners == shares.here).nonzero()[:, 0]
     kept = needed[index.owners[needed] == old.here]
-    parts = [(kept, layout.pack(samples.share.select(samples.local(kept))))]  # also without a sample: the example
-    coming: list[Any] = []
+    parts = [(kept, layout.keep(samples, kept))]  # also without a sample: the example
+    coming: list[tuple[Tensor, Tensor, Any]] = []
     for source, chosen in _by_share(index.owners[needed]):
         if source != old.here:
             places = needed[chosen]
             content = torch.empty(layout.num_bytes(index.num_tokens[places]), dtype=torch.uint8)
-            coming.append(dist.irecv(content, old.ranks[source][0], group=host_group()))
-            parts.append((places, content))
-    for each in coming:
-        each.wait()
-    return [(places, layout.unpack(content, samples, places)) for places, content in parts]
+            coming.append((places, content, dist.irecv(content, old.ranks[source][0], group=host_group())))
+    for places, content, transfer in coming:
+        transfer.wait()
+        parts.append((places, layout.unpack(content, samples, places)))
+    return parts
 
 
 def _by_share(owners: Tensor) -> list[tuple[int, Tensor]]:

@@ -22,16 +22,17 @@ def kth_largest(numbers: Tensor, k: int, *, counts: bool) -> float:
     """
     num_bits = 8 * numbers.element_size()
     integers = {32: torch.int32, 64: torch.int64}[num_bits]
-    keys = _key((numbers if counts else numbers[:0]).view(integers)).numpy()
-    keys.sort()
+    mine = np.sort((numbers if counts else numbers[:0]).numpy())  # sorted so that counts follow from places
     found = torch.iinfo(integers).min
     for shift in range((num_bits - 1) // DIGIT_BITS * DIGIT_BITS, -1, -DIGIT_BITS):
-        digits = range(1 << min(DIGIT_BITS, num_bits - shift))
-        borders = np.array([found + (digit << shift) for digit in digits], dtype=keys.dtype)
-        at_least = torch.from_numpy(len(keys) - np.searchsorted(keys, borders))
+        digits = torch.arange(1 << min(DIGIT_BITS, num_bits - shift))
+        keys = (found + (digits << shift)).to(integers)
+        borders = _key(keys).view(numbers.dtype)
+        borders = borders.masked_fill(borders.isnan() & (keys < 0), -torch.inf)  # those below all numbers
+        at_least = torch.from_numpy(len(mine) - mine.searchsorted(borders.numpy()))
         if dist.is_initialized():
             dist.all_reduce(at_least, group=host_group())
-        found = int(borders[int((at_least >= k).sum()) - 1])
+        found = int(keys[int((at_least >= k).sum()) - 1])
     return float(_key(torch.tensor([found], dtype=integers)).view(numbers.dtype))
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import Prompt, Rollouts, counted_from, join
+from megarl.batch import Prompt, Rollouts, counted_from, join, merge
 from megarl.distributed.exchange import host_group, together
 
 R_co = TypeVar("R_co", bound=Rollouts, covariant=True)
@@ -136,6 +136,8 @@ class Sharded(Generic[R_co]):
 
     def select(self, samples: Tensor) -> "Sharded[R_co]":
         """Return only the given samples (int64 indices `[K]`), in that order."""
+        if torch.equal(samples, torch.arange(len(self))):
+            return self
         return replace(self, index=self.index.select(samples), share=self.share.select(self.local(samples)))
 
     def of_prompts(self, places: Sequence[int]) -> "Sharded[R_co]":
@@ -233,10 +235,7 @@ def assembled(parts: Sequence[tuple[Tensor, R]]) -> R:
     if len(filled) == 1:
         return filled[0][1]
     places, records = zip(*filled, strict=True)
-    joined = join([replace(each, prompts=[]) for each in records])
-    groups = torch.cat([each.groups for each in records])
-    everything = replace(joined, prompts=records[0].prompts, groups=groups)
-    return everything.select(torch.cat(places).argsort())
+    return merge(records, torch.cat(places).argsort())
 
 
 def join_sharded(parts: Sequence[Sharded[R]]) -> Sharded[R]:

@@ -52,7 +52,7 @@ def of_groups(groups: Sequence[Group], shares: Shares) -> Sharded[Rollouts]:
         owners=replicas.index_fill(0, mine, shares.here),
         num_tokens=num_tokens,
         num_learnt=_numbers(samples, "num_learnt") if columns.has_turns else num_tokens,
-        lengths=_int64([len(prompt.token_ids) for prompt in prompts])[places] + num_tokens,
+        lengths=Prompts(prompts=prompts).prompt_lengths()[places] + num_tokens,
         truncated=_numbers(samples, "truncated").to(torch.bool),
     )
     drawn = (samples[place] for place in mine.tolist())

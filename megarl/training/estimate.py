@@ -23,7 +23,16 @@ from megarl.batch import Experience, Rewarded, flat, in_rows
 from megarl.distributed.sharded import Sharded
 from megarl.training.custom import CustomEstimator
 from megarl.training.interfaces import Metrics
-from megarl.training.statistics import mean, on_learnt, spread, summaries, token_spread
+from megarl.training.statistics import (
+    Summary,
+    joined,
+    mean,
+    moments_of_samples,
+    on_learnt,
+    spread,
+    summaries,
+    summary_of_samples,
+)
 
 Estimator = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
@@ -57,39 +66,61 @@ def estimate(
     share = samples.share
     mask = share.mask
     kl = None if kl_coef is None else _divergence(old_log_probs, ref_log_probs, exact_kl, mask, algorithm)
-    if share.turn_rewards is None:
-        scores = response_rewards(share, algorithm.overlong_buffer)
-        rewards = token_rewards(scores, kl, mask, share.num_tokens, kl_coef=kl_coef or 0.0)
+    scores = response_rewards(share, algorithm.overlong_buffer)
+    rewards = None  # of tokens
+    if kl is None and share.turn_rewards is None:
+        of_share = scores.where(share.num_learnt() > 0, 0.0)
     else:
-        rewards = on_learnt(share, share.turn_rewards if kl is None else share.turn_rewards - (kl_coef or 0.0) * kl)
-    of_samples = [share.scores, share.sums(rewards)]
+        rewards = _token_rewards(share, scores, kl, kl_coef or 0.0)
+        of_share = share.sums(rewards)
+    of_samples = [share.scores, of_share]
     if kl is not None:  # of a sample the mean of its tokens: long responses do not weigh more in the KL controller
         of_samples.append(share.sums(kl) / share.num_learnt().clamp(min=1))
     given, totals, *kls = samples.gather(torch.stack([x.double() for x in of_samples], dim=-1)).unbind(-1)
-    advantages, returns = _advantages(samples, rewards, totals, values, baselines, algorithm, custom)
+    if algorithm.estimator.compares and not custom:
+        advantages, before = _compared(samples, totals, algorithm)
+        of_critic: list[Summary] = []
+        returns = _constant(0.0, advantages)
+    else:
+        rewards = _token_rewards(share, scores, None, 0.0) if rewards is None else rewards
+        advantages, returns, found = _advantages(samples, rewards, totals, values, baselines, algorithm, custom)
+        before, *of_critic = found
+    after = before.whitened() if algorithm.estimator.whitens else before
     weights, weight_metrics = _correction(samples, old_log_probs, algorithm.rollout_correction)
     experience = samples.with_share(
         share.extend(
             Experience,
             old_log_probs=old_log_probs,
             ref_log_probs=ref_log_probs,
-            values=torch.zeros_like(advantages) if values is None else values,
+            values=_constant(0.0, advantages) if values is None else values,
             advantages=advantages,
             weights=weights,
             returns=returns,
         )
     )
     metrics = spread("critic/score", given) | spread("critic/rewards", totals)
-    metrics |= token_spread("critic/advantages", samples, advantages) | _length_metrics(samples) | weight_metrics
+    metrics |= after.metrics("critic/advantages") | _length_metrics(samples) | weight_metrics
     if baselines is not None:
         metrics |= spread("critic/baselines", baselines)
-    if values is not None:
-        metrics |= _critic_metrics(experience)
+    if of_critic:
+        metrics |= _critic_metrics(*of_critic)
     if kl_coef is not None:
         metrics |= {"actor/reward_kl_penalty": float(kls[0].mean()), "actor/reward_kl_penalty_coeff": kl_coef}
     if algorithm.mask_truncated_completions:
         experience = experience.without_responses(samples.index.truncated)
     return experience, metrics
+
+
+def _constant(number: float, column: Tensor) -> Tensor:
+    """Return a column `[n]` float32 of one number, as long as `column`, which takes the memory of that number alone."""
+    return torch.tensor(number).expand(len(column))
+
+
+def _token_rewards(share: Rewarded, scores: Tensor, kl: Tensor | None, kl_coef: float) -> Tensor:
+    """Return the reward of each token, `[n]`: from turns, or else from scores `[b]`, less the penalty."""
+    if share.turn_rewards is None:
+        return token_rewards(scores, kl, share.mask, share.num_tokens, kl_coef=kl_coef)
+    return on_learnt(share, share.turn_rewards if kl is None else share.turn_rewards - kl_coef * kl)
 
 
 def _divergence(
@@ -122,6 +153,23 @@ def response_rewards(scored: Rewarded, section: OverlongBufferSection) -> Tensor
     )
 
 
+def _compared(samples: Sharded[Rewarded], totals: Tensor, algorithm: AlgorithmSection) -> tuple[Tensor, Summary]:
+    """Return the `[n]` advantages of an estimator that compares samples, and their statistics before they are whitened.
+
+    `totals` are `[B]` rewards. All tokens of a sample have the same advantage.
+    """
+    index = samples.index
+    function = getattr(estimators, algorithm.adv_estimator)
+    keys = {key: getattr(algorithm, key) for key in algorithm.estimator.reads}
+    numbers = {"scores": totals.to(torch.float32), "groups": index.groups, "lengths": index.num_learnt}
+    mask = torch.ones(len(index), 1, dtype=torch.bool)
+    advantages = function(**arguments_of(function, numbers | {"mask": mask}), **keys)
+    summary = summary_of_samples(samples, advantages[:, 0])
+    if algorithm.estimator.whitens:
+        advantages = whiten(advantages, mask, mean=summary.mean, var=summary.variance)
+    return on_learnt(samples.share, samples.share.on_tokens(advantages[samples.mine, 0])), summary
+
+
 def _advantages(
     samples: Sharded[Rewarded],
     rewards: Tensor,
@@ -130,36 +178,33 @@ def _advantages(
     baselines: Tensor | None,
     algorithm: AlgorithmSection,
     custom: CustomEstimator | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the `[n]` advantages of the configured estimator, and returns, which are zero without a critic.
+) -> tuple[Tensor, Tensor, list[Summary]]:
+    """Return what an estimator makes of tokens: the `[n]` advantages, returns, and statistics.
 
-    `rewards` are `[n]` of this rank's tokens, and `totals` `[B]` of all samples.
+    `rewards` are `[n]` of this rank's tokens, and `totals` `[B]` of all samples. Returns are zero without a critic. The
+    statistics are those of the advantages before they are whitened, and, with a critic, of returns, values and errors.
     """
+    share = samples.share
     if custom:
         advantages, *more = _custom_advantages(samples, rewards, totals, values, baselines, custom)
-        return advantages, more[0] if more else torch.zeros_like(rewards)
-    share = samples.share
-    index = samples.index
-    function = getattr(estimators, algorithm.adv_estimator)
-    keys = {key: getattr(algorithm, key) for key in algorithm.estimator.reads}
-    if algorithm.estimator.compares:
-        numbers = {"scores": totals.to(torch.float32), "groups": index.groups, "lengths": index.num_learnt}
-        numbers["mask"] = torch.ones(len(index), 1, dtype=torch.bool)
-        of_samples = function(**arguments_of(function, numbers), **keys)
-        of_tokens = share.on_tokens(of_samples[samples.mine, 0])
-        found = [on_learnt(share, of_tokens)]
     else:
+        function = getattr(estimators, algorithm.adv_estimator)
+        keys = {key: getattr(algorithm, key) for key in algorithm.estimator.reads}
         columns = {"token_rewards": rewards, "mask": share.mask} | ({} if values is None else {"values": values})
         greedy = {} if baselines is None else {"baselines": baselines[samples.mine]}
-        found = _row_by_row(partial(function, **keys), share, columns, **greedy)
-    advantages, *more = found
+        advantages, *more = _row_by_row(partial(function, **keys), share, columns, **greedy)
+    returns = more[0] if more else _constant(0.0, rewards)
+    if values is None:
+        found = summaries(samples, advantages)
+    elif custom:
+        found = summaries(samples, advantages, returns, values, of=lambda a, r, v: (a, r, v, r - v))
+    else:  # the errors of the critic are the advantages
+        found = summaries(samples, advantages, returns, values)
+        found.append(found[0])
     if algorithm.estimator.whitens:
-        [summary] = summaries(samples, advantages)
-        blocks = share.blocks(advantages, share.mask)
-        advantages = torch.cat(
-            [whiten(part, mask, mean=summary.mean, var=summary.variance) for _, (part, mask) in blocks]
-        )
-    return advantages, more[0] if more else torch.zeros_like(rewards)
+        for _, (part, mask) in share.blocks(advantages, share.mask):
+            part.copy_(whiten(part, mask, mean=found[0].mean, var=found[0].variance))
+    return advantages, returns, found
 
 
 def _row_by_row(
@@ -171,14 +216,19 @@ def _row_by_row(
     """Return the columns `[n]` that the estimator makes of each sample alone, from `columns` and numbers `[b]`."""
     columns = arguments_of(estimator, columns)
     of_samples = arguments_of(estimator, of_samples)
-    blocks = []
-    for block, rows in share.row_blocks(*columns.values()):
+    made: list[Tensor] = []
+    end = 0
+    for block, parts in share.blocks(*columns.values()):
+        counts = share.num_tokens[block]
+        rows = (in_rows(part, counts) for part in parts)
         numbers = {name: column[block] for name, column in of_samples.items()}
         found = estimator(**dict(zip(columns, rows, strict=True)), **numbers)
-        blocks.append(
-            [flat(each, share.num_tokens[block]) for each in (found if isinstance(found, tuple) else [found])]
-        )
-    return [torch.cat(of_blocks) for of_blocks in zip(*blocks, strict=True)]
+        laid_out = found if isinstance(found, tuple) else (found,)
+        made = made or [torch.empty(len(share.mask)) for _ in laid_out]
+        start, end = end, end + len(parts[0])
+        for column, each in zip(made, laid_out, strict=True):
+            flat(each, counts, out=column[start:end])
+    return made
 
 
 def _custom_advantages(
@@ -209,7 +259,7 @@ def _correction(
     share = samples.share
     metrics = Metrics()
     if not (section.rollout_is or section.rollout_rs):
-        return share.mask.to(torch.float32), metrics
+        return _constant(1.0, share.mask) if share.is_all_learnt else share.mask.to(torch.float32), metrics
     assert old_log_probs is not None and share.rollout_log_probs is not None, "a correction without log-probabilities"
     old_log_probs, rollout_log_probs, mask = map(share.rows, (old_log_probs, share.rollout_log_probs, share.mask))
     weights = mask.to(torch.float32)
@@ -238,25 +288,22 @@ def mismatch_metrics(samples: Sharded[Rewarded], old_log_probs: Tensor) -> Metri
     share = samples.share
     if share.rollout_log_probs is None:
         return {}
-    columns = (old_log_probs, share.rollout_log_probs)
-    [summary] = summaries(samples, *columns, of=lambda mine, drawn: [(mine.exp() - drawn.exp()).abs()])
-    blocks = [mismatch_sums(mine, drawn, counts) for counts, (mine, drawn) in share.learnt_blocks(*columns)]
-    names = [*blocks[0]]
-    sums = torch.cat([torch.stack([*block.values()], dim=-1) for block in blocks])
-    of_samples = samples.gather(sums).unbind(-1)
+    blocks = []
+    for counts, (mine, drawn) in share.learnt_blocks(old_log_probs, share.rollout_log_probs):
+        moments = moments_of_samples([mine.exp().sub_(drawn.exp()).abs_()], counts)[:, 0]
+        sums = mismatch_sums(mine, drawn, counts)
+        blocks.append(torch.cat([moments, torch.stack([*sums.values()], dim=-1)], dim=-1))
+    of_samples = samples.gather(torch.cat(blocks))
+    [summary] = joined(samples, of_samples[:, None, :4])
+    columns = of_samples[:, 4:].T.contiguous()  # numbers of a kind are neighbours
     return {
         "training/rollout_probs_diff_max": summary.largest,
         "training/rollout_probs_diff_mean": summary.mean,
         "training/rollout_probs_diff_std": math.sqrt(summary.variance),
-    } | mismatch_means(dict(zip(names, of_samples, strict=True)))
+    } | mismatch_means(dict(zip(sums, columns, strict=True)))
 
 
-def _critic_metrics(experience: Sharded[Experience]) -> Metrics:
-    share = experience.share
-    columns = (share.returns, share.values)
-    returns, values, errors = summaries(
-        experience, *columns, of=lambda returns, values: (returns, values, returns - values)
-    )
+def _critic_metrics(returns: Summary, values: Summary, errors: Summary) -> Metrics:
     return (
         returns.metrics("critic/returns")
         | values.metrics("critic/values")
@@ -266,9 +313,8 @@ def _critic_metrics(experience: Sharded[Experience]) -> Metrics:
 
 def _length_metrics(samples: Sharded[Rewarded]) -> Metrics:
     index = samples.index
-    prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in index.prompts])
     return (
         spread("response_length", index.num_learnt)
-        | spread("prompt_length", prompt_lengths)
+        | spread("prompt_length", samples.share.prompt_lengths())
         | {"response_length/clip_ratio": float(index.truncated.float().mean())}
     )

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from itertools import chain
 from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megarl.algorithms.correction import token_mismatch
 from megarl.batch import Rollouts, in_rows, sample_sums
@@ -90,16 +92,16 @@ class Gate:
         assert share.rollout_log_probs is not None, "samples without the engine's log-probabilities"
         limit = self.limit(healthy)
         sampled = _drawn_after(share, step)
-        mismatch, comparable, of_share = _mismatches(share, log_probs, sampled)
-        means, num_comparable = samples.gather(torch.stack([of_share, share.sums(comparable)], dim=-1)).unbind(-1)
+        mismatch, of_share = _mismatches(share, log_probs, sampled)
+        means, num_comparable, totals = samples.gather(of_share).unbind(-1)
         if not num_comparable.any():
             _report_blindness(samples, log_probs, sampled, step=step)
         kept = means <= FAR_OUT * limit
         left_out = 1.0 - float(kept.double().mean())
-        level = _mean(samples, mismatch, comparable, kept, count=int(num_comparable[kept].sum()))
+        level = _mean(samples, mismatch, totals, kept, count=int(num_comparable[kept].sum()))
         if left_out > self.limits.mismatch_share or level > limit or not kept.any():
             everything = torch.ones_like(kept)
-            level = _mean(samples, mismatch, comparable, everything, count=int(num_comparable.sum()))
+            level = _mean(samples, mismatch, totals, everything, count=int(num_comparable.sum()))
             raise MismatchError(_failure(samples.index, level, kept, limit, step=step))
         if left_out and dist.get_rank() == 0:
             logger.warning(
@@ -133,6 +135,8 @@ def require_version(samples: Sharded[Rollouts], *, step: int, max_staleness: int
         return
 
     def is_wrong(mask: Tensor, versions: Tensor) -> Tensor:
+        if not len(versions) or (versions.max() <= step and versions.min() >= step - max_staleness):
+            return torch.zeros_like(mask)
         return mask & ((versions > step) | (versions < step - max_staleness))
 
     columns = (share.mask, versions)
@@ -150,7 +154,9 @@ def require_version(samples: Sharded[Rollouts], *, step: int, max_staleness: int
 def _drawn_after(rollouts: Rollouts, step: int) -> Tensor:
     """Return `[N]` bool: the tokens that the weights after `step` finished steps drew."""
     versions = rollouts.weight_versions
-    return rollouts.mask if versions is None else rollouts.mask & (versions == step)
+    if versions is None or not len(versions) or versions.min() == versions.max() == step:
+        return rollouts.mask
+    return rollouts.mask & (versions == step)
 
 
 def _report_blindness(samples: Sharded[Rollouts], log_probs: Tensor, sampled: Tensor, *, step: int) -> None:
@@ -175,51 +181,56 @@ def _report_blindness(samples: Sharded[Rollouts], log_probs: Tensor, sampled: Te
         )
 
 
-def _mismatches(share: Rollouts, log_probs: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mismatch of each token, which tokens have one (both `[n]`), and the means of samples, `[b]`."""
+def _mismatches(share: Rollouts, log_probs: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mismatch of each token, `[n]`, zero if it has none; and of each sample, `[b, 3]` float64.
+
+    The numbers of a sample are those of `_means`, how many of its tokens have a mismatch, and the sum of these.
+    """
     assert share.rollout_log_probs is not None
-    found = []
+    of_tokens, of_samples = [], []
     for samples, columns in share.blocks(log_probs, share.rollout_log_probs, sampled):
+        num_tokens = share.num_tokens[samples]
         mismatch, comparable = token_mismatch(*columns)
-        found.append((mismatch, comparable, _means(mismatch, comparable, share.num_tokens[samples])))
-    tokens, judged, means = (torch.cat(of_blocks) for of_blocks in zip(*found, strict=True))
-    return tokens, judged, means
+        counts, totals = sample_sums(comparable, num_tokens), sample_sums(mismatch, num_tokens)
+        of_tokens.append(mismatch)
+        of_samples.append(torch.stack([_means(mismatch, counts, totals, num_tokens), counts, totals], dim=-1))
+    return torch.cat(of_tokens), torch.cat(of_samples)
 
 
-def _means(mismatch: Tensor, comparable: Tensor, num_tokens: Tensor) -> Tensor:
+def _means(mismatch: Tensor, counts: Tensor, totals: Tensor, num_tokens: Tensor) -> Tensor:
     """Return the `[b]` means over the comparable tokens without the largest; 0 for samples without others.
 
-    `num_tokens` are those of each sample; the other arguments are `[n]`.
+    `mismatch` is `[n]`. The other arguments are numbers of each sample, `[b]`: its comparable tokens, the sum of their
+    mismatches, and all its tokens.
     """
-    counts = sample_sums(comparable, num_tokens)
     free = (counts // 100).clamp(min=FREE_TOKENS)
     most = int(free.max()) if len(free) else 0
     rows = in_rows(mismatch, num_tokens)
-    most = min(most, rows.shape[1])
-    if 0 < most < rows.shape[1]:
-        rows.numpy().partition(-most)
-    largest = rows[:, rows.shape[1] - most :].topk(most).values.double()
-    largest = largest.where(torch.arange(largest.shape[1]) < free[:, None], 0.0)
-    total = sample_sums(mismatch, num_tokens)
-    return (total - largest.sum(-1)).clamp(min=0.0) / (counts - free).clamp(min=1)
+    rows.numpy().sort()  # a partition is slower if many numbers are equal
+    largest = rows[:, max(rows.shape[1] - most, 0) :].double()
+    is_free = torch.arange(largest.shape[1], 0, -1) <= free[:, None]
+    largest = pad(largest.where(is_free, 0.0), (1, 0)).cumsum(-1)[:, -1]  # zeros before them change no bit
+    return (totals - largest).clamp(min=0.0) / (counts - free).clamp(min=1)
 
 
-def _mean(samples: Sharded[Rollouts], mismatch: Tensor, comparable: Tensor, kept: Tensor, *, count: int) -> float:
-    """Return the same mean over all `count` comparable tokens of the kept samples (bool `[B]`) together. Collective."""
+def _mean(samples: Sharded[Rollouts], mismatch: Tensor, totals: Tensor, kept: Tensor, *, count: int) -> float:
+    """Return the same mean over all `count` comparable tokens of the kept samples together. Collective.
+
+    `mismatch` is `[n]`. Each sample has the sum of its mismatches in `totals` `[B]`, and is kept or not: bool `[B]`.
+    """
     share = samples.share
-    tokens = comparable if kept.all() else comparable & share.on_tokens(kept[samples.mine])
     free = min(max(count // 100, FREE_TOKENS), count)
     if free == count:
         return 0.0
-    border = kth_largest(mismatch if tokens.all() else mismatch[tokens], free, counts=samples.shares.reports)
-
-    def below(mismatch: Tensor, tokens: Tensor) -> Tensor:
-        return tokens & (mismatch < border)
-
-    columns = (mismatch, tokens)
-    sums = [share.sums(*columns, of=lambda *parts: parts[0] * below(*parts)), share.sums(*columns, of=below)]
-    total, num_below = samples.gather(torch.stack(sums, dim=-1)).sum(0).tolist()
-    return (total + border * (count - free - num_below)) / (count - free)
+    numbers = mismatch if kept.all() else mismatch * share.on_tokens(kept[samples.mine])
+    border = kth_largest(numbers, free, counts=samples.shares.reports)  # a mismatch of 0 changes it only to 0
+    places = (numbers > border).numpy().nonzero()[0]
+    owners = share.num_tokens.numpy().cumsum().searchsorted(places, side="right")
+    weights = (numbers.numpy()[places], None)
+    of_share = [torch.from_numpy(np.bincount(owners, each, minlength=len(share))).double() for each in weights]
+    above, num_above = samples.gather(torch.stack(of_share, dim=-1)).unbind(-1)
+    below = float((totals - above)[kept].sum())
+    return max(below - border * (free - int(num_above.sum())), 0.0) / (count - free)
 
 
 def _failure(index: Index, level: float, kept: Tensor, limit: float, *, step: int) -> str:

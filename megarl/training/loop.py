@@ -223,8 +223,9 @@ def check_against_engine(
     if job.gate and samples.share.rollout_log_probs is not None:
         passed = job.gate.check(samples, outputs.log_probs, mismatches, step=step)
         rows = passed.rows
-        outputs = outputs.map(partial(samples.tokens_of, rows))
-        samples = samples.select(rows)
+        if len(rows) < len(samples):
+            outputs = outputs.map(partial(samples.tokens_of, rows))
+            samples = samples.select(rows)
         metrics = metrics | passed.metrics
         mismatches = passed.healthy
     return CheckedSamples(rows=rows, kept=samples, outputs=outputs, mismatches=mismatches, metrics=metrics)

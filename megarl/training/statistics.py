@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.algorithms.advantages import whiten
 from megarl.algorithms.masked import masked
 from megarl.batch import Rollouts, on_tokens, reduced, sample_sums
 from megarl.distributed.sharded import Sharded
@@ -48,11 +49,11 @@ class Summary:
         """Return mean, largest and smallest."""
         return {f"{name}/mean": self.mean, f"{name}/max": self.largest, f"{name}/min": self.smallest}
 
-
-def token_spread(name: str, samples: Sharded[Rollouts], column: Tensor) -> Metrics:
-    """Return mean, largest and smallest of a column `[n]` over the tokens of the policy. Collective."""
-    [summary] = summaries(samples, column)
-    return summary.metrics(name)
+    def whitened(self) -> "Summary":
+        """Return the statistics of the numbers after `whiten`, which keeps their order and moves their mean to 0."""
+        ends = torch.tensor([self.largest, self.smallest])
+        ends = whiten(ends, torch.ones(2, dtype=torch.bool), mean=self.mean, var=self.variance)
+        return Summary(0.0, self.variance / (self.variance + 1e-8), *ends.tolist())
 
 
 def summaries(samples: Sharded[Rollouts], *columns: Tensor, of: Derived = _themselves) -> list[Summary]:
@@ -62,31 +63,46 @@ def summaries(samples: Sharded[Rollouts], *columns: Tensor, of: Derived = _thems
     compared with their spread: Chan et al. 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     Variances", equation 2.1.
     """
-    of_blocks = [
-        torch.stack([_of_samples(numbers, counts) for numbers in of(*parts)], dim=1)
-        for counts, parts in samples.share.learnt_blocks(*columns)
-    ]
-    of_share = torch.cat(of_blocks)
-    has_tokens = samples.index.num_learnt > 0
-    if not has_tokens.any():
-        return [Summary(0.0, 0.0, 0.0, 0.0)] * of_share.shape[1]
-    counts = samples.index.num_learnt[has_tokens]
-    return [_joined(counts, *of_samples.unbind(-1)) for of_samples in samples.gather(of_share)[has_tokens].unbind(1)]
+    of_blocks = [moments_of_samples(of(*parts), counts) for counts, parts in samples.share.learnt_blocks(*columns)]
+    return joined(samples, samples.gather(torch.cat(of_blocks)))
 
 
-def _of_samples(numbers: Tensor, counts: Tensor) -> Tensor:
-    """Return sum, sum of squares around the mean, largest and smallest of each sample: `[b, 4]` float64.
+def joined(samples: Sharded[Rollouts], moments: Tensor) -> list[Summary]:
+    """Join what `moments_of_samples` returned, of all samples: `[B, k, 4]`."""
+    kinds = moments.permute(1, 2, 0).contiguous()  # numbers of a kind are neighbours
+    return [_joined(samples.index.num_learnt, *of_samples) for of_samples in kinds]
 
-    `numbers` `[n]` are those of samples with `counts` tokens each.
+
+def summary_of_samples(samples: Sharded[Rollouts], numbers: Tensor) -> Summary:
+    """Summarize `numbers` `[B]` as if each token of the policy had that of its sample."""
+    numbers = numbers.double()
+    counts = samples.index.num_learnt
+    return _joined(counts, counts * numbers, torch.zeros_like(numbers), numbers, numbers)
+
+
+def moments_of_samples(columns: Sequence[Tensor], counts: Tensor) -> Tensor:
+    """Return sum, sum of squares around the mean, largest and smallest of each sample: `[b, k, 4]` float64.
+
+    The `k` columns `[n]` are those of samples with `counts` tokens each.
     """
-    total = sample_sums(numbers, counts)
-    deviations = on_tokens(total / counts.clamp(min=1), counts).sub_(numbers)
-    extremes = (reduced(kind, numbers, counts).double() for kind in (np.maximum, np.minimum))
-    return torch.stack([total, sample_sums(deviations.square_(), counts), *extremes], dim=-1)
+    found = []
+    for numbers in columns:
+        deviations = numbers.double()
+        total = sample_sums(deviations, counts)
+        deviations = on_tokens(total / counts.clamp(min=1), counts).sub_(deviations)
+        extremes = (reduced(kind, numbers, counts).double() for kind in (np.maximum, np.minimum))
+        found.append(torch.stack([total, sample_sums(deviations.square_(), counts), *extremes], dim=-1))
+    return torch.stack(found, dim=1)
 
 
 def _joined(counts: Tensor, totals: Tensor, squares: Tensor, largest: Tensor, smallest: Tensor) -> Summary:
-    """Join the numbers of samples with `counts` tokens each: `[B]`, none 0."""
+    """Join the numbers of samples with `counts` tokens each: `[B]`."""
+    if not counts.all():
+        has_tokens = counts > 0
+        numbers = (counts, totals, squares, largest, smallest)
+        counts, totals, squares, largest, smallest = (each[has_tokens] for each in numbers)
+    if not len(counts):
+        return Summary(0.0, 0.0, 0.0, 0.0)
     total = int(counts.sum())
     middle = totals.sum() / total
     between = (counts * (totals / counts - middle).square()).sum()

@@ -49,6 +49,17 @@ def test_partition_equals_that_by_single_groups(samples: Samples, num_parts: int
     assert parts_of(samples, num_parts) == part_by_part(samples, num_parts)
 
 
+@pytest.mark.parametrize("most", [0, 3, 10**6])
+@pytest.mark.parametrize("num_parts", [20, 64, 300])
+def test_partition_over_many_parts_is_the_same(num_parts: int, most: int) -> None:
+    """Equal costs, a few kinds of costs, and costs that all differ; some groups outweigh all others."""
+    generator = torch.Generator().manual_seed(num_parts)
+    costs = torch.randint(0, most + 1, (700,), generator=generator)
+    costs[::100] *= 50
+    samples = (costs.tolist(), torch.randint(0, 500, (700,), generator=generator).tolist())
+    assert parts_of(samples, num_parts) == part_by_part(samples, num_parts)
+
+
 @given(grouped_costs(), st.integers(min_value=1, max_value=8))
 def test_partition_keeps_groups_and_fills_parts(samples: Samples, num_parts: int) -> None:
     parts, (_, groups) = parts_of(samples, num_parts), samples
