@@ -6,6 +6,7 @@ exist at once.
 """
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,6 +45,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": GELU_TANH,
 }
 """The functions of `hidden_act` in a `config.json`."""
+YARN = "yarn_"  # attributes of Megatron's configuration
 
 
 def build_model(
@@ -98,11 +100,15 @@ def build_model(
 
 
 def _rotate_windows(model: GPTModel, architecture: Architecture, theta: float) -> None:
-    """Let the layers with a window rotate queries and keys by their own angles."""
+    """Let the layers with a window rotate queries and keys by their own angles, without scaling."""
     local = RotaryEmbedding(architecture.head_dim, 1.0, rotary_base=theta, cp_group=model.pg_collection.cp)
+    config = copy(model.config)
+    for name in [name for name in vars(config) if name.startswith(YARN)]:
+        delattr(config, name)
     for layer in model.decoder.layers:
         if layer.layer_number - 1 in architecture.windowed_layers:
             layer.local_rotary = local
+            layer.self_attention.config = config
 
 
 def _scaled(scale: float, module: torch.nn.Module, inputs: object, embedded: Tensor) -> Tensor:
@@ -267,13 +273,11 @@ def _has_yarn(architecture: Architecture) -> bool:
 
 def _set_yarn(config: Any, yarn: Any) -> None:
     """Set what Megatron reads from the configuration, where it has no fields for it."""
-    config.yarn_rotary_scaling_factor = yarn.factor
-    config.yarn_original_max_position_embeddings = yarn.original_max_position_embeddings
-    config.yarn_beta_fast = yarn.beta_fast
-    config.yarn_beta_slow = yarn.beta_slow
-    config.yarn_mscale = yarn.mscale
-    config.yarn_mscale_all_dim = yarn.mscale_all_dim
-    config.yarn_correction_range_round_to_int = True
+    settings = {"rotary_scaling_factor": yarn.factor, "correction_range_round_to_int": True}
+    for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        settings[name] = getattr(yarn, name)
+    for name, value in settings.items():
+        setattr(config, YARN + name, value)
 
 
 def _recomputation(recompute: Recompute) -> dict[str, Any]:

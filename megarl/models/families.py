@@ -40,6 +40,7 @@ class Family:
     linear_bias: bool = False  # in both projections of the attention and of the feed-forward layer
     gated: bool = True  # the feed-forward layer is down(act(gate x) * up x), else down(act(up x))
     rope_theta: float = 10000.0  # unless config.json says another
+    rope_types: tuple[str, ...] = ("llama3", "yarn")  # supported scalings of positions, besides none
     local_rope_theta: float | None = None  # of layers with a window, if they rotate otherwise
     parallel_residual: bool = False  # unless `use_parallel_residual` is false in config.json
     rotary_fraction: float | None = None  # of a head's numbers, unless config.json says another; None: all, always
@@ -147,6 +148,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v2": Family(
         latent=True,
+        rope_types=("yarn",),
         can_tie=False,
         experts=ExpertNames(shared="shared_experts"),
         defaults=DEEPSEEK
@@ -160,6 +162,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v3": Family(
         latent=True,
+        rope_types=("yarn",),
         sigmoid_router=True,
         predicts_ahead=True,
         can_tie=False,
@@ -198,6 +201,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "glm4_moe_lite": Family(
         latent=True,
+        rope_types=("yarn",),
         experts=ExpertNames(shared="shared_experts"),
         sigmoid_router=True,
         float32_router=True,
@@ -227,6 +231,7 @@ FAMILIES: Mapping[str, Family] = {
         full_every=6,
         rope_theta=1e6,
         local_rope_theta=10000.0,
+        rope_types=("linear",),
         model_class="Gemma3ForCausalLM",
         activations=("gelu_pytorch_tanh",),
         names_of_keys={"hidden_act": "hidden_activation"},
@@ -248,6 +253,20 @@ FAMILIES: Mapping[str, Family] = {
         output_norms=True,
         renamed=OUTPUT_NORMS,
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    ),
+    "olmo3": Family(
+        qk_norm=True,
+        wide_qk_norm=True,
+        whole_qk_norm=True,
+        input_norms=False,
+        output_norms=True,
+        windows="some layers",
+        full_every=4,
+        rope_theta=500000.0,
+        local_rope_theta=500000.0,
+        rope_types=("yarn",),
+        renamed=OUTPUT_NORMS,
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
     "granite": Family(
         multipliers=True,

@@ -1,5 +1,6 @@
 """The scaling of rotary positions in a `config.json`."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
@@ -113,14 +114,12 @@ def rope_scaling(rope: Fields, family: Family) -> RopeScaling | LinearScaling | 
     if kind == "default":
         _refuse_unread(rope, kind, COMMON)
         return None
-    if family.local_rope_theta and kind == "linear":
-        return _linear(rope)
-    if not family.local_rope_theta and kind == "yarn":
+    if kind not in family.rope_types:
+        known = ", ".join(map(repr, ("default", *family.rope_types)))
+        raise UserError(f"config.json: rope_type {kind!r}; known are {known}")
+    if kind == "yarn":
         return _yarn(rope, latent=family.latent)
-    if not family.local_rope_theta and not family.latent and kind == "llama3":
-        return _llama3(rope)
-    known = "'linear'" if family.local_rope_theta else "'yarn'" if family.latent else "'llama3', 'yarn'"
-    raise UserError(f"config.json: rope_type {kind!r}; known are 'default', {known}")
+    return _linear(rope) if kind == "linear" else _llama3(rope)
 
 
 def local_rope_theta(config: Fields, family: Family) -> float | None:
@@ -167,12 +166,11 @@ def _linear(rope: Fields) -> LinearScaling:
 def _yarn(rope: Fields, *, latent: bool) -> Yarn:
     if not rope.flag("truncate", default=True):
         raise UserError("config.json: truncate false: the bounds of the yarn rotary scaling are whole numbers here")
-    if "attention_factor" in rope:
-        raise UserError(
-            "config.json: attention_factor: the yarn rotary scaling must be given by mscale and mscale_all_dim"
-        )
+    usual = 0.1 * math.log(max(rope.number("factor", 1.0), 1.0)) + 1.0
+    if "attention_factor" in rope and (latent or not math.isclose(rope.number("attention_factor"), usual)):
+        raise UserError(f"config.json: attention_factor: must follow from the yarn rotary scaling ({usual}); remove it")
     known = [trait.name for trait in fields(Yarn) if latent or not trait.name.startswith("mscale")]
-    _refuse_unread(rope, "yarn", [*COMMON, *known, "truncate"])
+    _refuse_unread(rope, "yarn", [*COMMON, *known, "truncate", "attention_factor"])
     required = [trait.name for trait in fields(Yarn) if trait.default is MISSING]
     scaling = _read(Yarn, rope, kind="yarn", required=required)
     if scaling.mscale != 1.0 and not scaling.mscale_all_dim:

@@ -95,6 +95,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
     },
     "olmo2": {"model_type": "olmo2", "hidden_size": 128},
+    "olmo3": {
+        "model_type": "olmo3",
+        "hidden_size": 128,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    },
     "minimax_m2": {
         "model_type": "minimax_m2",
         "intermediate_size": 128,

@@ -60,6 +60,7 @@ FAMILY_NEEDS: dict[str, dict[str, Any]] = {
         "use_routing_bias": True,
     },
     "olmo2": {"eos_token_id": 2},
+    "olmo3": {"eos_token_id": 2},
     "smollm3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
 
@@ -187,7 +188,7 @@ def test_what_we_cannot_compute_is_refused_by_name(change, message):
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
         ("deepseek_v3", {"rope_scaling": LLAMA3_ROPE}, "known are 'default', 'yarn'"),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "has no 'original_max_position_embeddings'"),
-        ("deepseek_v3", {"rope_scaling": YARN | {"attention_factor": 1.0}}, "by mscale and mscale_all_dim"),
+        ("deepseek_v3", {"rope_scaling": YARN | {"attention_factor": 1.0}}, "must follow from the yarn rotary scaling"),
     ],
 )
 def test_unsupported_expert_settings_are_refused_by_name(variant, change, message):

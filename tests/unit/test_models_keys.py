@@ -36,6 +36,7 @@ ENGINE_FILES = {  # family -> files of vLLM with its classes
     "granite": ("granite",),
     "minimax_m2": ("minimax_m2",),
     "olmo2": (),
+    "olmo3": (),
 }
 ENGINE_GENERAL = {  # keys that vLLM reads of every model, in `vllm.config`
     *("sliding_window", "layer_types", "attention_chunk_size", "is_causal", "use_bidirectional_attention"),
