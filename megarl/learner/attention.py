@@ -22,6 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megarl.learner.norm import RMSNorm
 from megarl.learner.packed import places_of
 from megarl.learner.per_tensor import PerTensor
 from megarl.platform.device import to_device
@@ -64,6 +65,19 @@ class PackedAttention(torch.nn.Module):
             value = _repeated(value, query)
         groups = _groups.get(bounds, partial(Groups, packed_seq_params.lengths, self.cp_group, query.device))
         return groups.attend(query, key, value, self.scale, self.window).flatten(1)
+
+
+class NormedAttention(PackedAttention):
+    """`PackedAttention` of queries and keys that it normalises, after their rotation."""
+
+    def __init__(self, config: Any, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self.q_layernorm = RMSNorm(config, config.kv_channels, config.layernorm_epsilon)
+        self.k_layernorm = RMSNorm(config, config.kv_channels, config.layernorm_epsilon)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Attend as `PackedAttention`."""
+        return super().forward(self.q_layernorm(query), self.k_layernorm(key), value, *args, **kwargs)
 
 
 def gather_row(part: Tensor, lengths: Tensor, group: dist.ProcessGroup) -> Tensor:

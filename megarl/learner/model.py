@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from megarl.learner.attention import PackedAttention
+from megarl.learner.attention import NormedAttention, PackedAttention
 from megarl.learner.config import MegatronSection
 from megarl.learner.experts import check_expert_settings, expert_settings, mark_experts, use_own_parts
 from megarl.learner.fused import has_apex_gradient_fusion, has_transformer_engine
@@ -152,7 +152,9 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=not local, normalization=norm, vp_stage=vp_stage)
     if local:
         spec.layer_norm = own_norm
-    core_attention = LatentCore if architecture.latent else PackedAttention
+    core_attention: type[PackedAttention] = LatentCore if architecture.latent else PackedAttention
+    if architecture.traits.late_qk_norm:
+        core_attention, own_attention = NormedAttention, True
     for layer in spec.layer_specs:
         if architecture.traits.output_norms:
             layer.module = OutputNormLayer
@@ -169,6 +171,8 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
             layer.submodules = replace(layer.submodules, input_layernorm=own_norm, pre_mlp_layernorm=own_norm)
         if not architecture.traits.input_norms:
             layer.submodules = replace(layer.submodules, input_layernorm=IdentityOp, pre_mlp_layernorm=IdentityOp)
+        if architecture.traits.late_qk_norm:
+            attention.submodules = replace(attention.submodules, q_layernorm=IdentityOp, k_layernorm=IdentityOp)
         if architecture.traits.wide_qk_norm:
             wide = {"q_layernorm": WideQueryNorm, "k_layernorm": WideKeyNorm}
             attention.submodules = replace(attention.submodules, **wide)

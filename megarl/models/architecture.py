@@ -20,6 +20,7 @@ from megarl.models.rotary import (
     local_rope_theta,
     rope_parameters,
     rope_scaling,
+    rope_theta,
     rotary_fraction,
 )
 from megarl.models.unsupported import unsupported
@@ -162,7 +163,7 @@ def read_architecture(hf_config: Mapping[str, object]) -> Architecture:
         qkv_bias=_switch(config, traits.qkv_bias),
         qk_norm=_switch(config, traits.qk_norm),
         norm_eps=config.number(traits.key("rms_norm_eps"), 1e-6),
-        rope_theta=rope.number("rope_theta", traits.rope_theta),
+        rope_theta=rope_theta(rope, traits, head_dim),
         rope_scaling=rope_scaling(rope, traits),
         max_position_embeddings=config.size("max_position_embeddings", most=LONGEST),
         experts=read_experts(config, traits) if traits.experts else None,

@@ -23,6 +23,7 @@ class Family:
     qkv_bias: bool | str = False  # or the key of config.json that decides
     qk_norm: bool | str = False  # the same
     wide_qk_norm: bool = False  # one norm over all heads of the queries, and one over those of the keys
+    late_qk_norm: bool = False  # queries and keys are normalised after their rotation
     whole_qk_norm: bool = False  # each rank of an engine has the complete norms
     latent: bool = False
     experts: ExpertNames | None = None
@@ -267,6 +268,15 @@ FAMILIES: Mapping[str, Family] = {
         rope_types=("yarn",),
         renamed=OUTPUT_NORMS,
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+    ),
+    "hunyuan_v1_dense": Family(
+        qk_norm=True,
+        late_qk_norm=True,
+        qkv_bias="attention_bias",
+        rope_types=("dynamic",),
+        model_class="HunYuanDenseV1ForCausalLM",
+        renamed={"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     ),
     "granite": Family(
         multipliers=True,

@@ -48,6 +48,7 @@ S = TypeVar("S", RopeScaling, LinearScaling, Yarn)
 
 ROTARY = ("rope_theta", "partial_rotary_factor")
 COMMON = (*ROTARY, "rope_type")  # of every kind of scaling
+DYNAMIC = ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # only the first has an effect
 LOCAL_THETA = "rope_local_base_freq"
 OTHER_NAMES = {
     "rotary_emb_base": "rope_theta",
@@ -117,9 +118,20 @@ def rope_scaling(rope: Fields, family: Family) -> RopeScaling | LinearScaling | 
     if kind not in family.rope_types:
         known = ", ".join(map(repr, ("default", *family.rope_types)))
         raise UserError(f"config.json: rope_type {kind!r}; known are {known}")
+    if kind == "dynamic":
+        _refuse_unread(rope, kind, (*COMMON, *DYNAMIC))
+        return None
     if kind == "yarn":
         return _yarn(rope, latent=family.latent)
     return _linear(rope) if kind == "linear" else _llama3(rope)
+
+
+def rope_theta(rope: Fields, family: Family, head_dim: int) -> float:
+    """Return the base of the rotary frequencies. `alpha` raises it (`rope_type: dynamic` of Hunyuan)."""
+    theta = rope.number("rope_theta", family.rope_theta)
+    if rope.values.get("rope_type") != "dynamic":
+        return theta
+    return theta * rope.number("alpha") ** (head_dim / (head_dim - 2))
 
 
 def local_rope_theta(config: Fields, family: Family) -> float | None:

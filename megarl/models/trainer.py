@@ -99,7 +99,8 @@ def _attention(a: Architecture, cut: Cut, *, fused_norms: bool) -> Shapes:
     if a.qk_norm:
         parts = cut.tp_size if a.traits.wide_qk_norm else 1
         sizes = zip("qk", a.qk_norm_sizes, strict=True)
-        shapes |= {f"self_attention.{x}_layernorm.weight": (size // parts,) for x, size in sizes}
+        module = "self_attention.core_attention" if a.traits.late_qk_norm else "self_attention"
+        shapes |= {f"{module}.{x}_layernorm.weight": (size // parts,) for x, size in sizes}
     columns = a.num_attention_heads * a.head_dim // cut.tp_size
     return shapes | _linear(a, "self_attention.linear_proj", a.hidden_size, columns)
 

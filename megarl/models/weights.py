@@ -237,6 +237,8 @@ ATTENTION: Mapping[str, CutRule] = {
     "self_attention.linear_qkv.bias": FusedQKV("bias"),
     "self_attention.q_layernorm.weight": Replicated("self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": Replicated("self_attn.k_norm.weight"),
+    "self_attention.core_attention.q_layernorm.weight": Replicated("self_attn.q_norm.weight"),
+    "self_attention.core_attention.k_layernorm.weight": Replicated("self_attn.k_norm.weight"),
 }
 
 # The checkpoint has [query ; key ; value] of each head, in the order of Megatron.

@@ -110,6 +110,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "hunyuan_v1_dense": {
+        "model_type": "hunyuan_v1_dense",
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+    },
     "minimax_m2": {
         "model_type": "minimax_m2",
         "intermediate_size": 128,

@@ -35,6 +35,7 @@ ENGINE_FILES = {  # family -> files of vLLM with its classes
     "gemma3_text": ("gemma3",),
     "granite": ("granite",),
     "minimax_m2": ("minimax_m2",),
+    "hunyuan_v1_dense": (),
     "olmo2": (),
     "olmo3": (),
 }
@@ -91,6 +92,7 @@ INERT_IN = {
         "mm_tokens_per_image": "read by the model with images",
         "vision_config": "read by the model with images",
     },
+    "hunyuan_v1_dense": {"eod_token_id": "a token that no class reads"},
     "minimax_m2": {
         "max_model_len": "bounds the positions that are computed ahead",
         "num_mtp_modules": "these layers are left out, and `claims` reads their number",
