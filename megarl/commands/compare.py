@@ -12,7 +12,7 @@ from rich.table import Table
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse, print_error
 from megarl.commands.cli.table import COMPARE
-from megarl.config.unread import shown
+from megarl.config.links import shown
 from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.platform.secrets import guard_output

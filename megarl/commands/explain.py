@@ -15,7 +15,10 @@ from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import CONFIG
 from megarl.config.faults import ConfigError, Fault
+from megarl.config.foreign import remarks_in_words
+from megarl.config.links import shown
 from megarl.config.load import (
+    foreign_keys,
     load_config,
     load_reward_train_config,
     load_sft_config,
@@ -24,9 +27,9 @@ from megarl.config.load import (
     written_keys,
 )
 from megarl.config.reference import REQUIRED, ROOTS, Key, keys_of, sections_of
+from megarl.config.report import unwritten_keys
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
-from megarl.config.unread import shown
-from megarl.platform.secrets import guard_output, redacted
+from megarl.platform.secrets import guard_output, redact, redacted
 from megarl.platform.terminal import visible
 from megarl.section import flatten
 
@@ -70,8 +73,10 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     try:
         root = BY_COMMAND[typed["of"]] if typed["of"] else _root_of(configuration, names)
         if typed["check"]:
-            LOADERS[root](configuration, world_size=None)
+            config = LOADERS[root](configuration, world_size=None)
             print("no faults")
+            for remark in remarks(config, configuration):
+                print(visible(redact(f"note: {remark}")))
             return 0
         found = Values.read(root, configuration)
         lines = [line for name in names for line in explain(name, root, found)]
@@ -83,6 +88,13 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def remarks(config: Any, argv: Sequence[str]) -> Iterator[str]:
+    """Yield what a run would say about the keys of other trainers, and about keys that are left out."""
+    yield from remarks_in_words(foreign_keys(type(config), argv))
+    if isinstance(config, Config):
+        yield from unwritten_keys(config, argv)
 
 
 def is_configuration(word: str) -> bool:

@@ -17,6 +17,7 @@ class Fault:
     message: str  # what is wrong and what to write instead
     origin: str | None = None  # the file or the command line it was read from
     about: str | None = None  # another key that was probably meant
+    missing: bool = False  # whether megarl lacks what the key asks for, so that no other value helps
 
 
 class ConfigError(UserError):

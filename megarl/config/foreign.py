@@ -1,17 +1,21 @@
 """Keys and values of other trainers, as `foreign.yaml` lists them.
 
-An alias is read as the key of megarl. A key without a choice is accepted with its one value and dropped, so that no
-section has a field that nothing reads. Any other foreign key gets a fault that says what to write instead, or that the
-feature is not supported.
+A key that has another name here is read as that key. A key that changes nothing here is accepted and dropped, so that
+no section has a field that nothing reads. Both are reported. Any other foreign key gets a fault that says what to write
+instead, or that the feature is missing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megarl.config.links import parse
+from megarl.config.links import parse, shown
+from megarl.config.schema import Schema
+
+_MISSING = "is not supported"
+ANY = "any"  # in `accepts`: whatever the value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +24,16 @@ class ForeignRow:
 
     keys: list[str]  # patterns of paths
     answer: str = ""
+    missing: bool = False  # whether megarl lacks what the key asks for
     accepts: Sequence[Any] = ()  # the values without effect, of keys without a choice
+    converts: Sequence[Any] = ()  # further ones, which `megarl convert` drops and a run refuses
+    why: str = ""  # why these values change nothing
+    least: Sequence[str] = ()  # the keys whose sum is the least of these values; `answer` is for smaller ones
     refuses: Sequence[Any] = ()  # the values to answer, of keys that megarl has
+    becomes: Mapping[Any, Any] = field(default_factory=dict)  # the values that have another name here
+    to: str = ""  # the key here; {rest} is the part behind a pattern that ends in a star
+    scale: float = 1.0  # of the value here, to that there
+    most: float | None = None  # the largest value here, which means the same as any larger one
 
     def matches(self, path: str) -> bool:
         """Return whether the row is about the key at `path`."""
@@ -31,42 +43,164 @@ class ForeignRow:
         """Return the answer to a key and its value."""
         return self.answer.format(owner=owner_of(path), value=value)
 
+    def target(self, path: str) -> str:
+        """Return the key here."""
+        pattern = next(pattern for pattern in self.keys if fnmatchcase(path, pattern))
+        rest = path[len(pattern) - 1 :] if pattern.endswith("*") else ""
+        return self.to.format(owner=owner_of(path), rest=rest)
+
+    def value_here(self, value: Any) -> Any:
+        """Return a value, or each item of a list, as it is written here."""
+        if isinstance(value, list):
+            return [self.value_here(item) for item in value]
+        if _among(value, self.becomes):
+            return self.becomes[value]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        bounded = self.most if self.most is not None and value > self.most else value
+        return bounded * self.scale if self.scale != 1.0 else bounded
+
+    def drops(self, value: object, *, converting: bool = False) -> bool:
+        """Return whether a value asks for nothing; one that follows another key is checked there."""
+        values = (*self.accepts, *(self.converts if converting else ()))
+        return ANY in values or _among(value, values) or str(value).startswith("${")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remark:
+    """An accepted key of another trainer, and the key here."""
+
+    written: str
+    value: Any
+    key: str | None  # the key here; None: it was dropped
+    why: str  # that it changes nothing, or how its value is written here
+    row: ForeignRow | None = None  # if its values have a least one
+
+    def too_small(self, values: Mapping[str, Any]) -> str | None:
+        """Return the answer to a value that is less than the sum of other keys' `values`."""
+        if not (self.row and self.row.least):
+            return None
+        sizes = [values.get(key) for key in self.row.least]
+        numbers = [size for size in sizes if isinstance(size, int)]
+        if len(numbers) < len(sizes) or not isinstance(self.value, int) or self.value >= sum(numbers):
+            return None
+        return self.row.answer.format(least=sum(numbers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A key and its value as megarl has them, or the reason why it does not."""
+
+    leaves: dict[str, Any] = field(default_factory=dict)
+    remark: Remark | None = None
+    answer: str = ""  # what to write instead
+    missing: bool = False  # whether megarl lacks what the key asks for
+    known: bool = True  # whether megarl or the tables have the key
+
 
 _TABLES = parse(Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8"))
 ALIASES: Mapping[str, str] = _TABLES["aliases"]
 FLAGS: Mapping[str, str] = _TABLES["flags"]
-FIXED, KEYS, VALUES = ([ForeignRow(**row) for row in _TABLES[name]] for name in ("fixed", "keys", "values"))
+FIXED, RENAMES, KEYS, VALUES = (
+    [ForeignRow(**row) for row in _TABLES[name]] for name in ("fixed", "renames", "keys", "values")
+)
+ENGINES: Sequence[str] = _TABLES["engines"]
+CONFIGS: Sequence[str] = _TABLES["configs"]
+DEFAULTS: Mapping[str, Any] = _TABLES["defaults"]
+ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
+RS_THRESHOLD = "algorithm.rollout_correction.rollout_rs_threshold"
 
 
-def alias(path: str) -> str:
-    """Return `path` with an alias at its end replaced by the name here."""
-    parent, dot, name = path.rpartition(".")
-    return f"{parent}{dot}{ALIASES.get(name, name)}"
+def read_key(written: str, value: Any, known: Schema, *, converting: bool = False) -> Reading:
+    """Return a key and its value in the names of megarl.
 
-
-def answer_key(path: str, value: object) -> str | None:
-    """Return what to write instead of a key; empty if it is accepted with `value`, None if no other trainer has it.
-
-    A value that follows another key (`${...}`) is accepted: the other key is checked itself.
+    Args:
+        written: the key.
+        value: its value.
+        known: the keys and sections of megarl.
+        converting: whether `megarl convert` asks, which also drops what a run refuses with a remedy.
     """
-    fixed = _first(FIXED, path)
-    if fixed:
-        if any(value == one and type(value) is type(one) for one in fixed.accepts) or str(value).startswith("${"):
-            return ""
-        if fixed.answer:
-            return fixed.say(path, value)
+    if written in known:
+        return _read_value(written, value, Reading())
+    alias = _alias(written)
+    if alias in known:
+        return _read_value(alias, value, Reading(remark=Remark(written=written, value=value, key=alias, why="")))
+    fixed = _first(FIXED, written)
+    if fixed and fixed.drops(value, converting=converting):
+        why = (fixed.why or "changes nothing here").format(owner=owner_of(written), value=value)
+        return Reading(remark=Remark(written=written, value=value, key=None, why=why, row=fixed))
+    renamed = _first(RENAMES, written)
+    if renamed and renamed.target(written) in known and not (fixed and fixed.answer):
+        target = renamed.target(written)
+        ours = renamed.value_here(value)
+        remark = Remark(written=written, value=value, key=target, why=renamed.why if ours != value else "")
+        return _read_value(target, ours, Reading(remark=remark))
+    return _answer(written, value, fixed)
+
+
+def _read_value(key: str, value: Any, reading: Reading) -> Reading:
+    """Add a value, in the words of megarl, to the reading of a key that megarl has."""
+    remark = reading.remark
+    if isinstance(value, dict):
+        return _read_mapping(key, value, remark)
+    if key == RS_THRESHOLD and isinstance(value, str):
+        return _two_bounds(key, value)
+    found, missing = [], False
+    for row in (row for row in VALUES if row.matches(key)):
+        items = value if isinstance(value, list) else [value]
+        refused = [item for item in items if _among(item, row.refuses)]
+        found += [row.say(key, item) for item in refused]
+        missing = missing or (bool(refused) and row.missing)
+        new = row.value_here(value)
+        if new != value or type(new) is not type(value):
+            why = row.why.format(value=value) or f"{shown(value)} is {shown(new)} here"
+            remark, value = Remark(written=remark.written if remark else key, value=value, key=key, why=why), new
+    return Reading(leaves={key: value}, remark=remark, answer="; ".join(found), missing=missing)
+
+
+def _read_mapping(key: str, value: dict[str, Any], remark: Remark | None) -> Reading:
+    """Return a mapping without the keys that change nothing, and the engine's without the level of its name."""
+    others = [name for name in value if name in ENGINES] if key == ENGINE_KWARGS else []
+    if others:
+        own = {name: one for name, one in value.items() if name not in ENGINES} | (value.get("vllm") or {})
+        why = f"the engine is vLLM: {', '.join(others)} is no level here, and arguments of other engines are dropped"
+        return Reading(leaves={key: own}, remark=Remark(written=key, value=value, key=key, why=why))
+    idle = {name: row for name in value if (row := _first(FIXED, f"{key}.{name}")) and row.drops(value[name])}
+    if idle:
+        why = next(iter(idle.values())).why
+        remark = Remark(written=", ".join(f"{key}.{name}" for name in idle), value=value, key=None, why=why)
+    return Reading(leaves={key: {name: one for name, one in value.items() if name not in idle}}, remark=remark)
+
+
+def _two_bounds(key: str, value: str) -> Reading:
+    """Return the bounds of train/rollout for `lower_upper`, which are those of rollout/train."""
+    try:
+        bounds = [float(part) for part in value.split("_")]
+    except ValueError:
+        bounds = []
+    if not 1 <= len(bounds) <= 2 or min(bounds) <= 0.0:
+        return Reading(leaves={key: value})  # its type is a fault
+    upper = 1 / bounds[0] if len(bounds) == 2 else bounds[0]
+    lower = 1 / bounds[-1]
+    why = f"{value} bounds rollout/train there; here the ratio is train/rollout, so each bound is 1 / the other one"
+    leaves = {key: float(f"{upper:.12g}"), f"{key}_lower": float(f"{lower:.12g}")}
+    return Reading(leaves=leaves, remark=Remark(written=key, value=value, key=key, why=why))
+
+
+def _answer(path: str, value: object, fixed: ForeignRow | None) -> Reading:
+    """Return what to write instead of a key that megarl does not have."""
+    if fixed and fixed.answer:
+        answer = fixed.say(path, value)
+        return Reading(answer=answer, missing=fixed.missing or answer.startswith(_MISSING))
     if path in FLAGS:
-        return f"write {FLAGS[path]}"
+        return Reading(answer=f"write {FLAGS[path]}")
     row = _first(KEYS, path)
     if row:
-        return row.say(path, value)
-    return f"is not supported: write {str(fixed.accepts[0]).lower()}" if fixed else None
-
-
-def answer_values(path: str, value: object) -> Iterator[str]:
-    """Yield what to write instead of each foreign value at `path`; a list is checked item by item."""
-    for item in value if isinstance(value, list) else [value]:
-        yield from (row.say(path, item) for row in VALUES if item in row.refuses and row.matches(path))
+        answer = row.say(path, value)
+        return Reading(answer=answer, missing=row.missing or answer.startswith(_MISSING))
+    if fixed:
+        return Reading(answer=f"{_MISSING}: write {shown(fixed.accepts[0])}", missing=True)
+    return Reading(known=False)
 
 
 def owner_of(path: str) -> str:
@@ -77,5 +211,33 @@ def owner_of(path: str) -> str:
     return "actor_rollout_ref.actor." if path.startswith("actor_rollout_ref.") else ""
 
 
+def answer_flag(flag: str) -> str | None:
+    """Return the key that does what a flag of another trainer does, if it is known."""
+    return FLAGS.get(flag.lstrip("-").partition(" ")[0])
+
+
+def remarks_in_words(remarks: Sequence[Remark]) -> Iterator[str]:
+    """Yield a sentence for the renamed keys, and one for each reason why others were dropped."""
+    renamed = {f"{one.written} is {one.key}": None for one in remarks if one.key and not one.why}
+    if renamed:
+        yield f"keys of other trainers that have another name here: {', '.join(renamed)}"
+    for why in dict.fromkeys(one.why for one in remarks if one.why):
+        keys = dict.fromkeys(_written(one) for one in remarks if one.why == why)
+        yield f"{', '.join(keys)}: {why}"
+
+
+def _written(remark: Remark) -> str:
+    return remark.written if isinstance(remark.value, dict | list) else f"{remark.written}={shown(remark.value)}"
+
+
+def _alias(path: str) -> str:
+    parent, dot, name = path.rpartition(".")
+    return f"{parent}{dot}{ALIASES.get(name, name)}"
+
+
 def _first(rows: Iterable[ForeignRow], path: str) -> ForeignRow | None:
     return next((row for row in rows if row.matches(path)), None)
+
+
+def _among(value: object, values: Iterable[object]) -> bool:
+    return any(value == one and type(value) is type(one) for one in values)

@@ -5,7 +5,7 @@ Later layers override earlier ones. Values are checked elsewhere, except values 
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from yaml import MarkedYAMLError, YAMLError
 
 from megarl.config.faults import Fault
-from megarl.config.foreign import FLAGS, alias, answer_key, answer_values
+from megarl.config.foreign import Remark, answer_flag, read_key
 from megarl.config.links import LINK, parse
 from megarl.config.schema import Schema, nest
 from megarl.platform.errors import UserError
@@ -24,6 +24,7 @@ COMMAND_LINE = "command line"
 YAML = (".yaml", ".yml")
 CHECKS = ("--check", "--dry-run")  # what people try in order to check a configuration
 UNREADABLE = (YAMLError, ValueError)  # PyYAML raises ValueError for numbers, dates and bytes
+HYDRA = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 _QUOTING = re.compile(r"(tag|alias|anchor|handle) '.*'", re.DOTALL)
 
 
@@ -35,11 +36,20 @@ class Layer:
     tree: dict[Any, Any]  # nested, links unresolved
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recognised:
+    """A layer in the names of megarl."""
+
+    leaves: dict[str, Any] = field(default_factory=dict)  # by dotted key
+    faults: list[Fault] = field(default_factory=list)  # of each key or value that megarl does not have
+    remarks: list[Remark] = field(default_factory=list)  # on accepted keys of other trainers
+
+
 def read_layers(argv: Sequence[str]) -> tuple[list[Layer], list[Fault]]:
     """Read `argv`, YAML files before `a.b.c=value` in any order, into layers in the order in which they apply."""
     layers: list[Layer] = []
     faults: list[Fault] = []
-    for argument in sorted(argv, key=lambda argument: "=" in argument):
+    for argument in sorted(joined(argv), key=lambda argument: "=" in argument):
         try:
             layers.append(_read_override(argument) if "=" in argument else _read_file(argument))
         except UserError as error:
@@ -47,41 +57,52 @@ def read_layers(argv: Sequence[str]) -> tuple[list[Layer], list[Fault]]:
     return layers, faults
 
 
-def recognise(layer: Layer, schema: Schema) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the layer's values by dotted key, and a fault for each key or value that megarl does not have."""
-    leaves: dict[str, Any] = {}
-    faults: list[Fault] = []
+def recognise(layer: Layer, schema: Schema, *, converting: bool = False) -> Recognised:
+    """Return the layer in the names of megarl; `converting` is that of `read_key`."""
+    found = Recognised()
     for written, value in _flatten(layer.tree, schema, ""):
-        path = alias(written) if written not in schema and alias(written) in schema else written
-        found = list(_key_faults(path, value, schema))
-        if path in leaves and leaves[path] != value:
-            found.append(Fault(path, f"is given twice, as {leaves[path]!r} and as {value!r}"))
-        faults.extend(replace(fault, origin=layer.origin) for fault in found)
-        if not found and path in schema and (path in schema.leaves or value):
-            leaves[path] = value
-    return leaves, faults
+        reading = read_key(written, value, schema, converting=converting)
+        faults = [Fault(written, reading.answer, missing=reading.missing)] if reading.answer else []
+        if not reading.known:
+            faults.append(_unknown(written, schema))
+        faults.extend(_no_sections(reading.leaves, schema))
+        for path, own in reading.leaves.items():
+            if path in found.leaves and found.leaves[path] != own:
+                faults.append(Fault(path, f"is given twice, as {found.leaves[path]!r} and as {own!r}"))
+            if not faults and (path in schema.leaves or own):
+                found.leaves[path] = own
+        found.faults.extend(replace(fault, origin=layer.origin) for fault in faults)
+        if reading.remark and not faults:
+            found.remarks.append(reading.remark)
+    return found
 
 
-def _key_faults(path: str, value: object, schema: Schema) -> Iterator[Fault]:
-    if path in schema.leaves:
-        for answer in answer_values(path, value):
-            yield Fault(path, answer)
-    elif path in schema.sections:
+def joined(argv: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments; an option of Hydra with the next one, which is its value."""
+    arguments = iter(argv)
+    for argument in arguments:
+        option = HYDRA.get(argument, argument)
+        yield f"{option}={next(arguments, '')}" if option in HYDRA.values() else argument
+
+
+def _no_sections(leaves: dict[str, Any], schema: Schema) -> Iterator[Fault]:
+    """Yield a fault for a section that has a value instead of keys."""
+    for path, value in leaves.items():
         link = LINK.fullmatch(value) if isinstance(value, str) else None
-        if not (value is None or value == {} or (link and link["key"] in schema.sections)):
+        follows = link and link["key"] in schema.sections
+        if path in schema.sections and not (value is None or value == {} or follows):
             yield Fault(path, f"is a section with keys of its own, not a value: {value!r}")
-    elif (foreign := answer_key(path, value)) is not None:
-        if foreign:
-            yield Fault(path, foreign)
-    else:
-        meant = schema.nearest(path)
-        hint = f"did you mean {meant}?" if meant else "nothing of this name can be set, remove it"
-        yield Fault(path, f"unknown key: {hint}", about=meant)
+
+
+def _unknown(path: str, schema: Schema) -> Fault:
+    meant = schema.nearest(path)
+    hint = f"did you mean {meant}?" if meant else "nothing of this name can be set, remove it"
+    return Fault(path, f"unknown key: {hint}", about=meant)
 
 
 def _read_file(name: str) -> Layer:
     path = Path(name)
-    meant = FLAGS.get(name.lstrip("-").partition(" ")[0])
+    meant = answer_flag(name)
     if meant:
         raise UserError(f"is a flag of another trainer: write {meant}")
     if name in CHECKS:

@@ -61,6 +61,15 @@ def parse(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
 
 
+def shown(value: object) -> str:
+    """Return a value as YAML has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple):
+        value = list(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def follow(path: str, values: Mapping[str, object], trail: tuple[str, ...] = ()) -> Any:
     """Return the value at the dotted `path`, a key of `values` or a part of a mapping there, with its links followed.
 

@@ -25,7 +25,8 @@ from megarl.config import (
     verify_rules,
 )
 from megarl.config.faults import ConfigError, Fault
-from megarl.config.layers import read_layers, recognise
+from megarl.config.foreign import Remark
+from megarl.config.layers import Layer, read_layers, recognise
 from megarl.config.links import LINK, follow
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, SupervisedConfig, VerifyConfig
 from megarl.config.rule import CheckContext, Rule
@@ -116,7 +117,12 @@ def written_keys(root: type, argv: Sequence[str]) -> dict[str, str]:
     """Return the keys of `root` that the files and arguments in `argv` set, each with its last origin."""
     schema = _schema(root)
     layers = read_layers(argv)[0]
-    return {key: layer.origin for layer in layers for key in recognise(layer, schema)[0] if key in schema.leaves}
+    return {key: layer.origin for layer in layers for key in recognise(layer, schema).leaves if key in schema.leaves}
+
+
+def foreign_keys(root: type, argv: Sequence[str]) -> list[Remark]:
+    """Return what became of the keys of other trainers in `argv` that are accepted."""
+    return [remark for layer in read_layers(argv)[0] for remark in recognise(layer, _schema(root)).remarks]
 
 
 def to_dict(config: Config | SupervisedConfig) -> dict[str, Any]:
@@ -144,13 +150,18 @@ def _load(root: type[C], argv: Sequence[str], *, rules: Sequence[Rule[C]], conte
     config, faults, origins = read(root, argv)
     if any(fault.path in argv for fault in faults):
         raise ConfigError(faults)
-    doubtful = {path for fault in faults for path in (fault.path, fault.about) if path}
-    for rule in rules:
-        if not rule.reads_any(doubtful):
-            faults.extend(rule.check(config, context))
+    faults.extend(_broken(config, faults, rules=rules, context=context))
     if faults:
         raise ConfigError([replace(fault, origin=fault.origin or origins.get(fault.path)) for fault in faults])
     return config
+
+
+def _broken(config: C, faults: Sequence[Fault], *, rules: Sequence[Rule[C]], context: CheckContext) -> Iterator[Fault]:
+    """Yield the faults that rules between keys find, except rules about keys that have `faults` already."""
+    doubtful = {path for fault in faults for path in (fault.path, fault.about) if path}
+    for rule in rules:
+        if not rule.reads_any(doubtful):
+            yield from rule.check(config, context)
 
 
 def read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str, str]]:
@@ -158,29 +169,54 @@ def read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str, 
 
     The faults are those of files, names and types. Rules between keys are not checked.
     """
-    schema = _schema(root)
     layers, faults = read_layers(argv)
+    config, found, origins = _read_layers(root, layers)
+    if any(fault.path in argv for fault in faults):  # a file is not read: what it may hold is not missing
+        found = [fault for fault in found if fault.origin]
+    return config, [*faults, *found], origins
+
+
+def try_layer(layer: Layer) -> tuple[Config, list[Fault], list[Fault]]:
+    """Return the configuration of a run that a layer describes, the faults of its types, and those between keys.
+
+    Nothing is looked up: neither files, nor models, nor ranks.
+    """
+    config, faults, _ = _read_layers(Config, [layer])
+    context = CheckContext(world_size=None, check_paths=False, writes=False)
+    return config, faults, list(_broken(config, faults, rules=RL_RULES, context=context))
+
+
+def _read_layers(root: type[C], layers: Sequence[Layer]) -> tuple[C, list[Fault], dict[str, str]]:
+    """Return what `read` does; faults of single layers have an origin."""
+    schema = _schema(root)
+    faults: list[Fault] = []
+    remarks: list[Remark] = []
     written: dict[str, Any] = {**schema.leaves, **LINKS[root]}
     origins: dict[str, str] = {}
     for layer in layers:
-        leaves, found = recognise(layer, schema)
-        faults.extend(found)
-        origins.update(dict.fromkeys(leaves, layer.origin))
-        written |= {key: _merged(written[key], value) for key, value in _spread(leaves, schema)}
+        found = recognise(layer, schema)
+        faults.extend(found.faults)
+        remarks.extend(found.remarks)
+        origins.update(dict.fromkeys(found.leaves, layer.origin))
+        written |= {key: merged(written[key], value) for key, value in _spread(found.leaves, schema)}
     values, unresolved = _resolve(written, schema)
+    faults.extend(Fault(one.written, answer) for one in remarks if (answer := one.too_small(values)))
     config, mistyped = _validate(root, values, schema)
     # A key that merely follows another shares its fault.
     followers = LINKS[root].keys() - origins.keys()
-    if any(fault.path in argv for fault in faults):  # a file is not read: what it may hold is not missing
-        return config, faults, origins
-    faults.extend(fault for fault in (*unresolved, *mistyped) if fault.path not in followers)
+    names = {one.key: f" (written {one.written})" for one in remarks if one.written != one.key}
+    faults.extend(
+        replace(fault, message=fault.message + names.get(fault.path, ""))
+        for fault in (*unresolved, *mistyped)
+        if fault.path not in followers
+    )
     return config, faults, origins
 
 
-def _merged(old: object, new: object) -> Any:
+def merged(old: object, new: object) -> Any:
     """Return `new`, which overrides `old`; of two dictionaries the union."""
     if isinstance(old, dict) and isinstance(new, dict):
-        return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+        return old | {key: merged(old.get(key), value) for key, value in new.items()}
     return new
 
 

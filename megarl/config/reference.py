@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megarl.config.links import shown
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, VerifyConfig
 from megarl.config.schema import MANDATORY, Schema
-from megarl.config.unread import in_words, shown
+from megarl.config.unread import in_words
 
 ROOTS: Mapping[type, tuple[str, str]] = {
     Config: ("Training from rewards", "train"),

@@ -1,6 +1,6 @@
 """The report before training: how a batch is divided, and choices that work but are rarely intended."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
@@ -10,10 +10,12 @@ from rich.table import Table
 
 from megarl.config.checks import world_size
 from megarl.config.custom_functions import ESTIMATOR, LOSS
-from megarl.config.load import written_keys
+from megarl.config.foreign import DEFAULTS, remarks_in_words
+from megarl.config.links import shown
+from megarl.config.load import foreign_keys, written_keys
 from megarl.config.mesh_checks import data_parallel_size
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, SupervisedConfig
-from megarl.config.unread import unread_keys
+from megarl.config.unread import reasons, unread_keys
 from megarl.platform.screen import Screen, labelled
 from megarl.platform.secrets import redacted
 from megarl.rewards.custom import provenance
@@ -209,12 +211,29 @@ def unsaved(config: Config | SFTConfig | RewardTrainConfig) -> Iterator[str]:
 
 def start_notes(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[str]) -> Iterator[str]:
     """Yield what every kind of run says about its configuration, read from `argv`, when it starts."""
+    yield from remarks_in_words(foreign_keys(type(config), argv))
     yield from unread_keys(config, argv)
     yield from unsaved(config)
 
 
+def other_defaults(config: Config, written: Collection[str]) -> dict[str, tuple[object, object]]:
+    """Return the keys besides `written` that are read and whose default trains otherwise in verl, with both values."""
+    unwritten = DEFAULTS.keys() - set(written)
+    values = dict(flatten(asdict(config)))
+    idle = reasons(config, unwritten)
+    return {
+        key: (values[key], theirs)
+        for key, theirs in DEFAULTS.items()
+        if key in unwritten and key not in idle and values[key] != theirs
+    }
+
+
 def unwritten_keys(config: Config, argv: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each key that `argv` leaves out and whose default differs from that of other trainers."""
+    others = other_defaults(config, written_keys(Config, argv)) if foreign_keys(Config, argv) else {}
+    if others:
+        listed = ", ".join(f"{key}={shown(ours)} (verl: {shown(theirs)})" for key, (ours, theirs) in others.items())
+        yield f"some keys have verl's names; these are not written, and verl's defaults differ: {listed}"
     if config.kl_of_reward and "algorithm.use_kl_in_reward" not in written_keys(Config, argv):
         yield (
             "algorithm.use_kl_in_reward is not written and actor.use_kl_loss is off: the reward is reduced by "

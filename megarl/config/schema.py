@@ -7,6 +7,8 @@ from typing import Any, Self, get_type_hints
 
 from megarl.mark import UNKNOWN, Change, Condition
 
+MOST_ELSEWHERE = 2
+"""Most sections that may share a key's name, if the name alone is to be understood."""
 MANDATORY = "???"  # the mark of a key that has no value yet
 
 
@@ -54,7 +56,7 @@ class Schema:
         return path in self.leaves or path in self.sections
 
     def nearest(self, path: str) -> str | None:
-        """Return the key that `path` was probably meant to be: a sibling, the same name elsewhere, a similar path."""
+        """Return the key that was meant: a similar name in the section of `path`, or the same name elsewhere."""
         parent, _, name = path.rpartition(".")
         siblings = [known.rpartition(".")[2] for known in (*self.leaves, *self.sections) if _parent(known) == parent]
         close = get_close_matches(name, siblings, n=1, cutoff=0.7)
@@ -64,9 +66,10 @@ class Schema:
         for start in range(len(parts)):
             tail = "." + ".".join(parts[start:])
             elsewhere = [leaf for leaf in self.leaves if leaf.endswith(tail)]
-            if elsewhere:
-                return max(elsewhere, key=lambda leaf: (_shared_parts(leaf, path), -len(leaf)))
-        return next(iter(get_close_matches(path, self.leaves, n=1, cutoff=0.85)), None)
+            related = [leaf for leaf in elsewhere if set(leaf.split(".")[:-1]) & set(parts[:-1])]
+            if related or 0 < len(elsewhere) <= MOST_ELSEWHERE:
+                return max(related or elsewhere, key=lambda leaf: (_shared_parts(leaf, path), _is_of_actor(leaf)))
+        return None
 
 
 def nest(leaves: Mapping[str, object]) -> dict[str, Any]:
@@ -89,6 +92,11 @@ def _default(key: Field[Any]) -> Any:
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
+
+
+def _is_of_actor(leaf: str) -> tuple[bool, int]:
+    """Prefer the policy, then the shortest path."""
+    return leaf.startswith("actor_rollout_ref."), -len(leaf)
 
 
 def _shared_parts(one: str, other: str) -> int:

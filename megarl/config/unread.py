@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from functools import reduce
 
+from megarl.config.links import shown
 from megarl.config.load import written_keys
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
 from megarl.config.schema import Schema
@@ -52,12 +53,3 @@ def in_words(condition: Condition) -> str:
         return condition.words
     *most, last = (f"`{shown(value)}`" for value in condition.values) if condition.values else ("set",)
     return f"`{condition.fact}` is {', '.join(most)}{' or ' if most else ''}{last}"
-
-
-def shown(value: object) -> str:
-    """Return a value as YAML has it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, tuple):
-        value = list(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)

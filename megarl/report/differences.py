@@ -6,10 +6,10 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megarl.checkpoint.differences import value_at
+from megarl.config.links import shown
 from megarl.config.reference import REQUIRED
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig
 from megarl.config.schema import MANDATORY, Schema
-from megarl.config.unread import shown
 from megarl.section import flatten
 
 ROOTS = {"actor_rollout_ref": Config, "center_rewards_coefficient": RewardTrainConfig}  # a key that only it has

@@ -5,8 +5,10 @@ import re
 import pytest
 
 from megarl.config.faults import ConfigError, Fault
-from megarl.config.foreign import FIXED, FLAGS, KEYS
-from megarl.config.load import load_config, load_sft_config, to_yaml
+from megarl.config.foreign import ANY, DEFAULTS, FIXED, FLAGS, KEYS, RENAMES, VALUES, ForeignRow
+from megarl.config.links import shown
+from megarl.config.load import foreign_keys, load_config, load_sft_config, to_yaml
+from megarl.config.report import start_notes, unwritten_keys
 from megarl.config.root import Config
 from megarl.config.schema import Schema
 
@@ -66,9 +68,12 @@ def faults(*arguments: str) -> list[Fault]:
 @pytest.mark.parametrize("section", PEERS)
 def test_foreign_key_gets_answer_instead_of_unknown_key(section: str) -> None:
     keys = [f"{section}.{name}" for name in PEERS[section].split()]
-    found = {fault.path: fault for fault in faults(*(f"{key}=something" for key in keys))}
-    assert found.keys() == set(keys)
-    for key, fault in found.items():
+    written = [f"{key}=something" for key in keys]
+    found = {fault.path: fault for fault in faults(*written)}
+    accepted = {remark.written: remark.key for remark in foreign_keys(Config, written)}
+    answered = {key: fault for key, fault in found.items() if key not in accepted.values()}
+    assert answered.keys() | accepted.keys() == set(keys) and not answered.keys() & accepted.keys()
+    for key, fault in answered.items():
         assert "unknown key" not in fault.message and fault.about is None, key
         assert re.search(
             "write |remove it|not supported|see |is decided|follows from|FSDP|has the actor's|is ", fault.message
@@ -85,7 +90,7 @@ def test_foreign_key_gets_answer_instead_of_unknown_key(section: str) -> None:
         ("data.custom_cls.path=mine.py", "not supported: prepare a file"),
         ("data.image_key=images", "not supported: prompts and responses are text"),
         ("actor_rollout_ref.rollout.quantization=fp8", "not supported: the engine has the actor's weights"),
-        ("actor_rollout_ref.actor.checkpoint.save_contents=[model]", "see trainer.save_huggingface"),
+        ("data.gen_batch_size=24", "batches for algorithm.filter_groups have data.train_batch_size"),
         ("actor_rollout_ref.model.lora_rank=8", "not supported: adapters"),
         ("trainer.logger=[swanlab]", "swanlab is not supported: write wandb, mlflow, tensorboard"),
     ],
@@ -99,18 +104,106 @@ def example(pattern: str) -> str:
     return pattern.replace("*", "actor_rollout_ref.model.").replace("..", ".")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "accepted"), [(pattern, row.accepts) for row in FIXED for pattern in row.keys], ids=str
-)
-def test_fixed_key_accepts_only_its_value(pattern: str, accepted: list[object]) -> None:
+@pytest.mark.parametrize(("pattern", "row"), [(pattern, row) for row in FIXED for pattern in row.keys], ids=str)
+def test_fixed_key_accepts_only_its_value(pattern: str, row: ForeignRow) -> None:
     key = example(pattern)
     plain = load_config(MINIMAL, world_size=None, check_paths=False)
-    for value in (*accepted, "${data.seed}"):
-        assert load_config([*MINIMAL, f"{key}={value}"], world_size=None, check_paths=False) == plain
-    for other in ("7", "something"):
+    anything = [1_000_000, "something"] if ANY in row.accepts else []
+    for value in (*(one for one in row.accepts if one != ANY), *anything, "${data.seed}"):
+        written = [*MINIMAL, f"{key}={shown(value)}"]
+        assert load_config(written, world_size=None, check_paths=False) == plain
+        assert any(key in note for note in start_notes(plain, written))
+    is_renamed = any(one.matches(key) for one in RENAMES)
+    for other in ("7", "something") if not (anything or is_renamed) else ():
         (fault,) = faults(f"{key}={other}")
         assert fault.path == key and "unknown key" not in fault.message and "{" not in fault.message
     assert key not in Schema.of(Config).leaves
+
+
+RENAMED = [
+    ("actor_rollout_ref.actor.fsdp_config.param_offload=true", "actor_rollout_ref.actor.megatron.param_offload=true"),
+    ("critic.model.fsdp_config.optimizer_offload=true", "critic.megatron.optimizer_offload=true"),
+    ("reward_model.model.fsdp_config.param_offload=true", "reward_model.megatron.param_offload=true"),
+    ("actor_rollout_ref.ref.fsdp_config.param_offload=true", "actor_rollout_ref.ref.megatron.param_offload=true"),
+    ("actor_rollout_ref.actor.optim.clip_grad=0.5", "actor_rollout_ref.actor.grad_clip=0.5"),
+    (
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+    ),
+    ("reward.reward_kwargs.overlong_buffer_cfg.len=128", "algorithm.overlong_buffer.len=128"),
+    ("reward_model.overlong_buffer.penalty_factor=0.5", "algorithm.overlong_buffer.penalty_factor=0.5"),
+    ("actor_rollout_ref.actor.k_percent=0.04", "actor_rollout_ref.actor.policy_loss.kl_cov_ratio=0.0004"),
+    ("actor_rollout_ref.actor.clip_cov_lb=2.0", "actor_rollout_ref.actor.policy_loss.clip_cov_lb=2.0"),
+    ("actor_rollout_ref.rollout.load_format=safetensors", "actor_rollout_ref.rollout.load_format=dummy_megatron"),
+    ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "actor_rollout_ref.actor.optim.lr_warmup_steps=null"),
+    ("actor_rollout_ref.actor.clip_ratio_low=10", "actor_rollout_ref.actor.clip_ratio_low=1.0"),
+    ("trainer.logger=[console,file]", "trainer.logger=[console,jsonl]"),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), RENAMED)
+def test_renamed_key_trains_as_ours_and_is_told(theirs: str, ours: str) -> None:
+    common = [*MINIMAL, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.max_num_batched_tokens=8192"]
+    config = load_config([*common, theirs], world_size=None, check_paths=False)
+    assert config == load_config([*common, ours], world_size=None, check_paths=False)
+    assert config != load_config(common, world_size=None, check_paths=False) or "load_format" in ours or "null" in ours
+    assert any(theirs.partition("=")[0] in note for note in start_notes(config, [*common, theirs]))
+
+
+def test_bounds_of_engine_ratio_are_turned_round() -> None:
+    """verl bounds rollout/train from 0.5 to 4, which is train/rollout from 0.25 to 2."""
+    correction = "algorithm.rollout_correction"
+    argv = [*MINIMAL, f"{correction}.rollout_rs=token_k1", f"{correction}.rollout_rs_threshold=0.5_4.0"]
+    found = load_config(argv, world_size=None, check_paths=False).algorithm.rollout_correction
+    assert (found.rollout_rs, found.rollout_rs_threshold_lower, found.rollout_rs_threshold) == ("token", 0.25, 2.0)
+
+
+def test_arguments_of_vllm_may_stand_below_its_name() -> None:
+    kwargs = "actor_rollout_ref.rollout.engine_kwargs"
+    found = load_config([*MINIMAL, f"+{kwargs}.vllm.disable_log_stats=true"], world_size=None, check_paths=False)
+    assert found == load_config([*MINIMAL, f"+{kwargs}.disable_log_stats=true"], world_size=None, check_paths=False)
+
+
+def test_room_of_engine_must_suffice() -> None:
+    lengths = ("data.max_prompt_length=100", "data.max_response_length=200")
+    assert faults(*lengths, "actor_rollout_ref.rollout.max_model_len=300") == []
+    (fault,) = faults(*lengths, "actor_rollout_ref.rollout.max_model_len=299")
+    assert "= 300" in fault.message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--config-name=ppo_megatron_trainer"], ["--config-path=config", "-cn", "ppo_trainer.yaml"], ["hydra.run.dir=x"]],
+)
+def test_files_of_verl_are_no_files_of_ours(options: list[str]) -> None:
+    argv = [*MINIMAL, *options]
+    config = load_config(argv, world_size=None, check_paths=False)
+    assert config == load_config(MINIMAL, world_size=None, check_paths=False)
+    assert any(options[-1].partition("=")[0].lstrip("-")[:5] in note for note in start_notes(config, argv))
+
+
+def test_file_of_hydra_is_asked_for_as_argument() -> None:
+    (fault,) = faults("--config-name", "mine")
+    assert "megarl train mine.yaml" in fault.message
+
+
+def test_defaults_of_verl_are_reported() -> None:
+    config = load_config(MINIMAL, world_size=None, check_paths=False)
+    assert len(list(unwritten_keys(config, MINIMAL))) == 1
+    first, *_ = unwritten_keys(config, [*MINIMAL, "actor_rollout_ref.rollout.mode=async"])
+    assert "actor_rollout_ref.actor.entropy_coeff=0.001 (verl: 0)" in first
+    assert "algorithm.kl_ctrl.kl_coef=0.005 (verl: 0.001)" in first and "ppo_kl_coef" not in first
+    written = [*MINIMAL, "model_engine=megatron", *(f"{key}={shown(value)}" for key, value in DEFAULTS.items())]
+    assert not list(unwritten_keys(load_config(written, world_size=None, check_paths=False), written))
+
+
+def test_tables_name_keys_that_exist() -> None:
+    leaves = Schema.of(Config).leaves
+    assert DEFAULTS.keys() <= leaves.keys()
+    assert {key for row in FIXED for key in row.least} <= leaves.keys()
+    for row in RENAMES:
+        assert all(row.target(example(key)) in leaves or "{rest}" in row.to for key in row.keys), row.to
+    assert not [row for row in VALUES if not (row.refuses or row.becomes or row.most)]
 
 
 def test_fixed_key_is_accepted_in_supervised_runs() -> None:

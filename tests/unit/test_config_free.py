@@ -53,7 +53,7 @@ def faults(argv: list[str], *more: str) -> dict[str, str]:
         (f"{TRANSFORMER}.num_layers=[2]", "num_layers should be a valid integer"),
         (f"{ENGINE}.max_num_seq=3", "vLLM has no argument max_num_seq: did you mean max_num_seqs?"),
         (f"{ENGINE}.dtype=float32", "dtype follows from other keys"),
-        (f"{ENGINE}.vllm.enforce_eager=true", "vllm: the engine is vLLM, write its arguments without that name"),
+        (f"{ENGINE}.vllm.enforce_eager=true", "enforce_eager follows from other keys"),
         (f"{ENGINE}.enable_eplb=true", "enable_eplb changes the engine's weights"),
         (f"{OVERRIDE}.attention_dropout=0.1", "dropout in training is megatron.override_transformer_config"),
         (f"{OVERRIDE}.hidden_dropout=0.1", "dropout in training is megatron.override_transformer_config"),

@@ -67,32 +67,35 @@ def test_unfamiliar_key_is_reported_as_unknown() -> None:
 @pytest.mark.parametrize(
     ("argument", "equivalent"),
     [
-        (
-            "actor_rollout_ref.actor.fsdp_config.param_offload=True",
-            "actor_rollout_ref.actor.megatron.param_offload",
-        ),
-        ("actor_rollout_ref.ref.fsdp_config.param_offload=True", "actor_rollout_ref.ref.megatron.param_offload"),
-        ("critic.model.fsdp_config.optimizer_offload=True", "critic.megatron.optimizer_offload"),
-        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=8", "megatron.tensor_model_parallel_size"),
-        ("actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params=0", "actor_rollout_ref.actor.megatron"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "actor_rollout_ref.actor.megatron.sequence_"),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16", "actor_rollout_ref.actor.megatron.dtype"),
         ("actor_rollout_ref.actor.strategy=fsdp", "write megatron"),
         ("trainer.validation_data_dir=dumps", "write trainer.rollout_data_dir"),
-        ("critic.strategy=fsdp2", "critic.megatron.tensor_model_parallel_size"),
-        ("actor_rollout_ref.model.use_liger=True", "remove it"),
+        ("critic.strategy=other", "critic.megatron.tensor_model_parallel_size"),
         ("actor_rollout_ref.rollout.name=sglang", "write vllm"),
         ("actor_rollout_ref.rollout.name=hf", "write vllm"),
-        ("actor_rollout_ref.rollout.load_format=dummy_dtensor", "write dummy_megatron"),
-        ("actor_rollout_ref.actor.optim.clip_grad=1.0", "write actor_rollout_ref.actor.grad_clip"),
-        ("actor_rollout_ref.model.use_remove_padding=False", "always packed"),
-        ("critic.ppo_max_token_len_per_gpu=4096", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
-        ("trainer.ray_wait_register_center_timeout=300", "torchrun, mpirun or srun"),
         ("trainer.logger=[console,clearml]", "write wandb, mlflow"),
-        ("reward_model.reward_manager=dapo", "reward_model.weights"),
+        ("reward_model.reward_manager=limit", "reward_model.weights"),
     ],
 )
 def test_foreign_argument_is_answered_with_our_equivalent(argument: str, equivalent: str) -> None:
     assert equivalent in message_of(argument)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("lr", "did you mean actor_rollout_ref.actor.optim.lr?"),
+        ("weight_decay", "did you mean actor_rollout_ref.actor.optim.weight_decay?"),
+        ("policy.optimizer.kwargs.lr", "did you mean actor_rollout_ref.actor.optim.lr?"),
+        ("tensor_model_parallel_size", "nothing of this name"),
+        ("actor_rollout_ref.rollout.n_val", "val_kwargs.n, with val_kwargs.do_sample=true"),
+        ("actor_rollout_ref.rollout.val_temperature", "val_kwargs.temperature, with"),
+        ("some.manager.name", "nothing of this name"),
+        ("some.manager.enable", "nothing of this name"),
+    ],
+)
+def test_no_hint_changes_training(name: str, meant: str) -> None:
+    assert meant in message_of(f"{name}=3")
 
 
 @pytest.mark.parametrize(

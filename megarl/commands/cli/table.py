@@ -359,8 +359,23 @@ NEW = Command(
     example="megarl new boxes\nmegarl new stories --task countdown --model models/mine",
 )
 
+CONVERT = Command(
+    "convert",
+    click.Argument(["source"], metavar='SCRIPT.sh|CONFIG.yaml|"COMMAND LINE"'),
+    click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED, metavar="[VARIABLE=value ...] [ARGUMENT ...]"),
+    module="megarl.commands.convert.__main__",
+    section=STARTS,
+    text="Write a launch of another trainer as a configuration.\n\nReads the keys of verl and of its forks, and the "
+    "flags of TRL, OpenRLHF, slime and NeMo-RL. Expands the variables of a shell script without running it; further "
+    "words are its variables and its arguments. A comment tells each key that has another name, that was dropped, as "
+    "it changes nothing, or that is to be decided. Exit code 1: something is to be decided. Exit code 2: nothing could "
+    "be read.",
+    example="megarl convert run_qwen2-7b.sh > run.yaml\nmegarl convert run.sh MODEL_PATH=models/mine > run.yaml",
+    free=True,
+)
+
 COMMANDS = (
-    *(NEW, PREPARE),
+    *(NEW, CONVERT, PREPARE),
     *(TRAIN, SFT, TRAIN_REWARD),
     *(EVALUATE, EXPORT, CHAT, WATCH, REPORT, COMPARE),
     *(CONFIG, PLAN, VERIFY, DOCTOR),

@@ -1,0 +1,62 @@
+"""Write a launch of another trainer as a configuration: `megarl convert SCRIPT.sh|CONFIG.yaml|"COMMAND LINE"`."""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+from megarl.commands.cli.command import parse, print_error
+from megarl.commands.cli.table import CONVERT
+from megarl.commands.convert.launch import find_launch, read_source
+from megarl.commands.convert.translate import Converted, convert_file, convert_launch
+from megarl.commands.convert.write import to_text
+from megarl.config.layers import YAML
+from megarl.platform.errors import UserError
+from megarl.platform.secrets import guard_output
+from megarl.platform.terminal import visible
+
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+    """Write the configuration to standard output; return 1 if something is to be decided, 2 if there is no launch."""
+    typed = parse(CONVERT, argv)
+    try:
+        found, heading = convert(typed["source"], typed["arguments"])
+    except UserError as error:
+        print_error(error)
+        return 2
+    print(to_text(found, heading), end="")
+    renamed = sum(text.startswith("was ") for text in found.comments.values())
+    print(
+        f"{len(found.leaves)} keys, {renamed} of them under another name; {len(found.dropped)} dropped, as they change "
+        f"nothing here; {len(found.decisions)} to be decided",
+        file=sys.stderr,
+    )
+    return 1 if found.decisions else 0
+
+
+def convert(source: str, arguments: Sequence[str] = ()) -> tuple[Converted, str]:
+    """Return the configuration of a script, a file or a command line, and the heading of its file.
+
+    Raises:
+        UserError: the source cannot be read, or has no launch.
+    """
+    path = Path(source)
+    if path.suffix in YAML and " " not in source:
+        read_source(source)
+        return convert_file(path), f"megarl convert {path.name}"
+    variables = [(match[1], match[2]) for word in arguments if (match := _VARIABLE.fullmatch(word))]
+    others = [word for word in arguments if not _VARIABLE.fullmatch(word)]
+    launched = find_launch(read_source(source), others, variables)
+    name = path.name if path.is_file() else "a command line"
+    heading = f"megarl convert {name}: the launch of {launched.program} in line {launched.line}"
+    if launched.others:
+        heading += f"; there are {launched.others} further launches, with fewer keys"
+    return convert_launch(launched, base=path.parent), visible(heading)
+
+
+if __name__ == "__main__":
+    guard_output()
+    sys.exit(main())

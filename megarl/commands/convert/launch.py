@@ -1,0 +1,82 @@
+"""The launch of a training in a script: the program, and its arguments."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.commands.convert.expand import links
+from megarl.commands.convert.shell import Program, follow_script
+from megarl.platform.errors import UserError
+
+_KEY = re.compile(r"(?:\+{1,2}|~)?[A-Za-z_]\w*(?:\.[\w-]+)+=?.*", re.DOTALL)
+_FLAG = re.compile(r"--[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
+_LEAST_KEYS = 3  # of a launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """The words behind the program of a training."""
+
+    program: str
+    words: tuple[str, ...]
+    line: int
+    others: int  # further launches of the script
+    stray: tuple[str, ...]  # keys that stand outside of every command
+
+
+def find_launch(text: str, arguments: Sequence[str] = (), variables: Sequence[tuple[str, str]] = ()) -> Launched:
+    """Return the launch with the most keys.
+
+    Raises:
+        UserError: there is none, or the script cannot be read.
+    """
+    found: list[Launched] = []
+    stray: list[str] = []
+    for command in follow_script(text, arguments, variables):
+        if "=" in command.words[0] and _KEY.fullmatch(command.words[0]):
+            stray.extend(word for word in command.words if _KEY.fullmatch(word))
+        launched = _launched(command)
+        if launched:
+            found.append(launched)
+    if not found:
+        raise UserError("no command of the script has keys such as data.train_files=... or flags of a trainer")
+    best = max(found, key=lambda one: len(one.words))
+    return Launched(
+        program=best.program, words=best.words, line=best.line, others=len(found) - 1, stray=tuple(map(links, stray))
+    )
+
+
+def _launched(command: Program) -> Launched | None:
+    """Return a command as a launch, if it is one."""
+    words = command.words
+    for start, word in enumerate(words[:-1]):
+        is_module = start and words[start - 1] == "-m" and "." in word and word not in ("torch.distributed.run",)
+        is_script = (word.endswith(".py") or word == "trl") and "=" not in word
+        if (is_module and word not in ("sglang.launch_server", "pip", "accelerate.commands.launch")) or is_script:
+            return _enough(word, words[start + 1 :], command.line)
+    start = next((at for at, word in enumerate(words) if _KEY.fullmatch(word) and "=" in word), 0)
+    return _enough(words[max(start - 1, 0)], words[start:], command.line) if start else None
+
+
+def _enough(program: str, words: Sequence[str], line: int) -> Launched | None:
+    keys = sum(bool((_KEY.fullmatch(word) and "=" in word) or _FLAG.fullmatch(word)) for word in words)
+    if keys < _LEAST_KEYS:
+        return None
+    return Launched(program=program, words=tuple(filter(None, words)), line=line, others=0, stray=())
+
+
+def read_source(source: str) -> str:
+    """Return the text of a script, or a command line as a script.
+
+    Raises:
+        UserError: there is no such file, or it is no text.
+    """
+    path = Path(source)
+    if "\n" in source or " " in source.strip():
+        return source
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{shlex.quote(source)} cannot be read: {type(error).__name__}") from error

@@ -1,0 +1,297 @@
+"""The programs of a shell script, with their arguments. None of them is run.
+
+Variables, arrays, functions, loops and conditions on texts and numbers are followed. A condition on a file or on
+another program counts as not met. `exit` ends its branch alone, so that a check of the usage ends nothing.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from megarl.commands.convert.expand import UNKNOWN, Expander, Variable, matches, without_marks
+from megarl.commands.convert.shell_syntax import (
+    Assigned,
+    Branches,
+    Chain,
+    Choice,
+    Defined,
+    Negated,
+    Node,
+    Repeated,
+    Simple,
+    parse_script,
+)
+from megarl.platform.errors import UserError
+
+_MOST_COMMANDS = 20_000
+_MOST_CALLS = 40
+_DECLARES = ("export", "declare", "local", "typeset", "readonly")
+_NUMBERS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+_FILES = re.compile(r"-[a-eghkprstuwxGLNOS]")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+
+
+class Outcome(Enum):
+    """How a command ends; nobody knows of a program that was not run."""
+
+    MET = True
+    FAILED = False
+    UNKNOWN = None
+
+    @classmethod
+    def of(cls, is_met: bool) -> "Outcome":
+        """Return the status of a condition."""
+        return cls.MET if is_met else cls.FAILED
+
+
+_COMBINED = {"||": Outcome.MET, "-o": Outcome.MET, "&&": Outcome.FAILED, "-a": Outcome.FAILED}
+"""An operator between two conditions -> the outcome of one that decides."""
+
+
+class _BranchEnd(Exception):  # noqa: N818 - it is no error
+    """Ends the branch in which `exit`, `return`, `break` or `continue` stands."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that the script would run."""
+
+    line: int
+    words: tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class Shell:
+    """Follows a script."""
+
+    arguments: list[str]
+    variables: dict[str, Variable] = field(default_factory=dict)
+    functions: dict[str, Chain] = field(default_factory=dict)
+    commands: list[Program] = field(default_factory=list)
+    printed: list[str] | None = None  # of a command whose output a word takes
+    calls: int = 0
+    count: list[int] = field(default_factory=lambda: [0])  # of all commands, shared with those of a substitution
+
+    def follow(self, chain: Chain) -> Outcome:
+        """Follow commands; return how the last one ends."""
+        status = Outcome.MET
+        for operator, node in chain:
+            if operator == "&&" and (
+                status is Outcome.FAILED or (status is Outcome.UNKNOWN and self.printed is not None)
+            ):
+                continue
+            if operator == "|" and self.printed is not None:
+                self._pipe(node)
+                continue
+            if operator == "||" and (status is Outcome.MET or (status is Outcome.UNKNOWN and self.printed is None)):
+                continue
+            status = self._follow_one(node)
+        return status
+
+    def _follow_one(self, node: Node) -> Outcome:
+        self.count[0] += 1
+        if self.count[0] > _MOST_COMMANDS:
+            raise UserError("the script has too many commands, or a loop without an end")
+        match node:
+            case Simple():
+                return self._run(node)
+            case list():
+                return self.follow(node)
+            case Negated():
+                status = self._follow_one(node.command)
+                return Outcome.UNKNOWN if status is Outcome.UNKNOWN else Outcome.of(status is Outcome.FAILED)
+            case Defined():
+                self.functions[node.name] = node.body
+            case Branches():
+                return self._branch(node)
+            case Repeated():
+                words = [one for word in node.words for one in self._expander().fields(word)] if node.words else []
+                for word in words if node.words is not None else list(self.arguments):
+                    self.variables[node.name] = word
+                    self._body(node.body)
+            case Choice():
+                self._choose(node)
+        return Outcome.MET
+
+    def _body(self, chain: Chain) -> Outcome:
+        try:
+            return self.follow(chain)
+        except _BranchEnd:
+            return Outcome.MET
+
+    def _pipe(self, node: Node) -> None:
+        """Let a program change what was printed: the calculator is known, and no other one."""
+        is_sum = isinstance(node, Simple) and node.words[:1] == ["bc"] and self.printed
+        self.printed = [self._expander().arithmetic(self.printed[-1])] if is_sum and self.printed else [UNKNOWN]
+
+    def _branch(self, node: Branches) -> Outcome:
+        for condition, body in node.arms:
+            if self.follow(condition) is Outcome.MET:
+                return self._body(body)
+        return self._body(node.otherwise)
+
+    def _choose(self, node: Choice) -> None:
+        word = without_marks(self._expander().text(node.word))
+        for patterns, body in node.arms:
+            if UNKNOWN not in word and any(matches(word, self._expander().text(pattern)) for pattern in patterns):
+                self._body(body)
+                return
+
+    def _expander(self) -> Expander:
+        return Expander(self.variables, self.arguments, self._substitute)
+
+    def _substitute(self, text: str) -> str:
+        """Return what a command prints, if it only prints texts that are known."""
+        if self.calls > _MOST_CALLS:
+            raise UserError("a command of the script has its own output in it")
+        inner = Shell(
+            arguments=self.arguments,
+            variables=dict(self.variables),
+            functions=self.functions,
+            printed=[],
+            calls=self.calls + 1,
+            count=self.count,
+        )
+        inner._body(parse_script(text))
+        return "\n".join(inner.printed or []) if inner.printed else UNKNOWN
+
+    def _run(self, command: Simple) -> Outcome:
+        expander = self._expander()
+        if not command.words:
+            for one in command.assigned:
+                self._assign(one, expander)
+            return Outcome.MET
+        if command.words[0].startswith("(("):
+            return self._test_number(command.words[0][2:-2])
+        if command.words[0] == "[[":
+            return self._test([self._operand(word) for word in command.words[1:-1]])
+        words = [one for word in command.words for one in expander.fields(word)]
+        if command.words[0] in _DECLARES:
+            for one in command.assigned:
+                self._assign(one, expander)
+            for word in words[1:]:
+                match = _ASSIGNMENT.fullmatch(word)
+                if match:
+                    self.variables[match[1]] = match[3]
+            return Outcome.MET
+        return self._call(words, command.line) if words else Outcome.MET
+
+    def _assign(self, one: Assigned, expander: Expander) -> None:
+        old = self.variables.get(one.name)
+        if one.is_array or (one.append and isinstance(old, list)):
+            items = [item for word in one.words for item in expander.fields(word)]
+            before = (old if isinstance(old, list) else [old] if old else []) if one.append else []
+            self.variables[one.name] = [*before, *items]
+        else:
+            before_text = old if one.append and isinstance(old, str) else ""
+            self.variables[one.name] = before_text + expander.text(one.words[0])
+
+    def _call(self, words: list[str], line: int) -> Outcome:
+        """Follow a builtin or a function, or record a program."""
+        name, *rest = words
+        if name in self.functions:
+            return self._call_function(name, rest)
+        match name:
+            case "exit" | "return" | "break" | "continue" | "exec" if name != "exec" or not rest:
+                raise _BranchEnd
+            case "[" | "test":
+                return self._test(rest[:-1] if name == "[" else rest)
+            case "true" | ":" | "set" | "shopt" | "trap" | "wait" | "cd" | "ulimit" | "umask":
+                if rest[:1] == ["--"] and name == "set":
+                    self.arguments[:] = rest[1:]
+            case "false":
+                return Outcome.FAILED
+            case "shift":
+                count = int(rest[0]) if rest and rest[0].isdigit() else 1
+                del self.arguments[:count]
+            case "unset":
+                for one in rest:
+                    self.variables.pop(one, None)
+            case "eval" | "exec" | "time":
+                return self.follow(parse_script(" ".join(rest))) if name == "eval" else self._call(rest, line)
+            case _:
+                return self._record(name, rest, line)
+        return Outcome.MET
+
+    def _call_function(self, name: str, rest: list[str]) -> Outcome:
+        if self.calls > _MOST_CALLS:
+            raise UserError(f"the script's function {name} calls itself")
+        outer = list(self.arguments)
+        self.arguments[:] = rest
+        self.calls += 1
+        try:
+            return self._body(self.functions[name])
+        finally:
+            self.calls -= 1
+            self.arguments[:] = outer
+
+    def _record(self, name: str, rest: Sequence[str], line: int) -> Outcome:
+        if self.printed is None or name not in ("echo", "basename", "dirname"):
+            self.commands.append(Program(line, (name, *rest)))
+            return Outcome.MET if name in ("echo", "printf") else Outcome.UNKNOWN
+        words = [word for word in rest if not word.startswith("-")]
+        last = words[0].rstrip("/") if words else ""
+        match name:
+            case "echo":
+                self.printed.append(" ".join(words))
+            case "basename":
+                self.printed.append(last.rpartition("/")[2].removesuffix(words[1] if len(words) > 1 else "\0"))
+            case _:
+                self.printed.append(last.rpartition("/")[0] or ".")
+        return Outcome.MET
+
+    def _operand(self, word: str) -> str:
+        return self._expander().text(word)
+
+    def _test(self, words: list[str]) -> Outcome:
+        """Return whether a condition of `[` or `[[` holds."""
+        for operator, stops in _COMBINED.items():
+            if operator in words[1:]:
+                at = words.index(operator, 1)
+                first, second = self._test(words[:at]), self._test(words[at + 1 :])
+                if stops in (first, second):
+                    return stops
+                return Outcome.UNKNOWN if Outcome.UNKNOWN in (first, second) else first
+        if words[:1] == ["!"]:
+            status = self._test(words[1:])
+            return Outcome.UNKNOWN if status is Outcome.UNKNOWN else Outcome.of(status is Outcome.FAILED)
+        words = [word for word in words if word not in ("(", ")", "\n")]
+        if any(UNKNOWN in word for word in words) or (len(words) == 2 and _FILES.fullmatch(words[0])):
+            return Outcome.UNKNOWN
+        return self._compare([without_marks(word) for word in words])
+
+    def _compare(self, words: list[str]) -> Outcome:
+        match words:
+            case ["-z", word]:
+                return Outcome.of(not word)
+            case ["-n", word] | [word]:
+                return Outcome.of(bool(word))
+            case ["-v", name]:
+                return Outcome.of(name in self.variables)
+            case [left, "=" | "==", right]:
+                return Outcome.of(matches(left, right))
+            case [left, "!=", right]:
+                return Outcome.of(not matches(left, right))
+            case [left, sign, right] if sign in _NUMBERS:
+                return self._test_number(f"{left or 0} {_NUMBERS[sign]} {right or 0}")
+        return Outcome.UNKNOWN
+
+    def _test_number(self, expression: str) -> Outcome:
+        value = self._expander().arithmetic(expression)
+        return Outcome.UNKNOWN if value == UNKNOWN else Outcome.of(value != "0")
+
+
+def follow_script(text: str, arguments: Sequence[str] = (), variables: Sequence[tuple[str, str]] = ()) -> list[Program]:
+    """Return the programs that a script would run with `arguments` and `variables`, in their order.
+
+    Raises:
+        UserError: the text cannot be read as a script.
+    """
+    plain = re.sub("[\ue000-\ue00f]", "", text.replace("\r\n", "\n"))
+    shell = Shell(arguments=list(arguments), variables=dict(variables))
+    try:
+        shell._body(parse_script(plain))
+    except RecursionError as error:
+        raise UserError("its commands are nested too deeply") from error
+    return shell.commands

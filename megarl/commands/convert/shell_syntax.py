@@ -1,0 +1,394 @@
+"""The syntax of shell scripts: a text becomes a tree of commands. Nothing is run, and no word is expanded yet."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megarl.platform.errors import UserError
+
+_OPERATOR = re.compile(r"&&|\|\||;;&?|\n|[;&|()]")
+_REDIRECT = re.compile(r"\d*(?:<<<|<<-?|>>|>&|<&|&>>?|>\||<>|>|<)")
+_ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\[[^\]]*\])?(?P<append>\+?)=")
+_BLANKS = " \t\r"
+_ENDS = _BLANKS + "\n;&|()<>"
+_CLOSING = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac", "{": "}", "(": ")"}
+
+
+@dataclass(frozen=True)
+class Token:
+    """A word, an operator or an array, with its line."""
+
+    kind: Literal["word", "operator", "redirect", "array"]
+    text: str
+    line: int
+    items: tuple[str, ...] = ()  # of an array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assigned:
+    """`NAME=word`, `NAME+=word`, or the same with an array."""
+
+    name: str
+    append: bool
+    words: tuple[str, ...]
+    is_array: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simple:
+    """A command of words, or assignments alone."""
+
+    line: int
+    assigned: list[Assigned] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """`if`, `elif` and `else`, or `while`: conditions and their bodies."""
+
+    arms: list[tuple["Chain", "Chain"]]
+    otherwise: "Chain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """`for NAME in words`."""
+
+    name: str
+    words: list[str] | None  # None: the arguments
+    body: "Chain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """`case word in patterns) ...`."""
+
+    word: str
+    arms: list[tuple[list[str], "Chain"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defined:
+    """A function."""
+
+    name: str
+    body: "Chain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Negated:
+    """`! command`."""
+
+    command: "Node"
+
+
+Node = Simple | Branches | Repeated | Choice | Defined | Negated | list[tuple[str, "Node"]]
+"""A command."""
+Chain = list[tuple[str, Node]]
+"""Commands, each after the operator before it: `&&`, `||`, `|`, or `;` for all others."""
+
+
+def past(text: str, start: int) -> int:
+    """Return the index behind the quoting or expansion that begins at `start`."""
+    first = text[start]
+    if first == "\\":
+        return start + 2
+    if first == "'" or text.startswith("$'", start):
+        end = text.find("'", start + 1 + (first == "$"))
+        return _found(end) + 1
+    if first in '"`':
+        return _past_pair(text, start + 1, "", first)
+    for opening, closing in (("$(", ")"), ("${", "}")):
+        if text.startswith(opening, start):
+            return _past_pair(text, start + 2, opening[1], closing)
+    return start + 1
+
+
+def _past_pair(text: str, start: int, opening: str, closing: str) -> int:
+    """Return the index behind the `closing` that belongs to an opening before `start`."""
+    depth = 1
+    index = start
+    while index < len(text):
+        one = text[index]
+        if one == closing:
+            depth -= 1
+            if not depth:
+                return index + 1
+        elif one == opening:
+            depth += 1
+        quotes = "\\$`" if closing == '"' else "\\" if closing == "`" else "\\$`'\""
+        index = past(text, index) if one in quotes else index + 1
+    return _found(-1)
+
+
+def _found(index: int) -> int:
+    if index < 0:
+        raise UserError("a quote or a bracket is never closed")
+    return index
+
+
+class _Lexer:
+    """Cuts a text into tokens."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.index = 0
+        self.line = 1
+        self.waiting: list[str] = []  # delimiters of here-documents
+
+    def tokens(self) -> Iterator[Token]:
+        while self._skip_blanks():
+            yield self._next()
+
+    def _skip_blanks(self) -> bool:
+        """Move to the next token; return whether there is one."""
+        text = self.text
+        while self.index < len(text):
+            if text[self.index] in _BLANKS:
+                self._move(self.index + 1)
+            elif text.startswith("\\\n", self.index):
+                self._move(self.index + 2)
+            elif text[self.index] == "#":
+                end = text.find("\n", self.index)
+                self._move(end if end >= 0 else len(text))
+            else:
+                return True
+        return False
+
+    def _move(self, index: int) -> None:
+        self.line += self.text.count("\n", self.index, index)
+        self.index = index
+
+    def _next(self) -> Token:
+        line = self.line
+        text = self.text
+        if text.startswith("((", self.index):
+            end = _past_pair(text, self.index + 1, "(", ")")
+            return self._token("word", end, line)
+        redirect = _REDIRECT.match(text, self.index)
+        if redirect:
+            token = self._token("redirect", redirect.end(), line)
+            if re.fullmatch(r"\d*<<-?", token.text):
+                self._skip_blanks()
+                start = self.index
+                self._move(self._word_end())
+                self.waiting.append(re.sub(r"['\"\\]", "", text[start : self.index]))
+            return token
+        operator = _OPERATOR.match(text, self.index)
+        if operator:
+            token = self._token("operator", operator.end(), line)
+            if token.text == "\n":
+                self._skip_documents()
+            return token
+        assigned = _ASSIGNED.match(text, self.index)
+        if assigned and text.startswith("(", assigned.end()):
+            self._move(assigned.end() + 1)
+            return Token("array", assigned[0], line, tuple(self._items()))
+        return self._token("word", self._word_end(), line)
+
+    def _token(self, kind: Literal["word", "operator", "redirect"], end: int, line: int) -> Token:
+        token = Token(kind, self.text[self.index : end], line)
+        self._move(end)
+        return token
+
+    def _word_end(self) -> int:
+        index = self.index
+        while index < len(self.text) and self.text[index] not in _ENDS:
+            index = past(self.text, index) if self.text[index] in "\\$`'\"" else index + 1
+        return min(max(index, self.index + 1), len(self.text))
+
+    def _items(self) -> Iterator[str]:
+        """Yield the words of an array."""
+        while self._skip_blanks():
+            if self.text[self.index] == "\n":
+                self._move(self.index + 1)
+            elif self.text[self.index] == ")":
+                self._move(self.index + 1)
+                return
+            else:
+                start = self.index
+                self._move(self._word_end())
+                yield self.text[start : self.index]
+        _found(-1)
+
+    def _skip_documents(self) -> None:
+        for delimiter in self.waiting:
+            while self.index < len(self.text):
+                end = self.text.find("\n", self.index)
+                end = end if end >= 0 else len(self.text)
+                row = self.text[self.index : end]
+                self._move(min(end + 1, len(self.text)))
+                if row.strip() == delimiter:
+                    break
+        self.waiting.clear()
+
+
+class _CommandParser:
+    """Makes commands of tokens."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self.tokens = tokens
+        self.index = 0
+
+    def chain(self, *ends: str) -> Chain:
+        """Return the commands before one of the words `ends`, which is read too; at the end of the text without one."""
+        commands: Chain = []
+        operator = ";"
+        while self.index < len(self.tokens):
+            token = self.tokens[self.index]
+            if token.text in ends and token.kind != "array":
+                return commands
+            if token.kind == "operator" and token.text not in "()":
+                operator = token.text if token.text in ("&&", "||", "|") else ";"
+                if token.text == "\n" and commands and self.index and self.tokens[self.index - 1].text in ("&&", "||"):
+                    operator = self.tokens[self.index - 1].text
+                self.index += 1
+                continue
+            commands.append((operator, self.command()))
+            operator = ";"
+        if ends:
+            raise UserError(f"{' or '.join(ends)} is missing")
+        return commands
+
+    def command(self) -> Node:
+        """Return the next command."""
+        token = self.tokens[self.index]
+        self.index += 1
+        makers: dict[str, Callable[[], Node]] = {
+            "if": self._if,
+            "for": self._for,
+            "while": self._while,
+            "until": self._while,
+            "case": self._case,
+        }
+        if token.kind == "word" and token.text in makers:
+            return makers[token.text]()
+        if token.text in ("{", "(") and token.kind in ("word", "operator"):
+            return self._until(_CLOSING[token.text])
+        if token.kind == "word" and token.text == "!":
+            return Negated(command=self.command())
+        if token.kind == "word" and token.text == "function":
+            name = self._take()
+            return self._function(name)
+        if token.kind == "word" and self._peek("(") and self._peek(")", 1):
+            return self._function(token.text)
+        self.index -= 1
+        return self._simple()
+
+    def _peek(self, text: str, ahead: int = 0) -> bool:
+        index = self.index + ahead
+        return index < len(self.tokens) and self.tokens[index].text == text
+
+    def _take(self) -> str:
+        if self.index >= len(self.tokens):
+            raise UserError("the script ends within a command")
+        self.index += 1
+        return self.tokens[self.index - 1].text
+
+    def _until(self, end: str) -> Chain:
+        commands = self.chain(end)
+        self._take()
+        return commands
+
+    def _function(self, name: str) -> Defined:
+        while self._peek("(") or self._peek(")") or self._peek("\n"):
+            self._take()
+        body = self.command()
+        return Defined(name=name, body=body if isinstance(body, list) else [(";", body)])
+
+    def _if(self) -> Branches:
+        arms: list[tuple[Chain, Chain]] = []
+        otherwise: Chain = []
+        while True:
+            condition = self._until("then")
+            arms.append((condition, self.chain("elif", "else", "fi")))
+            word = self._take()
+            if word == "else":
+                otherwise = self._until("fi")
+            if word != "elif":
+                return Branches(arms=arms, otherwise=otherwise)
+
+    def _while(self) -> Branches:
+        condition = self._until("do")
+        return Branches(arms=[(condition, self._until("done"))], otherwise=[])
+
+    def _for(self) -> Repeated:
+        name = self._take()
+        words: list[str] | None = None
+        if self._peek("in"):
+            self._take()
+            words = []
+            while not (self._peek("\n") or self._peek(";")):
+                words.append(self._take())
+        while not self._peek("do"):
+            self._take()
+        self._take()
+        return Repeated(name=name, words=words, body=self._until("done"))
+
+    def _case(self) -> Choice:
+        word = self._take()
+        while not self._peek("in"):
+            self._take()
+        self._take()
+        arms: list[tuple[list[str], Chain]] = []
+        while True:
+            while self._peek("\n") or self._peek(";"):
+                self._take()
+            if self._peek("esac"):
+                self._take()
+                return Choice(word=word, arms=arms)
+            patterns = []
+            while not self._peek(")"):
+                patterns.append(self._take())
+            self._take()
+            body = self.chain(";;", ";;&", "esac")
+            arms.append(([pattern for pattern in patterns if pattern not in "|("], body))
+            if not self._peek("esac"):
+                self._take()
+
+    def _simple(self) -> Simple:
+        command = Simple(line=self.tokens[self.index].line)
+        conditional = False  # within [[ ]], whose operators are words
+        while self.index < len(self.tokens):
+            token = self.tokens[self.index]
+            if token.kind == "operator" and not conditional:
+                break
+            self.index += 1
+            if token.kind == "redirect" and not conditional:
+                self._skip_target(token.text)
+            elif token.kind == "array":
+                command.assigned.append(_assignment(token.text, token.items, is_array=True))
+            elif not command.words and token.kind == "word" and _ASSIGNED.match(token.text):
+                match = _ASSIGNED.match(token.text)
+                assert match
+                command.assigned.append(_assignment(match[0], (token.text[match.end() :],), is_array=False))
+            else:
+                conditional = (conditional or (not command.words and token.text == "[[")) and token.text != "]]"
+                command.words.append(token.text)
+        if not command.words and not command.assigned and self.index < len(self.tokens):
+            self.index += self.tokens[self.index].text == ")"  # of nothing
+        return command
+
+    def _skip_target(self, redirect: str) -> None:
+        if not re.fullmatch(r"\d*<<-?", redirect) and self.index < len(self.tokens):
+            self.index += self.tokens[self.index].kind == "word"
+
+
+def _assignment(target: str, words: tuple[str, ...], *, is_array: bool) -> Assigned:
+    match = _ASSIGNED.match(target)
+    assert match
+    return Assigned(name=match["name"], append=bool(match["append"]), words=words, is_array=is_array)
+
+
+def parse_script(text: str) -> Chain:
+    """Return the commands of a script.
+
+    Raises:
+        UserError: it is no shell script, as far as can be told without a shell.
+    """
+    try:
+        return _CommandParser(list(_Lexer(text).tokens())).chain()
+    except RecursionError as error:
+        raise UserError("its commands are nested too deeply") from error

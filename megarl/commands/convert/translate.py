@@ -1,0 +1,147 @@
+"""The keys of a launch in the names of megarl, with what became of each of them."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.commands.convert.expand import UNKNOWN, links, unset_names
+from megarl.commands.convert.flags import Flags, words_of
+from megarl.commands.convert.launch import Launched
+from megarl.config.foreign import Remark
+from megarl.config.layers import UNREADABLE, YAML, Layer, joined, read_layers, recognise
+from megarl.config.links import parse
+from megarl.config.load import merged, try_layer
+from megarl.config.report import other_defaults
+from megarl.config.root import Config
+from megarl.config.schema import Schema, nest
+
+_ENVIRONMENT = "cannot be resolved: there is no variable"
+_OPTION = re.compile(r"--config-(name|path|dir)=(.*)", re.DOTALL)
+
+
+@dataclass(kw_only=True)
+class Converted:
+    """A configuration, and the comments on it."""
+
+    leaves: dict[str, Any] = field(default_factory=dict)  # by dotted key
+    comments: dict[str, str] = field(default_factory=dict)  # by key of `leaves`
+    dropped: dict[str, str] = field(default_factory=dict)  # a written key with its value -> why it changes nothing
+    decisions: dict[str, str] = field(default_factory=dict)  # a key with its value -> what there is to decide
+
+    def keep(self, leaves: Mapping[str, Any], remarks: Sequence[Remark]) -> None:
+        """Add keys of megarl, which override those before, and what is said about them."""
+        for key, value in leaves.items():
+            self.leaves[key] = merged(self.leaves.get(key), value)
+        for remark in remarks:
+            if remark.key:
+                was = f"was {remark.written}" if remark.written != remark.key else ""
+                told = (self.comments.get(remark.key), was, remark.why)
+                self.comments[remark.key] = "; ".join(dict.fromkeys(filter(None, told)))
+            else:
+                self.dropped[f"{remark.written}={remark.value}"] = remark.why
+
+
+def convert_launch(launched: Launched, *, base: Path) -> Converted:
+    """Return the configuration of a launch; the files of Hydra are searched in the directory `base`."""
+    flags = Flags.of(launched)
+    if flags:
+        found = Converted()
+        flags.fill(found, launched.words)
+    else:
+        found = convert_words(launched.words, base=base)
+    for word in launched.stray:
+        found.decisions[word] = "stands outside of the command: a comment or a blank after a backslash ends it"
+    _settle(found, adds_defaults=not flags)
+    return found
+
+
+def convert_file(path: Path) -> Converted:
+    """Return the configuration of a YAML file."""
+    try:
+        tree = parse(path.read_text(encoding="utf-8"))
+    except (*UNREADABLE, OSError):
+        tree = None  # the reading of layers reports it
+    flags = Flags.of_file(tree) if isinstance(tree, dict) else None
+    if flags and isinstance(tree, dict):
+        found = Converted()
+        flags.fill(found, words_of(tree))
+    else:
+        found = convert_words([str(path)], base=path.parent)
+    _settle(found, adds_defaults=not flags)
+    return found
+
+
+def convert_words(words: Sequence[str], *, base: Path) -> Converted:
+    """Return the keys of files and of arguments such as Hydra reads."""
+    found = Converted()
+    schema = Schema.of(Config)
+    readable = []
+    for word in joined(words):
+        key, _, value = word.partition("=")
+        if UNKNOWN in word:
+            found.decisions[word.replace(UNKNOWN, "$(...)")] = "only the script can tell the value: write it"
+        elif word.startswith("~"):
+            found.decisions[word] = "removes a default of Hydra, and megarl has others"
+        elif "=" not in word and not word.endswith(YAML) and not word.startswith("--config-"):
+            found.decisions[word] = "is neither a file nor a.b.c=value"
+        else:
+            readable.append(f"{key}={links(value)}" if "=" in word else word)
+            for name in unset_names(value):
+                found.comments[key.lstrip("+")] = f"the script takes {name} from the environment"
+    environment = dict(found.comments)
+    layers, faults = read_layers(list(_with_files(readable, base)))
+    for fault in faults:
+        found.decisions[fault.path] = fault.message
+    for layer in layers:
+        recognised = recognise(layer, schema, converting=True)
+        found.keep(recognised.leaves, recognised.remarks)
+        for fault in recognised.faults:
+            found.decisions[f"{fault.path}={_at(layer.tree, fault.path)}"] = fault.message
+    found.comments.update({key: text for key, text in environment.items() if key in found.leaves})
+    return found
+
+
+def _with_files(words: Sequence[str], base: Path) -> Iterator[str]:
+    """Yield the words; the file that Hydra's options name comes first, if it is there."""
+    options = {match[1]: match[2] for word in words if (match := _OPTION.fullmatch(word))}
+    folder = options.get("path") or options.get("dir") or "."
+    name = f"{options.get('name', '').removesuffix('.yaml')}.yaml"
+    own = next((path for path in (base / folder / name, Path(folder) / name) if path.is_file()), None)
+    if own:
+        yield str(own)
+    yield from (word for word in words if not (own and _OPTION.fullmatch(word)))
+
+
+def _settle(found: Converted, *, adds_defaults: bool) -> None:
+    """Take out values of wrong types, add the defaults of verl that train differently, and list what does not fit."""
+    for _ in range(2):  # a key that was taken out may leave another without a value
+        config, faults, broken = try_layer(Layer(origin="", tree=nest(found.leaves)))
+        faults = [fault for fault in faults if not fault.message.startswith(_ENVIRONMENT)]
+        for fault in faults:
+            key = next((key for key in found.leaves if fault.path in (key, *_parents(key))), None)
+            value = f"={found.leaves.pop(key)}" if key else ""
+            found.decisions[f"{fault.path}{value}"] = fault.message
+        if not faults:
+            break
+    if adds_defaults:
+        for key, (ours, theirs) in other_defaults(config, found.leaves).items():
+            found.leaves[key] = theirs
+            found.comments[key] = f"verl's default; megarl's is {ours}"
+        config, faults, broken = try_layer(Layer(origin="", tree=nest(found.leaves)))
+    for fault in broken:
+        found.decisions.setdefault(fault.path, fault.message)
+
+
+def _parents(key: str) -> Iterator[str]:
+    parts = key.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts)))
+
+
+def _at(tree: Mapping[str, Any], path: str) -> object:
+    """Return the value at a dotted path of a tree."""
+    node: Any = tree
+    for part in path.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node

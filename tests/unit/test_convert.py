@@ -1,0 +1,256 @@
+"""`megarl convert`: scripts are expanded without being run, and each of their keys is in the file or in a comment."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.commands.convert.__main__ import convert, main
+from megarl.commands.convert.expand import UNKNOWN, Expander, links
+from megarl.commands.convert.flags import Flags
+from megarl.commands.convert.launch import find_launch
+from megarl.commands.convert.shell import follow_script
+from megarl.commands.convert.write import to_text
+from megarl.config.root import Config
+from megarl.config.schema import Schema
+from megarl.platform.errors import UserError
+
+RUN = "python3 -m verl.trainer.main_ppo"
+KEYS = "data.train_files=a.parquet actor_rollout_ref.model.path=org/m critic.model.path=org/m"
+
+
+def words(script: str, *arguments: str) -> list[str]:
+    """Return the words behind `run`, the only program of a script."""
+    (command,) = [one for one in follow_script(script, arguments) if one.words[0] == "run"]
+    return list(command.words[1:])
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("A=1\nrun x=$A y=${A}2", ["x=1", "y=12"]),
+        ("run ${B:-4} ${B-5} ${B:+6} ${C:=7} $C", ["4", "5", "7", "7"]),
+        ('A=(a "b c")\nA+=(d)\nrun "${A[@]}" ${#A[@]} ${A[1]} "${A[*]}"', ["a", "b c", "d", "3", "b", "c", "a b c d"]),
+        ("A='x y'\nrun $A \"$A\" '$A'", ["x", "y", "x y", "$A"]),
+        ("run a \\\n  b \\\n  c", ["a", "b", "c"]),
+        ("run a \\\n  # b \\\n  c", ["a"]),
+        ('run "$@"', ["p", "q"]),
+        ("run $1 ${2:-z} $#", ["p", "q", "2"]),
+        ("N=4\nrun $((N * 2 + 1)) $(( N > 3 )) $((2 ** 10))", ["9", "1", "1024"]),
+        ("P=/a/b.t.z\nrun ${P##*/} ${P%.*} ${P%%.*} ${P/b/c}", ["b.t.z", "/a/b.t", "/a/b", "/a/c.t.z"]),
+        ("if [ $# -lt 3 ]; then exit 1; fi\nrun a", ["a"]),
+        ('if [ "$X" = b ]; then A=1; elif [[ $# == 2 && -z $X ]]; then A=2; else A=3; fi\nrun $A', ["2"]),
+        ("if [ -f /etc/passwd ]; then A=1; else A=2; fi\nrun $A", ["2"]),
+        ('case "${D:-gpu}" in npu) A=1;; gpu|cpu) A=2;; *) A=3;; esac\nrun $A', ["2"]),
+        ("D=$(python3 -c 'import x' 2>/dev/null && echo npu || echo gpu)\nrun $D", ["gpu"]),
+        ("A=''\nfor x in 1 2 3; do A=\"$A$x\"; done\nrun $A", ["123"]),
+        ("f() { A=$1; }\nf 7\nrun $A", ["7"]),
+        ("export A=3 B\ndeclare -i C=4\nrun $A $C", ["3", "4"]),
+        ("cat <<EOF > file\nrun wrong\nEOF\nrun right | tee log 2>&1", ["right"]),
+        ('CMD="run a b"\neval $CMD', ["a", "b"]),
+        ("run trainer.logger=['console','wandb'] x=\\\"none\\\"", ["trainer.logger=[console,wandb]", 'x="none"']),
+        ("run $(dirname /a/b/c.sh) $(basename /a/b.sh .sh) $(echo \"2*3\" | bc)", ["/a/b", "b", "6"]),
+        ("{ run a; } && :", ["a"]),
+        ("cd /x && run a || exit 1", ["a"]),
+    ],
+)  # fmt: skip
+def test_words_are_those_of_a_shell(script: str, expected: list[str]) -> None:
+    assert words(script, "p", "q") == expected
+
+
+def test_what_only_a_shell_knows_is_marked() -> None:
+    environment, program = words("run $HOME/data $(date +%s)")
+    assert links(environment) == "${oc.env:HOME}/data" and program == UNKNOWN
+
+
+def test_no_command_of_a_script_is_run(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f'touch {victim}\nA=$(touch {victim})\neval "touch {victim}"\n`touch {victim}`\n{RUN} {KEYS} x.y=$A\n'
+    )
+    assert main([str(script)]) == 1
+    assert not victim.exists()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "A=xxxxxxxxxx\n" + "A=$A$A\n" * 40 + "run $A",
+        "f() { f; }\nf",
+        "A=" + "$(" * 5000,
+        "(" * 5000,
+        "for a in 1 2 3 4 5 6 7 8 9 0; do " * 6 + "x; " + "done; " * 6,
+        "echo 'open",
+        "run ${A:-$((9**9**9**9))}",
+    ],
+)
+def test_hostile_script_ends_soon(script: str) -> None:
+    try:
+        follow_script(script)
+    except UserError as error:
+        assert str(error)
+
+
+def test_arithmetic_is_of_numbers_alone() -> None:
+    expander = Expander({"A": "__import__('os').system('x')"}, [], lambda text: "")
+    assert expander.arithmetic("A + 1") == UNKNOWN
+    assert expander.arithmetic("(lambda: 1)()") == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{RUN} {KEYS}",
+        f"PYTHONUNBUFFERED=1 nohup {RUN} --config-name=ppo_trainer {KEYS} > log 2>&1 &",
+        f"ray job submit --address=x --runtime-env=e.yaml -- {RUN} {KEYS}",
+        f"torchrun --nproc_per_node=2 -m verl.trainer.main_ppo {KEYS}",
+        f'L=(uv run python3)\n"${{L[@]}}" -m verl.trainer.main_ppo {KEYS}',
+        f"x=1\nsrun main_ppo {KEYS}",
+    ],
+)
+def test_launch_is_found_behind_its_launcher(command: str) -> None:
+    assert set(KEYS.split()) <= set(find_launch(command).words)
+
+
+def test_launch_with_most_keys_is_taken() -> None:
+    found = find_launch(f"{RUN} a.b=1 a.c=2 a.d=3\n{RUN} {KEYS} trainer.nnodes=2")
+    assert "trainer.nnodes=2" in found.words and found.others == 1
+    with pytest.raises(UserError, match="no command of the script has keys"):
+        find_launch("echo nothing")
+
+
+SCRIPT = f"""
+MODEL=${{MODEL:-org/m}}
+{RUN} --config-path=./config --config-name='ppo_megatron_trainer' \\
+    data.train_files="['$HOME/a.parquet', '$HOME/b.parquet']" \\
+    actor_rollout_ref.model.path=$MODEL critic.model.path=$MODEL \\
+    +actor_rollout_ref.actor.fsdp_config.param_offload=True \\
+    ++actor_rollout_ref.rollout.mode=async \\
+    ~trainer.nothing \\
+    algorithm.adv_estimator=gae algorithm.use_kl_in_reward=False \\
+    actor_rollout_ref.model.lora_rank=8 \\
+    trainer.experiment_name=run-$(date +%s) \\
+    trainer.project_name='a # b' $@
+"""
+
+
+def test_every_key_is_in_file_or_comment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT)
+    assert main([str(script), "MODEL=mine", "trainer.nnodes=2"]) == 1
+    text, told = capsys.readouterr()
+    tree = yaml.safe_load(text)
+    assert tree["actor_rollout_ref"]["model"]["path"] == "mine" and tree["trainer"]["nnodes"] == 2
+    assert tree["data"]["train_files"] == ["${oc.env:HOME}/a.parquet", "${oc.env:HOME}/b.parquet"]
+    assert tree["trainer"]["project_name"] == "a" and "experiment_name" not in tree["trainer"]
+    assert tree["actor_rollout_ref"]["actor"]["megatron"]["param_offload"] is True
+    assert tree["actor_rollout_ref"]["actor"]["shuffle"] is False and "# verl's default" in text
+    comments = [line for line in text.splitlines() if line.lstrip().startswith("#")]
+    for key in ("lora_rank=8", "~trainer.nothing", "experiment_name=run-$(...)", "rollout.mode=async", "config-name"):
+        assert any(key in line for line in comments), key
+    assert any(line.strip() == "# was actor_rollout_ref.actor.fsdp_config.param_offload" for line in comments)
+    assert "3 to be decided" in told
+
+
+def test_nothing_to_decide_is_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{RUN} {KEYS}"]) == 0
+    assert main(["/nonexistent/run.sh"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_file_of_hydra_is_read_beside_the_script(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\nhydra: {searchpath: [x]}\ndata: {train_batch_size: 8}\n"
+    )
+    script = tmp_path / "run.sh"
+    script.write_text(f"{RUN} --config-path=config --config-name mine {KEYS} data.seed=3\n")
+    found, _ = convert(str(script))
+    assert found.leaves["data.train_batch_size"] == 8 and found.leaves["data.seed"] == 3
+    assert any(key.startswith("hydra.searchpath") for key in found.dropped)
+
+
+def test_yaml_file_is_converted(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("data: {train_files: a, trust_remote_code: true}\nactor_rollout_ref: {model: {path: org/m}}\n")
+    found, _ = convert(str(file))
+    assert found.leaves["data.train_files"] == "a" and "data.trust_remote_code=True" in found.dropped
+
+
+def test_keys_outside_of_the_command_are_told() -> None:
+    found, _ = convert(f"{RUN} {KEYS} \\\n  # trainer.nnodes=1 \\\n  trainer.total_epochs=2")
+    assert "trainer.total_epochs=2" in found.decisions and "trainer.total_epochs" not in found.leaves
+
+
+def test_text_of_a_script_cannot_break_the_file() -> None:
+    found, _ = convert(f"{RUN} {KEYS} 'trainer.project_name=\x1b[31mred\nx: 1' $'trainer.unheard=\x1b]0;t\x07'")
+    text = to_text(found, "a\nb: 1")
+    assert "\x1b" not in text and "\x07" not in text
+    assert set(yaml.safe_load(text)) <= {"data", "actor_rollout_ref", "critic", "algorithm", "trainer"}
+
+
+@pytest.mark.parametrize(
+    ("command", "leaves", "decisions"),
+    [
+        (
+            "trl grpo --model_name_or_path org/m --learning_rate 2e-6 --num_generations=4"
+            " --per_device_train_batch_size 8 --beta 0.1 --bf16 --strange",
+            {"model.path": "org/m", "actor.optim.lr": 2e-6, "rollout.n": 4, "actor.optim.weight_decay": 0.0},
+            ("per_device_train_batch_size=8", "beta=0.1", "strange=true"),
+        ),
+        (
+            "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --pretrain org/m --actor.adam.lr 3e-7"
+            " --train.batch_size 128 --rollout.batch_size 64 --rollout.n_samples_per_prompt 8",
+            {"model.path": "org/m", "actor.optim.lr": 3e-7, "rollout.n": 8, "actor.clip_ratio_c": 1e30},
+            ("train.batch_size=128",),
+        ),
+        (
+            'A=(--hf-checkpoint org/m --rollout-batch-size 32)\npython3 train.py "${A[@]}" --num-rollout 300'
+            " --use-kl-loss --n-samples-per-prompt 8 --eval-prompt-data aime x.jsonl",
+            {"model.path": "org/m", "actor.use_kl_loss": True, "rollout.n": 8, "actor.entropy_coeff": 0.0},
+            ("eval_prompt_data=[aime, x.jsonl]",),
+        ),
+        (
+            "uv run python examples/run_grpo_math.py --config a.yaml policy.model_name=org/m"
+            " grpo.num_generations_per_prompt=16 loss_fn.ratio_clip_max=0.28",
+            {"model.path": "org/m", "rollout.n": 16, "actor.clip_ratio_high": 0.28},
+            ("config=a.yaml",),
+        ),
+    ],
+    ids=["TRL", "OpenRLHF", "slime", "NeMo-RL"],
+)
+def test_flags_of_other_trainers(command: str, leaves: dict[str, object], decisions: tuple[str, ...]) -> None:
+    found, _ = convert(command)
+    assert {key: found.leaves[f"actor_rollout_ref.{key}"] for key in leaves} == leaves
+    assert set(decisions) <= found.decisions.keys()
+
+
+def test_file_of_another_trainer(tmp_path: Path) -> None:
+    file = tmp_path / "grpo.yaml"
+    file.write_text(
+        "grpo: {num_prompts_per_step: 32}\npolicy: {model_name: org/m, odd: 1}\nloss_fn: {ratio_clip_c: null}\n"
+    )
+    found, _ = convert(str(file))
+    assert found.leaves["data.train_batch_size"] == 32
+    assert {"policy.odd=1", "loss_fn.ratio_clip_c=null"} <= found.decisions.keys()
+
+
+def test_values_that_are_no_yaml_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("a: [1\n")
+    found, _ = convert(str(file))
+    assert any("not valid YAML" in why for why in found.decisions.values())
+    found, _ = convert("trl grpo --model_name_or_path *x --seed 1 --beta ${y:z}")
+    assert found.leaves["actor_rollout_ref.model.path"] == "*x"
+    found, _ = convert(f"{RUN} {KEYS} 'data.x=[*a]' 'trainer.y=${{oc.select:a,b}}'")
+    assert len(found.decisions) == 2
+
+
+@pytest.mark.parametrize("table", Flags.tables(), ids=lambda table: table.name)
+def test_tables_of_flags_name_keys_that_exist(table: Flags) -> None:
+    assert table.source and table.date and table.programs
+    leaves = Schema.of(Config).leaves
+    assert {*table.same.values(), *table.sets} <= leaves.keys()
+    tables = (table.same, table.dropped, table.decide)
+    assert sum(map(len, tables)) == len({flag for one in tables for flag in one})
