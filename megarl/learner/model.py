@@ -104,7 +104,7 @@ def _rotate_windows(model: GPTModel, architecture: Architecture, theta: float) -
     local = RotaryEmbedding(architecture.head_dim, 1.0, rotary_base=theta, cp_group=model.pg_collection.cp)
     config = copy(model.config)
     for name in [name for name in vars(config) if name.startswith(YARN)]:
-        delattr(config, name)
+        del vars(config)[name]
     for layer in model.decoder.layers:
         if layer.layer_number - 1 in architecture.windowed_layers:
             layer.local_rotary = local
@@ -276,12 +276,11 @@ def _has_yarn(architecture: Architecture) -> bool:
 
 
 def _set_yarn(config: Any, yarn: Any) -> None:
-    """Set what Megatron reads from the configuration, where it has no fields for it."""
+    """Set attributes that Megatron reads from a configuration, although the configuration has no such fields."""
     settings = {"rotary_scaling_factor": yarn.factor, "correction_range_round_to_int": True}
     for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         settings[name] = getattr(yarn, name)
-    for name, value in settings.items():
-        setattr(config, YARN + name, value)
+    vars(config).update({YARN + name: value for name, value in settings.items()})
 
 
 def _recomputation(recompute: Recompute) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def _fill_evenly(parts: Integers, steps: Integers) -> Integers:
     """Add each step to the least part, one after the other; return the parts before their steps, of all steps.
 
     In ascending parts, the next steps go to one part after the other, as long as no part that has got one is less than
-    the next. Where that ends soon, a heap takes the next steps.
+    the next. If that ends soon, a heap takes the next steps.
     """
     found = np.empty_like(steps)
     done = 0

@@ -11,7 +11,7 @@ from megarl.commands.convert.flags import Flags, words_of
 from megarl.commands.convert.launch import Launched
 from megarl.config.foreign import Remark
 from megarl.config.layers import UNREADABLE, YAML, Layer, joined, read_layers, recognise
-from megarl.config.links import parse
+from megarl.config.links import parse, shown
 from megarl.config.load import merged, try_layer
 from megarl.config.report import other_defaults
 from megarl.config.root import Config
@@ -128,7 +128,7 @@ def _settle(found: Converted, *, adds_defaults: bool) -> None:
     if adds_defaults:
         for key, (ours, theirs) in other_defaults(config, found.leaves).items():
             found.leaves[key] = theirs
-            found.comments[key] = f"verl's default; megarl's is {ours}"
+            found.comments[key] = f"verl's default; megarl's is {shown(ours)}"
         config, faults, broken = try_layer(Layer(origin="", tree=nest(found.leaves)))
     for fault in broken:
         found.decisions.setdefault(fault.path, fault.message)
