@@ -78,14 +78,13 @@ def estimate(
         of_samples.append(share.sums(kl) / share.num_learnt().clamp(min=1))
     given, totals, *kls = samples.gather(torch.stack([x.double() for x in of_samples], dim=-1)).unbind(-1)
     if algorithm.estimator.compares and not custom:
-        advantages, before = _compared(samples, totals, algorithm)
+        advantages, of_advantages = _compared(samples, totals, algorithm)
         of_critic: list[Summary] = []
         returns = _constant(0.0, advantages)
     else:
         rewards = _token_rewards(share, scores, None, 0.0) if rewards is None else rewards
         advantages, returns, found = _advantages(samples, rewards, totals, values, baselines, algorithm, custom)
-        before, *of_critic = found
-    after = before.whitened() if algorithm.estimator.whitens else before
+        of_advantages, *of_critic = found
     weights, weight_metrics = _correction(samples, old_log_probs, algorithm.rollout_correction)
     experience = samples.with_share(
         share.extend(
@@ -99,7 +98,7 @@ def estimate(
         )
     )
     metrics = spread("critic/score", given) | spread("critic/rewards", totals)
-    metrics |= after.metrics("critic/advantages") | _length_metrics(samples) | weight_metrics
+    metrics |= of_advantages.metrics("critic/advantages") | _length_metrics(samples) | weight_metrics
     if baselines is not None:
         metrics |= spread("critic/baselines", baselines)
     if of_critic:
@@ -154,7 +153,7 @@ def response_rewards(scored: Rewarded, section: OverlongBufferSection) -> Tensor
 
 
 def _compared(samples: Sharded[Rewarded], totals: Tensor, algorithm: AlgorithmSection) -> tuple[Tensor, Summary]:
-    """Return the `[n]` advantages of an estimator that compares samples, and their statistics before they are whitened.
+    """Return the `[n]` advantages of an estimator that compares samples, and their statistics.
 
     `totals` are `[B]` rewards. All tokens of a sample have the same advantage.
     """
@@ -167,6 +166,7 @@ def _compared(samples: Sharded[Rewarded], totals: Tensor, algorithm: AlgorithmSe
     summary = summary_of_samples(samples, advantages[:, 0])
     if algorithm.estimator.whitens:
         advantages = whiten(advantages, mask, mean=summary.mean, var=summary.variance)
+        summary = summary_of_samples(samples, advantages[:, 0])
     return on_learnt(samples.share, samples.share.on_tokens(advantages[samples.mine, 0])), summary
 
 
@@ -182,7 +182,7 @@ def _advantages(
     """Return what an estimator makes of tokens: the `[n]` advantages, returns, and statistics.
 
     `rewards` are `[n]` of this rank's tokens, and `totals` `[B]` of all samples. Returns are zero without a critic. The
-    statistics are those of the advantages before they are whitened, and, with a critic, of returns, values and errors.
+    statistics are those of the advantages, and, with a critic, of returns, values and errors.
     """
     share = samples.share
     if custom:
@@ -194,16 +194,13 @@ def _advantages(
         greedy = {} if baselines is None else {"baselines": baselines[samples.mine]}
         advantages, *more = _row_by_row(partial(function, **keys), share, columns, **greedy)
     returns = more[0] if more else _constant(0.0, rewards)
-    if values is None:
-        found = summaries(samples, advantages)
-    elif custom:
-        found = summaries(samples, advantages, returns, values, of=lambda a, r, v: (a, r, v, r - v))
-    else:  # the errors of the critic are the advantages
-        found = summaries(samples, advantages, returns, values)
-        found.append(found[0])
     if algorithm.estimator.whitens:
+        [raw] = summaries(samples, advantages)
         for _, (part, mask) in share.blocks(advantages, share.mask):
-            part.copy_(whiten(part, mask, mean=found[0].mean, var=found[0].variance))
+            part.copy_(whiten(part, mask, mean=raw.mean, var=raw.variance))
+    if values is None:
+        return advantages, returns, summaries(samples, advantages)
+    found = summaries(samples, advantages, returns, values, of=lambda a, r, v: (a, r, v, r - v))
     return advantages, returns, found
 
 

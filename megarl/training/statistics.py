@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import whiten
 from megarl.algorithms.masked import masked
 from megarl.batch import Rollouts, on_tokens, reduced, sample_sums
 from megarl.distributed.sharded import Sharded
@@ -48,12 +47,6 @@ class Summary:
     def metrics(self, name: str) -> Metrics:
         """Return mean, largest and smallest."""
         return {f"{name}/mean": self.mean, f"{name}/max": self.largest, f"{name}/min": self.smallest}
-
-    def whitened(self) -> "Summary":
-        """Return the statistics of the numbers after `whiten`, which keeps their order and moves their mean to 0."""
-        ends = torch.tensor([self.largest, self.smallest])
-        ends = whiten(ends, torch.ones(2, dtype=torch.bool), mean=self.mean, var=self.variance)
-        return Summary(0.0, self.variance / (self.variance + 1e-8), *ends.tolist())
 
 
 def summaries(samples: Sharded[Rollouts], *columns: Tensor, of: Derived = _themselves) -> list[Summary]:
