@@ -119,7 +119,7 @@ class AttentionGroup:
 
     queries: PaddedRows  # this rank's tokens
     keys: PaddedRows  # all tokens
-    positions: Tensor  # [sequences, 1, longest, 1] int64, of the queries in their sequences
+    positions: Tensor  # [n] int64, of the queries in their sequences
     longest: int  # number of keys
     has_all_queries: bool
     _visible: dict[int | None, Tensor] = field(default_factory=dict)  # by the window
@@ -129,7 +129,8 @@ class AttentionGroup:
         if window is None and self.has_all_queries:
             return None
         if window not in self._visible:
-            behind = self.positions - torch.arange(self.longest, device=self.positions.device)
+            places = self.queries.spread(self.positions[:, None, None])
+            behind = places - torch.arange(self.longest, device=places.device)
             is_near = behind < (window or self.longest)
             self._visible[window] = (behind >= 0) & is_near
         return self._visible[window]
@@ -158,8 +159,7 @@ class Groups:
         for chosen, of_queries in zip(order.split(counts), positions, strict=True):
             queries = PaddedRows(shares[chosen], device)
             keys = PaddedRows(lengths[chosen], device)
-            spread = queries.spread(of_queries[:, None, None])
-            self._groups.append(AttentionGroup(queries, keys, spread, int(lengths[chosen].max()), cp_size == 1))
+            self._groups.append(AttentionGroup(queries, keys, of_queries, int(lengths[chosen].max()), cp_size == 1))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Attend within each sequence.

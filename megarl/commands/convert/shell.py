@@ -44,6 +44,10 @@ class Outcome(Enum):
         """Return the status of a condition."""
         return cls.MET if is_met else cls.FAILED
 
+    def negated(self) -> "Outcome":
+        """Return the status of `!` before a command."""
+        return self if self is Outcome.UNKNOWN else Outcome.of(self is Outcome.FAILED)
+
 
 _COMBINED = {"||": Outcome.MET, "-o": Outcome.MET, "&&": Outcome.FAILED, "-a": Outcome.FAILED}
 """An operator between two conditions -> the outcome of one that decides."""
@@ -99,8 +103,7 @@ class Shell:
             case list():
                 return self.follow(node)
             case Negated():
-                status = self._follow_one(node.command)
-                return Outcome.UNKNOWN if status is Outcome.UNKNOWN else Outcome.of(status is Outcome.FAILED)
+                return self._follow_one(node.command).negated()
             case Defined():
                 self.functions[node.name] = node.body
             case Branches():
@@ -165,7 +168,7 @@ class Shell:
         if command.words[0].startswith("(("):
             return self._test_number(command.words[0][2:-2])
         if command.words[0] == "[[":
-            return self._test([self._operand(word) for word in command.words[1:-1]])
+            return self._test([expander.text(word) for word in command.words[1:-1]])
         words = [one for word in command.words for one in expander.fields(word)]
         if command.words[0] in _DECLARES:
             for one in command.assigned:
@@ -241,9 +244,6 @@ class Shell:
                 self.printed.append(last.rpartition("/")[0] or ".")
         return Outcome.MET
 
-    def _operand(self, word: str) -> str:
-        return self._expander().text(word)
-
     def _test(self, words: list[str]) -> Outcome:
         """Return whether a condition of `[` or `[[` holds."""
         for operator, stops in _COMBINED.items():
@@ -254,8 +254,7 @@ class Shell:
                     return stops
                 return Outcome.UNKNOWN if Outcome.UNKNOWN in (first, second) else first
         if words[:1] == ["!"]:
-            status = self._test(words[1:])
-            return Outcome.UNKNOWN if status is Outcome.UNKNOWN else Outcome.of(status is Outcome.FAILED)
+            return self._test(words[1:]).negated()
         words = [word for word in words if word not in ("(", ")", "\n")]
         if any(UNKNOWN in word for word in words) or (len(words) == 2 and _FILES.fullmatch(words[0])):
             return Outcome.UNKNOWN

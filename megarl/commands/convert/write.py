@@ -48,6 +48,5 @@ def _plain(value: Any) -> str:
 
 
 def _comment(text: str) -> str:
-    return (
-        f"# {visible(redact(' '.join(text.split()) if not text.startswith('  ') else '  ' + ' '.join(text.split())))}"
-    )
+    indent = "  " if text.startswith("  ") else ""
+    return f"# {indent}{visible(redact(' '.join(text.split())))}"
