@@ -226,6 +226,23 @@ def test_flags_of_other_trainers(command: str, leaves: dict[str, object], decisi
     assert set(decisions) <= found.decisions.keys()
 
 
+@pytest.mark.parametrize("name", ["my run.sh", "two\ttabs.sh", "my theirs.yaml", "a=b c.sh"])
+def test_name_with_blanks_is_a_file(tmp_path: Path, name: str) -> None:
+    source = tmp_path / name
+    source.write_text("a: {b: 1}\n" if source.suffix == ".yaml" else f"{RUN} {KEYS}\n")
+    found, heading = convert(str(source))
+    assert found.leaves or found.decisions
+    assert "a command line" not in heading
+
+
+def test_missing_file_and_command_line_differ(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read: FileNotFoundError"):
+        convert(str(tmp_path / "run.sh").replace(" ", ""))
+    found, heading = convert(f"{RUN} {KEYS} x={'long' * 2_000}")
+    assert found.leaves
+    assert "a command line" in heading
+
+
 def test_file_of_another_trainer(tmp_path: Path) -> None:
     file = tmp_path / "grpo.yaml"
     file.write_text(

@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse, print_error
 from megarl.commands.cli.table import CONVERT
-from megarl.commands.convert.launch import find_launch, read_source
+from megarl.commands.convert.launch import find_launch, is_command_line, read_source
 from megarl.commands.convert.translate import Converted, convert_file, convert_launch
 from megarl.commands.convert.write import to_text
 from megarl.config.layers import YAML
@@ -44,13 +44,13 @@ def convert(source: str, arguments: Sequence[str] = ()) -> tuple[Converted, str]
         UserError: the source cannot be read, or has no launch.
     """
     path = Path(source)
-    if path.suffix in YAML and " " not in source:
+    if path.suffix in YAML and not is_command_line(source):
         read_source(source)
         return convert_file(path), f"megarl convert {path.name}"
     variables = [(match[1], match[2]) for word in arguments if (match := _VARIABLE.fullmatch(word))]
     others = [word for word in arguments if not _VARIABLE.fullmatch(word)]
     launched = find_launch(read_source(source), others, variables)
-    name = path.name if path.is_file() else "a command line"
+    name = "a command line" if is_command_line(source) else path.name
     heading = f"megarl convert {name}: the launch of {launched.program} in line {launched.line}"
     if launched.others:
         heading += f"; there are {launched.others} further launches, with fewer keys"

@@ -1,5 +1,6 @@
 """The launch of a training in a script: the program, and its arguments."""
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -67,16 +68,20 @@ def _enough(program: str, words: Sequence[str], line: int) -> Launched | None:
     return Launched(program=program, words=tuple(filter(None, words)), line=line, others=0, stray=())
 
 
+def is_command_line(source: str) -> bool:
+    """Return whether a source is a command line: it has blanks, and no file has this name."""
+    return any(map(str.isspace, source.strip())) and not os.path.isfile(source)  # noqa: PTH113 - a Path raises if the name is long
+
+
 def read_source(source: str) -> str:
     """Return the text of a script, or a command line as a script.
 
     Raises:
         UserError: there is no such file, or it is no text.
     """
-    path = Path(source)
-    if "\n" in source or " " in source.strip():
+    if is_command_line(source):
         return source
     try:
-        return path.read_text(encoding="utf-8")
+        return Path(source).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{shlex.quote(source)} cannot be read: {type(error).__name__}") from error
