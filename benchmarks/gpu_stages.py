@@ -80,6 +80,7 @@ SMALL: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": None,  # the default of some families is beyond this vocabulary
 }
 SMALL_EXPERTS = {
     **{name: 8 for name in ("num_experts", "num_local_experts", "n_routed_experts")},

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.cases import MODELS, Split
 from benchmarks.gpu_page import page
@@ -112,6 +114,8 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_is_a_small_model_of_every_family(family: str) -> None:
     assert read_architecture(small_config(family)).family == family
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**small_config(family)))
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
