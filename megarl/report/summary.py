@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from megarl.report.read import Points, Run
+from megarl.report.texts import text_notes
 from megarl.tracking.names import REWARD, VALIDATION
 
 SAME = 0.01  # a change below this share of the largest score is none
@@ -87,12 +88,15 @@ def summary(run: Run) -> str:
     else:
         direction = "rose" if last > first else "fell"
         judged = "better" if score.is_better else "worse"
+        if score.is_better and any(text_notes(run)):
+            judged = "better by the reward alone: see the remarks on its texts"
         change = f"{direction} from {first:.4g} to {last:.4g} at step {last_step} ({judged})"
     return f"The {score.title} {change}; the best is {best:.4g} at step {best_step}."
 
 
 def notes(run: Run) -> Iterator[str]:
     """Yield what a person should look at, each with its reason."""
+    yield from text_notes(run)
     score = score_of(run)
     if score and score.is_held_out and not score.is_same and score.best[0] < score.points[-1][0]:
         lost = abs(score.best[1] - score.last)
