@@ -114,8 +114,7 @@ class Wandb:
         write_whole(self._run_dir / UNFINISHED_FILE, "".join(lines).encode())
 
     def _begin(self, run_id: str, run: TrackedRun) -> Any:
-        has_key = bool(os.environ.get("WANDB_API_KEY"))
-        mode = os.environ.get("WANDB_MODE", "online" if has_key else "offline")
+        mode = os.environ.get("WANDB_MODE") or ("online" if self._has_login() else "offline")
         options: dict[str, Any] = {
             "project": wandb_project(run.project),
             "name": run.experiment,
@@ -134,6 +133,14 @@ class Wandb:
             return self._library.init(**options, settings=self._settings("offline"))
         except Exception as error:
             raise UserError(f"trainer.logger: wandb cannot record in {self._run_dir}: {error}") from error
+
+    def _has_login(self) -> bool:
+        """Return whether W&B knows a key: of the environment, or from `wandb login`."""
+        try:
+            return bool(self._library.api.api_key)
+        except Exception as error:  # errors of the client differ, and the run needs no server
+            logger.warning("W&B's login cannot be read: %s", error)
+            return False
 
     def _settings(self, mode: str) -> Any:
         """Return settings under which W&B records nothing about the process, its arguments or its host."""

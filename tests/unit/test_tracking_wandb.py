@@ -111,10 +111,21 @@ def test_changed_curve_on_resume_starts_new_wandb_run(tmp_path: Path) -> None:
     assert read_jsonl(tmp_path / UNFINISHED_FILE) == [{"kind": "finished", "step": -1}]
 
 
+@pytest.mark.parametrize("login", ["variable", "netrc"])
 def test_unresponsive_server_costs_no_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    login: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    if login == "variable":
+        monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    else:  # as `wandb login` leaves it
+        netrc = tmp_path_factory.mktemp("home") / "netrc"
+        netrc.write_text(f"machine 127.0.0.1:9\n  login user\n  password {'0123456789' * 4}\n")
+        netrc.chmod(0o600)
+        monkeypatch.setenv("NETRC", str(netrc))
     monkeypatch.setattr("megarl.tracking.wandb.START_S", 1.0)
     with caplog.at_level(logging.WARNING):
         run = tracker(tmp_path)
