@@ -104,6 +104,8 @@ class RulesSection:
     (score), or stops the run (stop)."""
     default_score: Score = key(0.0, read_if=(RULES, when(".on_failure", "score"), NO_ENVIRONMENT))
     """Score of a response whose rules fail."""
+    show_prints: bool = key(False, Change(Effect.NONE, "what the console shows"), read_if=OF_RULES)
+    """Show on the console what the rules of rank 0 print, which RUN_DIR/log/rewards.txt has in any case."""
     trial_rows: CountFromZero = key(
         10, Change(Effect.NONE, "how many rows the reward is tried on before the run"), read_if=OF_RULES
     )

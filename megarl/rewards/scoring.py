@@ -21,6 +21,7 @@ from megarl.platform import progress
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.distributed.exchange import on_each_rank, together
 from megarl.distributed.sharded import Sharded
+from megarl.platform.log import show_printed
 from megarl.platform.secrets import beginning
 from megarl.rewards.collective import NUM_WARNINGS, ROUND_S, RewardError, gather, report_failures
 from megarl.rewards.config import CustomRewardSection, RulesSection
@@ -62,6 +63,7 @@ class RuleScorer:
     @classmethod
     def make(cls, section: RulesSection, custom: CustomRewardSection, decode: Decode) -> "RuleScorer":
         """Make the configured reward. Raises UserError if the custom file does not define its function."""
+        show_printed(on_console=section.show_prints)
         return cls(rules=make_rules(section, custom), pool=make_pool(section, custom), decode=decode, section=section)
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:

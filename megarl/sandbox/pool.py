@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megarl.platform.log import printed
 from megarl.sandbox import signals
 from megarl.sandbox.canary import MAX_CALLS
 from megarl.sandbox.limits import WorkerLimits as WorkerLimits
@@ -186,9 +187,16 @@ class _Supervisor:
         self._connection.sendall(encode(settings))
 
     def call(self, samples: Sequence[object]) -> list[ScoringResult]:
-        """Return what `supervisor.Supervisor.call` does. OSError, EOFError or UserError if the supervisor is lost."""
+        """Return what `supervisor.Supervisor.call` does, and record what it printed.
+
+        Raises:
+            OSError, EOFError or UserError: the supervisor is lost.
+        """
         self._connection.sendall(encode(samples))
-        return [ScoringResult(**result) for result in self._inbox.wait()]
+        replies = self._inbox.wait()
+        for text in filter(str.strip, [reply.pop("printed") for reply in replies]):
+            printed.info("%s", text.rstrip("\n"))
+        return [ScoringResult(**reply) for reply in replies]
 
     def close(self) -> None:
         """Hang up; the supervisor then ends its descendants and itself."""

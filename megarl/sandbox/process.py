@@ -15,7 +15,7 @@ from megarl.sandbox.wire import Inbox
 _PIECE = 1 << 16  # the capacity of a pipe
 TAIL = 1 << 14
 """Bytes of the output that are kept."""
-_MARGIN = 1 << 12  # bytes of a truncated tail that are not shown: half a secret would not be recognised
+_MARGIN = 1 << 12  # bytes of a truncated tail that are not shown
 _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 200
 _ENDING_S = 0.2  # a process closes its files a moment before it has ended
@@ -90,10 +90,10 @@ class ChildProcess:
             return f"its process ended (exit code {self.exit_code})"
         return f"its process was ended by signal {-self.exit_code} ({signal.strsignal(-self.exit_code)})"
 
-    def last_lines(self) -> str:
-        """Return the end of the output, for a message; empty if there is none."""
+    def text(self) -> str:
+        """Return the end of the output, without secrets."""
         self.drain()
-        return last_lines(self.printed)
+        return text_of(self.printed)
 
     def kill(self) -> None:
         """Kill the process and its group, even while it forks, and close what belongs to it."""
@@ -130,10 +130,13 @@ def is_readable(source: socket.socket, *, within_s: float) -> bool:
     return bool(poll.poll(max(0, math.ceil(within_s * 1000))))
 
 
-def last_lines(printed: bytes) -> str:
-    """Return the last lines of an output, for a message; empty if there are none."""
+def text_of(printed: bytes) -> str:
+    """Return the kept end of an output without secrets; of a cut output, leave out what may be half a secret."""
     text = redact(printed.decode(errors="replace"))
-    if len(printed) == TAIL:
-        text = text[_MARGIN:]
+    return text[_MARGIN:] if len(printed) == TAIL else text
+
+
+def last_lines(text: str) -> str:
+    """Return the last lines of an output, for a message; empty if there are none."""
     lines = [line.strip()[-_SHOWN_CHARACTERS:] for line in text.split("\n") if line.strip()]
     return f"; it printed {' | '.join(lines[-_SHOWN_LINES:])!r}" if lines else ""

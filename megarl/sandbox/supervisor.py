@@ -30,7 +30,7 @@ from megarl.sandbox import signals
 from megarl.sandbox.canary import Canary
 from megarl.sandbox.fork_server import serve_forks
 from megarl.sandbox.limits import WorkerLimits
-from megarl.sandbox.process import ChildProcess, WorkerLost, is_readable
+from megarl.sandbox.process import ChildProcess, WorkerLost, is_readable, last_lines
 from megarl.sandbox.protocol import Callee
 from megarl.sandbox.results import is_number
 from megarl.sandbox.wire import Inbox, encode, value_of
@@ -70,11 +70,13 @@ class Supervisor:
     def call(self, samples: Sequence[object]) -> list[dict[str, Any]]:
         """Return `numbers` and `pred` of each response, or `fault` and `detail`; always the `seconds` of the call.
 
+        The first of them also has what the call `printed`.
+
         The list is empty if the call for several responses failed: each has to be tried alone.
         """
         fault = self._canary.fault(samples[0])
         if fault:
-            return [{"fault": "canary", "detail": fault, "seconds": 0.0}] * len(samples)
+            return [{"fault": "canary", "detail": fault, "seconds": 0.0, "printed": ""}] * len(samples)
         replies = self._try(samples)
         if self._worker_failed and replies and replies[0]["fault"] == "error":  # an earlier response may be the cause
             self.clean()
@@ -98,12 +100,12 @@ class Supervisor:
         if len(replies) != len(samples):
             return []
         speaker = self._worker or self._loaded
-        if speaker and any("fault" in reply for reply in replies):
-            printed = speaker.last_lines()
-            replies = [
-                reply | {"detail": reply["detail"] + printed} if "fault" in reply else reply for reply in replies
-            ]
-        return [reply | {"seconds": seconds} for reply in replies]
+        printed = speaker.text() if speaker else ""
+        end = last_lines(printed)
+        replies = [reply | {"detail": reply["detail"] + end} if "fault" in reply else reply for reply in replies]
+        replies = [reply | {"seconds": seconds, "printed": ""} for reply in replies]
+        replies[0]["printed"] = printed
+        return replies
 
     def clean(self) -> None:
         """End a worker that is unsound or has done its work, and every process that the last response left running."""

@@ -80,6 +80,8 @@ def answer(
         is_sound = isinstance(error, Exception) and not isinstance(error, MemoryError)
     if os.getpid() != process:  # a reward forked, and this is the copy
         os._exit(0)
+    with suppress(Exception):  # the reward may have replaced or closed it
+        sys.stdout.flush()
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     connection.sendall(encode({"id": request["id"], **reply}))
     return is_sound

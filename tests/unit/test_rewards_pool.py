@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, date, datetime, timedelta
 from datetime import time as clock
 from decimal import Decimal
@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.platform.log import keep_in
 from megarl.platform.processes import descendants
 from megarl.rewards.rules import Rules
 from megarl.sandbox.pool import Pool, ScoringResult, WorkerLimits
-from megarl.sandbox.process import TAIL, last_lines
+from megarl.sandbox.process import TAIL, text_of
 from megarl.sandbox.results import MAX_NUMBERS
 from megarl.sandbox.supervisor import MAX_PROCESSES
 from megarl.sandbox.wire import pack, unpack
@@ -236,8 +237,30 @@ def test_truncated_output_shows_no_part_of_secret() -> None:
         later = f"\n{'y' * 8000}\n{'z' * (TAIL - 8002 - cut)}"
         printed = f"{'x' * 100} {SECRET}{later}".encode()[-TAIL:]
         assert printed.startswith(SECRET[-cut:].encode() + b"\n")
-        assert "y" * 100 in last_lines(printed)
-        assert SECRET[-cut:] not in last_lines(printed)
+        assert "y" * 100 in text_of(printed)
+        assert SECRET[-cut:] not in text_of(printed)
+
+
+@pytest.mark.parametrize("isolation", ["response", "process"])
+def test_printed_text_reaches_a_file(isolation: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import sys\n"
+        "def compute_score(solution_str, **_):\n"
+        "    print('looks at', solution_str)\n"
+        f"    print('{SECRET}', end='', file=sys.stderr)\n"
+        "    sys.stdout.write('ends')\n"
+        "    return 1.0 if solution_str == 'good' else solution_str\n"
+    )
+    keep_in(tmp_path, 0)
+    limits = WorkerLimits(num_workers=2, timeout_s=100.0, max_memory=500_000_000, isolation=isolation)  # type: ignore[arg-type]
+    with closing(Pool(Rules(path=str(tmp_path / "own.py")), limits)) as pool:
+        outcomes_of(pool, "good", "bad")
+    written = (tmp_path / "log" / "rewards.txt").read_text()
+    assert re.search(r"^\S+ \S+ looks at good$", written, re.MULTILINE)
+    assert re.search(r"^\S+ \S+ looks at bad$", written, re.MULTILINE)
+    assert written.count("ends") == 2
+    assert SECRET not in written
+    assert not (tmp_path / "log" / "rank_0.txt").exists()
 
 
 RANK = """
