@@ -151,8 +151,9 @@ def finish_records(
     """Report that no steps are left. Record the last step and complete the mirror if the run died before that."""
     if launch.rank == 0:
         logger.info(
-            "nothing left to do: %s is at step %d of %d; raise trainer.total_training_steps or trainer.total_epochs to "
-            "continue",
+            "nothing left to do: %s is at step %d of %d. To continue this run, raise trainer.total_training_steps or "
+            "trainer.total_epochs. To start anew, with what has changed since, name another trainer.experiment_name or "
+            "trainer.default_local_dir",
             Path(config.trainer.default_local_dir),
             resume_point.state.step,
             last_step,

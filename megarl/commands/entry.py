@@ -5,8 +5,10 @@ The configuration is read before torch is imported, so that its faults are repor
 
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -60,6 +62,9 @@ def run(
 ) -> None:
     """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank reports the `notes`.
 
+    A program that calls this, such as a notebook, is never forked or ended: the command is then a process of its own,
+    and SystemExit has its code.
+
     `trial` tries what a configuration names, in the first process of the job, before ranks meet or are started. It
     yields remarks, and raises ConfigError.
 
@@ -73,6 +78,8 @@ def run(
     it; any other error is printed with its traceback (see `distributed.failures`). A job that received a signal to end
     (see `signals`) ends with code 75.
     """
+    if _is_called(module):
+        sys.exit(subprocess.call([sys.executable, "-m", module, *argv]))
     silence_imports()
     prefer_huge_pages()
     guard_output()
@@ -108,6 +115,18 @@ def run(
     _work(config, launch, body, Path(config.trainer.default_local_dir) if has_directory else None)
     if launched is None:
         end()
+
+
+def _is_called(module: str) -> bool:
+    """Return whether a program of somebody else calls the command `module`, and no launcher has started it."""
+    program = sys.modules["__main__"]
+    spec = program.__spec__
+    name = spec.name if spec else Path(getattr(program, "__file__", None) or "").stem
+    if name in (module, "megarl", "megarl.__main__"):
+        return False
+    with suppress(UserError):  # half of a launcher's variables: the command reports them
+        return detect(os.environ) is None
+    return True
 
 
 def _start(module: str, argv: Sequence[str], read: Callable[[], TrainerSection], imports: Sequence[str]) -> Launch:

@@ -14,11 +14,9 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import CONFIG
-from megarl.config.faults import ConfigError, Fault
-from megarl.config.foreign import remarks_in_words
+from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.config.links import shown
 from megarl.config.load import (
-    foreign_keys,
     load_config,
     load_reward_train_config,
     load_sft_config,
@@ -27,8 +25,11 @@ from megarl.config.load import (
     written_keys,
 )
 from megarl.config.reference import REQUIRED, ROOTS, Key, keys_of, sections_of
-from megarl.config.report import unwritten_keys
+from megarl.config.report import start_notes
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
+from megarl.config.trial import try_out
+from megarl.platform.device import decide_device
+from megarl.platform.log import show_on_console
 from megarl.platform.secrets import guard_output, redact, redacted
 from megarl.platform.terminal import visible
 from megarl.section import flatten
@@ -73,10 +74,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     try:
         root = BY_COMMAND[typed["of"]] if typed["of"] else _root_of(configuration, names)
         if typed["check"]:
-            config = LOADERS[root](configuration, world_size=None)
-            print("no faults")
-            for remark in remarks(config, configuration):
-                print(visible(redact(f"note: {remark}")))
+            check(LOADERS[root](configuration, world_size=None), configuration)
             return 0
         found = Values.read(root, configuration)
         lines = [line for name in names for line in explain(name, root, found)]
@@ -90,11 +88,20 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     return 0
 
 
-def remarks(config: Any, argv: Sequence[str]) -> Iterator[str]:
-    """Yield what a run would say about the keys of other trainers, and about keys that are left out."""
-    yield from remarks_in_words(foreign_keys(type(config), argv))
-    if isinstance(config, Config):
-        yield from unwritten_keys(config, argv)
+def check(config: Any, argv: Sequence[str]) -> None:
+    """Try what a configuration names, as its command does, and print what the command would say.
+
+    Raises:
+        ConfigError: the command would refuse it.
+    """
+    show_on_console(rank=0)
+    found = list(try_out(config))
+    if config.trainer.device == "cuda":  # only torch knows, and it takes seconds to import
+        with fault_of("trainer.device"):
+            decide_device("cuda")
+    print("no faults")
+    for remark in (*found, *(() if isinstance(config, VerifyConfig) else start_notes(config, argv))):
+        print(visible(redact(f"note: {remark}")))
 
 
 def is_configuration(word: str) -> bool:

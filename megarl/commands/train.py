@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
@@ -15,8 +14,7 @@ from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import show_plan, start_notes, unwritten_keys
 from megarl.config.root import Config
-from megarl.config.rows_trial import check_rows
-from megarl.config.trial import find_models, find_sources, try_reward
+from megarl.config.trial import try_out
 from megarl.config.unread import unread_keys
 from megarl.distributed.place import Launch
 from megarl.tracking.config import REPLAY, TrainerSection
@@ -45,11 +43,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
         argv,
         read_arguments,
         train,
-        trial=try_out,
-        notes=lambda arguments, argv: chain(
-            (unread_keys if arguments.replay else start_notes)(arguments.config, argv),
-            unwritten_keys(arguments.config, argv),
-        ),
+        trial=lambda arguments: () if arguments.replay else try_out(arguments.config),
+        notes=remarks,
         imports=IMPORTS,
         keeps_log=True,
     )
@@ -68,17 +63,13 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> TrainArgum
     return TrainArguments(load_config(typed["configuration"], world_size=world_size), replay)
 
 
-def try_out(arguments: TrainArguments) -> Iterator[str]:
-    """Look for models and data sources, at all rows, and try the reward; yield remarks.
-
-    Raises:
-        ConfigError: as each of these does.
-    """
-    if not arguments.replay:
-        find_models(arguments.config)
-        find_sources(arguments.config)
-        yield from check_rows(arguments.config)
-        yield from try_reward(arguments.config)
+def remarks(arguments: TrainArguments, argv: Sequence[str]) -> Iterator[str]:
+    """Yield what the run says about its configuration. A replay saves nothing, so it says nothing about that."""
+    if arguments.replay:
+        yield from unread_keys(arguments.config, argv)
+        yield from unwritten_keys(arguments.config, argv)
+    else:
+        yield from start_notes(arguments.config, argv)
 
 
 def train(arguments: TrainArguments, launch: Launch) -> None:

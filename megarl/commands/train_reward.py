@@ -15,7 +15,7 @@ from megarl.commands.entry import run
 from megarl.config.load import load_reward_train_config
 from megarl.config.report import start_notes
 from megarl.config.root import RewardTrainConfig
-from megarl.config.trial import find_models
+from megarl.config.trial import try_out
 from megarl.distributed.place import Launch
 
 IMPORTS = ("megarl.assembly.supervised", "megarl.learner.imported")
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
         read_configuration,
         train,
         notes=start_notes,
-        trial=find_models,
+        trial=try_out,
         imports=IMPORTS,
         keeps_log=True,
     )

@@ -26,7 +26,7 @@ from megarl.commands.cli.table import VERIFY
 from megarl.commands.entry import run
 from megarl.config.load import load_verify_config
 from megarl.config.root import VerifyConfig
-from megarl.config.trial import find_models
+from megarl.config.trial import try_out
 from megarl.distributed.place import Launch
 from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen, labelled
@@ -51,12 +51,15 @@ class VerifyArguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Verify on every rank of the job."""
-    run("megarl.commands.verify", argv, read_arguments, verify, trial=try_out, imports=IMPORTS, has_directory=False)
-
-
-def try_out(arguments: VerifyArguments) -> None:
-    """Look for the model. Raises ConfigError as `find_models` does."""
-    find_models(arguments.config)
+    run(
+        "megarl.commands.verify",
+        argv,
+        read_arguments,
+        verify,
+        trial=lambda arguments: try_out(arguments.config),
+        imports=IMPORTS,
+        has_directory=False,
+    )
 
 
 def keep_stdout_for_the_report() -> None:

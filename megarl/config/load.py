@@ -26,9 +26,9 @@ from megarl.config import (
 )
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.foreign import Remark
-from megarl.config.layers import Layer, read_layers, recognise
+from megarl.config.layers import COMMAND_LINE, Layer, read_layers, recognise
 from megarl.config.links import LINK, follow
-from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, SupervisedConfig, VerifyConfig
+from megarl.config.root import CONFIG_NAME, LINKS, Config, RewardTrainConfig, SFTConfig, SupervisedConfig, VerifyConfig
 from megarl.config.rule import CheckContext, Rule
 from megarl.config.schema import MANDATORY, Schema, nest
 from megarl.config.shared_rules import LAUNCH_RULES, POLICY_RULES, RUN_RULES
@@ -191,7 +191,7 @@ def _read_layers(root: type[C], layers: Sequence[Layer]) -> tuple[C, list[Fault]
     schema = _schema(root)
     faults: list[Fault] = []
     remarks: list[Remark] = []
-    written: dict[str, Any] = {**schema.leaves, **LINKS[root]}
+    written: dict[str, Any] = {**schema.leaves, **LINKS[root], CONFIG_NAME: _name_of(layers, schema)}
     origins: dict[str, str] = {}
     for layer in layers:
         found = recognise(layer, schema)
@@ -211,6 +211,12 @@ def _read_layers(root: type[C], layers: Sequence[Layer]) -> tuple[C, list[Fault]
         if fault.path not in followers
     )
     return config, faults, origins
+
+
+def _name_of(layers: Sequence[Layer], schema: Schema) -> str:
+    """Return the names of the files, without their suffix; without a file the default name of a run."""
+    names = [Path(layer.origin).stem for layer in layers if layer.origin != COMMAND_LINE]
+    return "-".join(names) or schema.leaves["trainer.experiment_name"]
 
 
 def merged(old: object, new: object) -> Any:

@@ -214,6 +214,8 @@ def start_notes(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[s
     yield from remarks_in_words(foreign_keys(type(config), argv))
     yield from unread_keys(config, argv)
     yield from unsaved(config)
+    if isinstance(config, Config):
+        yield from unwritten_keys(config, argv)
 
 
 def other_defaults(config: Config, written: Collection[str]) -> dict[str, tuple[object, object]]:

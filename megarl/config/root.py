@@ -332,7 +332,13 @@ def _follow(section_path: str, leader: str) -> Iterator[tuple[str, str]]:
         yield f"{section_path}.{one.name}", f"${{{leader}.{one.name}}}"
 
 
-RUN_DIRECTORY = {"trainer.default_local_dir": "checkpoints/${trainer.project_name}/${trainer.experiment_name}"}
+CONFIG_NAME = "config_name"
+"""A link for the names of the YAML files of a command, without their suffix."""
+RUN_NAME = {"trainer.experiment_name": f"${{{CONFIG_NAME}}}"}
+RUN_DIRECTORY = {
+    **RUN_NAME,
+    "trainer.default_local_dir": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+}
 
 LINKS: Mapping[type, Mapping[str, str]] = {
     Config: {

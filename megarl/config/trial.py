@@ -1,9 +1,11 @@
-"""Trials before anything starts: models on the hub, data sources, the reward on a few rows.
+"""Trials before anything starts: models on the hub, data sources, all rows, the reward on a few of them.
 
 The reward runs in processes as a run has them. The ground truth of each row is its response. Any finite score passes.
 Rewards that fail are judged as those of a step.
 """
 
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,11 +14,13 @@ from typing import Any
 
 from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
+from megarl.config.rows_trial import check_rows
 from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.rows import Rows
 from megarl.models.hub import config_place
 from megarl.platform.errors import UserError
+from megarl.platform.log import show_printed
 from megarl.platform.secrets import beginning
 from megarl.rewards.config import RulesSection
 from megarl.rewards.configured import make_pool
@@ -24,7 +28,10 @@ from megarl.rewards.signature import IDS
 from megarl.sandbox.pool import Pool, ScoringResult
 from megarl.sandbox.wire import pack
 
+logger = logging.getLogger(__name__)
+
 ROUND_S = 0.5
+REPORT_S = 5.0
 SHOWN_CHARACTERS = 60
 NUM_SHOWN = 3
 
@@ -34,6 +41,43 @@ class _Row:
     place: str  # file and number, for messages
     response: str
     arguments: Any  # packed
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A row, a response, and what the reward gave it."""
+
+    place: str  # file and number of the row
+    response: str
+    result: ScoringResult | None  # None: nobody waited for it, because enough others had failed
+
+    @property
+    def score(self) -> float | None:
+        """The score; None without one."""
+        return self.result.numbers.get("score") if self.result else None
+
+    @property
+    def fault(self) -> str | None:
+        """Why there is no score; None if there is one."""
+        return self.result.detail if self.result and self.result.fault else None
+
+
+def try_out(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> Iterator[str]:
+    """Try what a configuration names, as its command does before it starts; yield remarks.
+
+    Raises:
+        ConfigError: a model, a tokenizer or a data source is missing, the rows of training are fewer than a batch,
+            or so many rows or rewards fail that they would stop the run.
+    """
+    find_models(config)
+    if isinstance(config, VerifyConfig):
+        return
+    if not config.trainer.val_only:
+        require_a_batch(config)
+    if isinstance(config, Config):
+        find_sources(config)
+        yield from check_rows(config)
+        yield from try_reward(config)
 
 
 def find_architectures(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> None:
@@ -64,6 +108,20 @@ def find_models(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -
         with fault_of(key):
             if tokenizer is not None:
                 find_tokenizer(tokenizer, with_code=False)
+
+
+def require_a_batch(config: Config | SFTConfig | RewardTrainConfig) -> None:
+    """Count the rows of training.
+
+    Raises:
+        ConfigError: they are fewer than those of a step, or cannot be counted.
+    """
+    with fault_of("data.train_files"):
+        num_rows = len(Rows(config.data.train_files, columns=[]))
+    wanted = config.data.train_batch_size
+    if wanted > num_rows:
+        message = f"{wanted:,} rows a step, but data.train_files has {num_rows:,}: lower it or give more data"
+        raise ConfigError([Fault("data.train_batch_size", message)])
 
 
 def find_sources(config: Config) -> None:
@@ -101,27 +159,46 @@ def try_reward(config: Config) -> Iterator[str]:
         ConfigError: a step with such rewards would stop the run, or the rows cannot be read.
     """
     section = config.rules
-    custom = config.custom_reward_function
     if section is None or not section.trial_rows:
         return
-    key = "custom_reward_function" if custom.path else "reward_model"
-    with fault_of(key):
+    trials = call_reward(config)
+    failed = [trial.result for trial in trials if trial.result and trial.result.fault]
+    messages = [
+        f"{trial.place}: the reward fails if the response is {_shown(trial.response)}: {trial.fault}"
+        for trial in trials
+        if trial.fault is not None
+    ]
+    if _stops(section, failed, len(trials)):
+        remedy = "mend the reward or the row (reward_model.trial_rows=0 starts without this trial)"
+        raise ConfigError([Fault(_reward_key(config), f"{message}: {remedy}") for message in messages[:NUM_SHOWN]])
+    yield from messages[:NUM_SHOWN]
+
+
+def call_reward(config: Config) -> list[Trial]:
+    """Call the reward for a few rows, and show what it prints; no rows if it is a model alone.
+
+    Raises:
+        ConfigError: the reward cannot be loaded, or the rows cannot be read.
+    """
+    section = config.rules
+    custom = config.custom_reward_function
+    if section is None:
+        return []
+    with fault_of(_reward_key(config)):
         pool = make_pool(section, custom)
+    show_printed(on_console=True)
     try:
         with fault_of("data.train_files"):
             rows = list(_rows(config, section, takes_ids=pool.takes_ids))
         results = _results(pool, section, rows)
     finally:
         pool.close()
-    failed = [(row, result) for row, result in zip(rows, results, strict=True) if result and result.fault]
-    messages = [
-        f"{row.place}: the reward fails if the response is {_shown(row.response)}: {result.detail}"
-        for row, result in failed
-    ]
-    if _stops(section, [result for _, result in failed], len(rows)):
-        remedy = "mend the reward or the row (reward_model.trial_rows=0 starts without this trial)"
-        raise ConfigError([Fault(key, f"{message}: {remedy}") for message in messages[:NUM_SHOWN]])
-    yield from messages[:NUM_SHOWN]
+        show_printed(on_console=False)
+    return [Trial(row.place, row.response, result) for row, result in zip(rows, results, strict=True)]
+
+
+def _reward_key(config: Config) -> str:
+    return "custom_reward_function" if config.custom_reward_function.path else "reward_model"
 
 
 def _rows(config: Config, section: RulesSection, *, takes_ids: bool) -> Iterator[_Row]:
@@ -156,8 +233,12 @@ def _spread(number: int, starts: Sequence[int]) -> list[int]:
 def _results(pool: Pool, section: RulesSection, rows: Sequence[_Row]) -> list[ScoringResult | None]:
     """Return the result of each row; None for rows that were not waited for, because enough have failed."""
     futures: list[Future[ScoringResult]] = [pool.submit(row.arguments) for row in rows]
+    next_report = time.monotonic() + REPORT_S
     while pool.count_pending(futures, within_s=ROUND_S):
         done = [future.result() for future in futures if future.done()]
+        if time.monotonic() > next_report:
+            logger.info("the reward is tried before the run: it has answered for %d of %d rows", len(done), len(rows))
+            next_report += REPORT_S
         if _stops(section, [result for result in done if result.fault], len(rows)):
             break
     return [future.result() if future.done() else None for future in futures]

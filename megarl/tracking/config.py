@@ -48,8 +48,9 @@ class TrainerSection:
     """Steps after which to stop; null = total_epochs decides."""
     project_name: Name = key("megarl_examples", NAME)
     """MLflow experiment, and project in Weights & Biases."""
-    experiment_name: Name = key("gsm8k", NAME)
-    """Name of the run in MLflow and Weights & Biases."""
+    experiment_name: Name = key("run", NAME)
+    """Name of the run in MLflow and Weights & Biases. `${config_name}` is the name of the YAML file without its suffix,
+    of several files their names, joined; without a file it is `run`."""
     logger: Annotated[list[Logger], BeforeValidator(_as_list)] = key(lambda: ["console", "mlflow"], RECORDS)
     """Trackers: console, jsonl, mlflow (alias tracking), tensorboard, wandb. jsonl, files in the run's directory, is
     always on."""

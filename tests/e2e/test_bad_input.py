@@ -117,7 +117,7 @@ def too_long(workspace: Workspace, directory: Path) -> tuple[str, str]:
 
 def too_few(workspace: Workspace, directory: Path) -> tuple[str, str]:
     pq.write_table(pq.read_table(workspace.train).slice(0, 5), path := directory / "few.parquet")
-    return f"data.train_files={path}", "data.train_batch_size is 8, but the training files have 5 rows"
+    return f"data.train_files={path}", "data.train_batch_size: 8 rows a step, but data.train_files has 5"
 
 
 def small_vocabulary(workspace: Workspace, directory: Path) -> tuple[str, str]:
@@ -139,15 +139,24 @@ def out_of_reach(workspace: Workspace, directory: Path) -> tuple[str, str]:
     return "data.train_files=file://ann:Swordf1sh@nowhere/a.parquet", "file://***@nowhere/a.parquet cannot be opened"
 
 
+@pytest.mark.parametrize("spoil", [out_of_reach, empty, too_few])
+def test_rows_too_few_for_a_step_are_a_fault(
+    workspace: Workspace, tmp_path: Path, spoil: Callable[[Workspace, Path], tuple[str, str]]
+) -> None:
+    argument, message = spoil(workspace, tmp_path)
+    code, output = run_program(*TRAIN, *arguments(workspace, tmp_path / "run", argument), timeout_s=120)
+    assert code == CONFIGURATION_FAULT
+    assert message in output
+    assert "Swordf1sh" not in output
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
-        out_of_reach,
         without_a_column,
-        empty,
         no_parquet,
         too_long,
-        too_few,
         small_vocabulary,
         reward_of_other_arguments,
     ],

@@ -95,7 +95,7 @@ def test_some_keys_follow_others_until_they_are_set() -> None:
     assert (config.critic.ppo_mini_batch_size, config.critic.ppo_epochs) == (64, 1)
     assert ref.megatron == config.actor_rollout_ref.actor.megatron
     assert (config.critic.megatron.param_offload, config.critic.megatron.dtype) == (True, "bfloat16")
-    assert config.trainer.default_local_dir == "checkpoints/countdown/gsm8k"
+    assert config.trainer.default_local_dir == "checkpoints/countdown/run"
 
 
 def test_interpolations_of_the_user_reach_defaults_too(tmp_path: Path) -> None:
@@ -277,7 +277,44 @@ def test_files_that_cannot_be_read_are_faults(tmp_path: Path, text: str, message
 def test_an_empty_section_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "empty.yaml"
     file.write_text("data:\ncritic: {}\n")
-    assert load(str(file)) == load()
+    assert load(str(file)) == load("trainer.experiment_name=empty")
+
+
+@pytest.mark.parametrize(
+    ("files", "keys", "name"),
+    [
+        ((), (), "run"),
+        (("boxes.yaml",), (), "boxes"),
+        (("my boxes.yaml", "small.yml"), (), "my boxes-small"),
+        (("boxes.yaml",), ("trainer.experiment_name=one",), "one"),
+        (("boxes.yaml",), ("trainer.experiment_name=${config_name}-2",), "boxes-2"),
+    ],
+)
+def test_name_left_out_is_that_of_the_files(
+    files: tuple[str, ...], keys: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
+    for file in files:
+        (tmp_path / file).write_text("trainer: {project_name: all}\n")
+    config = load(*(str(tmp_path / file) for file in files), *keys)
+    assert config.trainer.experiment_name == name
+    assert config.trainer.default_local_dir == f"checkpoints/{config.trainer.project_name}/{name}"
+    again = tmp_path / "config.yaml"
+    again.write_text(to_yaml(config))
+    assert load(str(again)) == config
+
+
+def test_root_keys_for_anchors_are_no_keys(tmp_path: Path) -> None:
+    file = tmp_path / "anchors.yaml"
+    file.write_text(
+        "x-optim: &optim {lr: 1e-4}\nx-few: &few 8\n"
+        "actor_rollout_ref: {actor: {optim: {<<: *optim}, ppo_mini_batch_size: *few}}\n"
+    )
+    config = load(str(file))
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-4
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 8
+    (tmp_path / "wrong.yaml").write_text("data: {x-few: 8}\n")
+    with pytest.raises(ConfigError, match="data.x-few"):
+        load(str(tmp_path / "wrong.yaml"))
 
 
 def test_supervised_runs_share_the_machinery(tmp_path: Path) -> None:

@@ -42,4 +42,4 @@ def test_all_faults_come_together(argv: list[str]) -> None:
 def test_a_resolved_configuration_has_every_key(argv: list[str]) -> None:
     tree = to_dict(load_reward_train_config(argv, world_size=2))
     assert tree["data"]["chosen_key"] == "chosen"
-    assert tree["trainer"]["default_local_dir"] == "checkpoints/megarl_examples/gsm8k"
+    assert tree["trainer"]["default_local_dir"] == "checkpoints/megarl_examples/run"
