@@ -189,43 +189,13 @@ def known_to(root: type, keys: Mapping[str, str]) -> list[str]:
 def make_model(directory: Path, data: Path, seed: int) -> None:
     """Write a small random Llama and a SentencePiece tokenizer trained on the problems."""
     import pyarrow.parquet as pq
-    import sentencepiece
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
+    from megarl.commands.new.tiny import write_model
     from megarl.data.messages import plain_text
 
-    directory.mkdir(parents=True, exist_ok=True)
     pairs = pq.read_table(data / "sft.parquet").to_pylist()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(f"{plain_text(pair['prompt'])}{pair['response']}" for pair in pairs),
-        model_prefix=str(directory / "tokenizer"),
-        model_type="char",
-        vocab_size=64,
-        hard_vocab_limit=False,
-        character_coverage=1.0,
-        normalization_rule_name="identity",
-        minloglevel=2,
-    )
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=tokenizer.get_piece_size(),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        bos_token_id=tokenizer.bos_id(),
-        eos_token_id=tokenizer.eos_id(),
-        pad_token_id=None,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(directory)
-    print(f"a model of {model.num_parameters():,} parameters and a tokenizer of {config.vocab_size} tokens")
+    texts = (f"{plain_text(pair['prompt'])}{pair['response']}" for pair in pairs)
+    print(write_model(directory, texts, length=64, seed=seed))
 
 
 def summarize(out: Path, task: Task, seconds: float) -> None:

@@ -120,6 +120,7 @@ def describe(checkpoint: Path, out: Path, *, scores: bool) -> None:
     print(f"load it with\n{indent(loading(out, scores=scores), '  ')}")
     if not scores:
         print(f"or talk to it with\n  megarl chat {shlex.quote(str(out))}")
+        print(f"or serve it with\n  vllm serve {shlex.quote(str(out))}")
 
 
 def intact_checkpoint(path: Path) -> Path:

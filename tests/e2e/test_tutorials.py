@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.commands.new.__main__ import main as new
+from megarl.report.read import read_run
 from tests.support.programs import ROOT, SHOWN_CHARACTERS
 from tests.support.workspace import SMALL, Workspace
 
@@ -56,11 +57,23 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
+def test_tiny_project_learns_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    project = tmp_path / "boxes"
+    assert new([str(project), "--tiny"]) == 0
+    printed = run_page(project / "README.md", project)
+    assert "step 20/20" in printed
+    scores = dict(read_run(project / "run").points("critic/score/mean"))
+    assert sum(scores[step] for step in range(18, 21)) > sum(scores[step] for step in range(1, 4))
+    assert (project / "out/model.safetensors").exists()
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
 def test_a_new_project_trains_and_exports(workspace: Workspace, tmp_path: Path) -> None:
     project = tmp_path / "mine"
     assert new([str(project), "--model", str(workspace.model)]) == 0
     printed = run_page(project / "README.md", project, **{"config.yaml": f"config.yaml {' '.join(SMALL)}"})
     assert "step 2/2" in printed
     assert "README.md describes the model" in printed
-    for made in ("run/global_step_2", "run/report.html", "mlflow.db", "model/model.safetensors", "model/README.md"):
+    for made in ("run/global_step_2", "run/report.html", "mlflow.db", "out/model.safetensors", "out/README.md"):
         assert (project / made).exists(), made

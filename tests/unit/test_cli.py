@@ -89,6 +89,14 @@ def test_commands_and_modules_match_one_to_one() -> None:
     assert not [command.name for command in COMMANDS if not command.help]
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [(["-V"], ["--version"]), (["version"], ["--version"]), (["help"], ["--help"]), (["help", "plan"], ["plan", "-h"])],
+)
+def test_usual_words_mean_the_options(words: list[str], option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, *words) == shown(capsys, *option)
+
+
 def test_the_version_names_commit_and_engine() -> None:
     printed = succeed(sys.executable, "-m", "megarl", "--version", timeout_s=60)
     assert printed.startswith(f"megarl {megarl.__version__}")

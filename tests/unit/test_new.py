@@ -50,6 +50,24 @@ def test_a_new_project_works(
     assert "no faults" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("task", ["own", "countdown"])
+def test_tiny_project_has_a_model(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tmp_path / "tiny"
+    assert main([str(project), "--task", task, "--tiny"]) == 0
+    monkeypatch.chdir(project)
+    commands = re.findall(r"^```bash\n(.*?)^```", Path("README.md").read_text(), re.MULTILINE | re.DOTALL)
+    data, _, train, _ = map(shlex.split, commands[0].splitlines())
+    prepare(data[2:])
+    assert config(["--check", *train[2:]]) == 0
+    assert (project / "model" / "model.safetensors").is_file()
+
+
+def test_tiny_model_and_download_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "tiny"), "--task", "gsm8k", "--tiny"]) == 1
+    assert "take countdown or own" in capsys.readouterr().err
+    assert not (tmp_path / "tiny").exists()
+
+
 def test_every_task_has_a_command_and_files(tmp_path: Path) -> None:
     assert DATA.keys() == FILES.keys()
     for task in FILES:

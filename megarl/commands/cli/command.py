@@ -97,7 +97,15 @@ class Relay(Command):
 
 
 class Commands(click.Group):
-    """The command `megarl`: lists its sub-commands by section."""
+    """The command `megarl`: lists its sub-commands by section. `help` and `version` are words for its options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the words before those of a sub-command."""
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
+        elif args == ["version"]:
+            args = ["--version"]
+        return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sub-commands, each with the first sentence of its help."""

@@ -273,8 +273,8 @@ CONFIG = Command(
     click.Option(
         ["--check"],
         is_flag=True,
-        help="Check the configuration, and that files exist and have the columns. Rows are read by `megarl prepare "
-        "--check` and when a run starts.",
+        help="Check what the command checks before it starts: keys, places, models, all rows, the reward on a few of "
+        "them, and the device. Imports torch only for trainer.device=cuda.",
     ),
     module="megarl.commands.explain",
     section=PLANS,
@@ -352,11 +352,16 @@ NEW = Command(
         metavar="DIR_OR_ID",
         help="The model to train.",
     ),
+    click.Option(
+        ["--tiny"],
+        is_flag=True,
+        help="Make a random model of 1 M parameters for this machine's CPU too; needs no network.",
+    ),
     module="megarl.commands.new.__main__",
     section=STARTS,
     text="Write a small project into a new directory.\n\nIt has a configuration, a reward with its test, and a page "
     "with the commands that make its data, plan, train and export.",
-    example="megarl new boxes\nmegarl new stories --task countdown --model models/mine",
+    example="megarl new boxes --tiny\nmegarl new stories --task countdown --model models/mine",
 )
 
 CONVERT = Command(
@@ -400,7 +405,7 @@ def megarl(version: Callable[[], str]) -> Commands:
         epilog=completion.SETUP,
         params=[
             click.Option(
-                ["--version"],
+                ["-V", "--version"],
                 is_flag=True,
                 is_eager=True,
                 expose_value=False,

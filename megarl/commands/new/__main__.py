@@ -9,6 +9,7 @@ from string import Template
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse, print_error
 from megarl.commands.cli.table import NEW
+from megarl.commands.new.tiny import write_model
 from megarl.platform.errors import UserError
 from megarl.platform.files import check_writable, write_whole
 from megarl.platform.secrets import guard_output
@@ -23,19 +24,24 @@ FILES: Mapping[str, Mapping[str, str]] = {
 }
 """Task -> its files in addition to the common ones, and their templates."""
 COMMON = {"config.yaml": "config.yaml", "README.md": "README.md"}
+TINY = {"tiny.yaml": "tiny.yaml"}
+MODEL = "model"
+TINY_ROW = "| `tiny.yaml`, `model/` | a small random model, and the keys that train it on a CPU |\n"
 DATA = {
     "countdown": "megarl prepare countdown --template base --train 2048 --val 128 --out data",
     "gsm8k": "megarl prepare gsm8k --val 256 --out data",
     "own": "megarl prepare own rows.jsonl --prompt question --answer answer --out data",
 }
 """Task -> the command that makes its data."""
+PLAIN = {"countdown": "", "own": " --plain"}
+"""Task that needs no network -> what its command needs if the model has no chat template."""
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Write the project that `argv` describes; return 1 if its directory is in use."""
     typed = parse(NEW, argv)
     try:
-        paths = write_project(typed["directory"], task=typed["task"], model=typed["model"])
+        paths = write_project(typed["directory"], task=typed["task"], model=typed["model"], is_tiny=typed["tiny"])
     except (UserError, OSError) as error:
         print_error(error)
         return 1
@@ -45,29 +51,44 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     return 0
 
 
-def write_project(directory: Path, *, task: str, model: str) -> list[Path]:
+def write_project(directory: Path, *, task: str, model: str, is_tiny: bool) -> list[Path]:
     """Write the files of a project, and return their paths.
 
     Args:
         directory: is made, and must have been missing or empty.
         task: a key of `FILES`.
         model: a directory, or an id of the Hugging Face hub.
+        is_tiny: a small random model is made too, and the commands use it.
 
     Raises:
-        UserError: the directory is not empty, or cannot be made or written.
+        UserError: the directory is not empty or cannot be written, or the task of a tiny model needs a network.
     """
+    if is_tiny and task not in PLAIN:
+        raise UserError(f"--tiny needs no network, but --task {task} downloads its data: take {' or '.join(PLAIN)}")
     check_writable(directory, "DIR")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} is not empty: name a new directory")
     place = str(Path(model).resolve()) if Path(model).is_dir() else model
     name = directory.resolve().name
-    values = {"name": name, "task": task, "model": place, "quoted_model": shlex.quote(place), "data": DATA[task]}
+    values = {
+        "name": name,
+        "task": task,
+        "model": place,
+        "origin": "a small random model" if is_tiny else f"`{place}`",
+        "tokenizer": "model" if is_tiny else shlex.quote(place),
+        "data": f"{DATA[task]}{PLAIN[task]}" if is_tiny else DATA[task],
+        "config": "config.yaml tiny.yaml" if is_tiny else "config.yaml",
+        "tiny": TINY_ROW if is_tiny else "",
+    }
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
-    for file, template in {**COMMON, **FILES[task]}.items():
+    for file, template in {**COMMON, **FILES[task], **(TINY if is_tiny else {})}.items():
         text = Template((TEMPLATES / f"{template}{ENDING}").read_text(encoding="utf-8")).substitute(values)
         write_whole(directory / file, text.encode())
         paths.append(directory / file)
+    if is_tiny:
+        print(write_model(directory / MODEL), file=sys.stderr)
+        paths.append(directory / MODEL)
     return paths
 
 

@@ -1,0 +1,83 @@
+"""Look before a run: the faults of a configuration, its plan, and the scores of a reward."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.api.rows import data_files
+from megarl.api.source import reward_file
+from megarl.config.faults import ConfigError, Fault
+from megarl.config.load import load_config
+from megarl.config.trial import Trial, call_reward, try_out
+from megarl.platform.errors import UserError
+from megarl.platform.log import show_on_console
+
+
+def check(*files: str | Path, set: Mapping[str, Any] | None = None) -> tuple[Fault, ...]:  # noqa: A002 - as of `train`
+    """Return the faults of a configuration that `megarl train` would refuse; nothing is started.
+
+    Args:
+        files: YAML files, merged left to right.
+        set: keys that override the files.
+    """
+    try:
+        for _ in try_out(load_config(_words(files, set), world_size=None)):
+            pass
+    except ConfigError as error:
+        return error.faults
+    return ()
+
+
+def plan(*files: str | Path, set: Mapping[str, Any] | None = None) -> dict[str, Any]:  # noqa: A002 - as of `train`
+    """Return batches, memory, seconds and traffic that `megarl plan --json` predicts.
+
+    Raises:
+        UserError: the configuration is faulty, or a model cannot be planned.
+    """
+    command = [sys.executable, "-m", "megarl", "plan", *_words(files, set), "--json"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    if not done.stdout:
+        raise UserError(done.stderr.strip())
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def score(
+    reward: Callable[..., Any] | str | Path | None,
+    data: object,
+    *,
+    prompt: str = "prompt",
+    answer: str | None = None,
+    n: int = 10,
+) -> list[Trial]:
+    """Call a reward for the first `n` rows as a run does, in processes of its own, with the truth as the response.
+
+    Text that the reward prints is shown. Arguments are those of `megarl.train`.
+
+    Raises:
+        UserError: the rows or the reward cannot be used.
+    """
+    with tempfile.TemporaryDirectory(prefix="megarl-score-") as place:
+        files = data_files(data, Path(place), prompt=prompt, answer=answer, plain=True)
+        keys: dict[str, Any] = {
+            "data.train_files": str(files["train"]),
+            "actor_rollout_ref.model.path": "none",
+            "algorithm.adv_estimator": "grpo",
+            "actor_rollout_ref.rollout.n": 2,
+            "reward_model.trial_rows": n,
+        }
+        if reward is not None:
+            file, name = reward_file(reward, Path(place))
+            keys["custom_reward_function.path"] = str(file)
+            keys |= {"custom_reward_function.name": name} if name else {}
+        show_on_console(rank=0)
+        return call_reward(load_config(_words((), keys), world_size=None, check_paths=False))
+
+
+def _words(files: tuple[str | Path, ...], keys: Mapping[str, Any] | None) -> list[str]:
+    """Return files and keys as the words of a command."""
+    return [*map(str, files), *(f"{key}={json.dumps(value)}" for key, value in (keys or {}).items())]

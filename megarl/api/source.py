@@ -1,0 +1,89 @@
+"""A reward that was given as a function, as a file that processes of its own load."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from megarl.platform.errors import UserError
+from megarl.platform.files import write_whole
+
+REWARD_FILE = "reward.py"
+
+
+def reward_file(reward: Callable[..., Any] | str | Path, directory: Path) -> tuple[Path, str | None]:
+    """Return the file of a reward, and its name there; None is the usual name.
+
+    A function of a module is loaded from the file of the module. A function of a notebook or of the main program is
+    written to `directory`, with the imports, the constants and the functions that it names.
+
+    Args:
+        reward: a function or a class, or the Python file of one.
+        directory: where a file may be written.
+
+    Raises:
+        UserError: the source of the function cannot be found, or needs something that no file can hold.
+    """
+    if isinstance(reward, str | Path):
+        return Path(reward).absolute(), None
+    name = reward.__name__
+    module = inspect.getmodule(reward)
+    if module and module.__name__ != "__main__" and getattr(module, name, None) is reward and module.__file__:
+        return Path(module.__file__).absolute(), name
+    if not name.isidentifier() or not isinstance(reward, FunctionType):
+        raise UserError(f"reward={name} is no function that `def` has named: define one, or name its file")
+    file = directory / REWARD_FILE
+    write_whole(file, "\n\n".join(_parts(reward, {name})).encode())
+    return file, name
+
+
+def _parts(function: FunctionType, known: set[str]) -> Iterator[str]:
+    """Yield what a function names, and its source. `known` are the names that are written already."""
+    if function.__closure__:
+        names = ", ".join(function.__code__.co_freevars)
+        raise UserError(
+            f"reward={function.__name__} uses {names} of the function around it: define it at the top level"
+        )
+    for name in sorted(_names(function.__code__) & function.__globals__.keys() - known):
+        known.add(name)
+        value = function.__globals__[name]
+        if isinstance(value, FunctionType) and value.__module__ == function.__module__:
+            yield from _parts(value, known)
+        else:
+            yield _definition(name, value, function)
+    try:
+        yield textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError) as error:
+        raise UserError(f"the source of reward={function.__name__} is not known: write it to a file") from error
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the global names and attributes that code uses, also in the functions within it."""
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _definition(name: str, value: object, function: FunctionType) -> str:
+    """Return a line that gives `name` its value.
+
+    Raises:
+        UserError: no line can.
+    """
+    if isinstance(value, ModuleType):
+        return f"import {value.__name__} as {name}"
+    module = getattr(value, "__module__", None)
+    if module and module != function.__module__ and hasattr(value, "__name__"):
+        return f"from {module} import {value.__name__} as {name}"
+    text = repr(value)
+    try:
+        if ast.literal_eval(text) == value:
+            return f"{name} = {text}"
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        pass
+    raise UserError(
+        f"reward={function.__name__} uses {name}, a {type(value).__name__} that no file can hold: make it within the "
+        "function, or write the reward to a file"
+    )

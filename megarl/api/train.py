@@ -1,0 +1,122 @@
+"""Start a run from a program: `megarl.train(model=..., data=..., reward=...)`."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.api.rows import count_rows, data_files
+from megarl.api.run import CONSOLE_FILE, TrainingRun
+from megarl.api.source import reward_file
+from megarl.config.load import load_config
+from megarl.config.schema import nest
+from megarl.platform.files import write_whole
+
+INPUTS = "inputs"
+"""Directory of a run with what the program gave: config.yaml, the reward and the rows."""
+MOST_PROMPTS = 32
+"""Prompts of a step, if there are rows enough."""
+
+
+def train(
+    *,
+    model: str | Path,
+    data: object,
+    reward: Callable[..., Any] | str | Path | None = None,
+    prompt: str = "prompt",
+    answer: str | None = None,
+    algorithm: str = "grpo",
+    steps: int = 100,
+    out: str | Path | None = None,
+    set: Mapping[str, Any] | None = None,  # noqa: A002 - the keys that are set
+) -> TrainingRun:
+    """Start a run in a process of its own, which outlives this program; return it.
+
+    Args:
+        model: a Hugging Face directory or id.
+        data: a file (CSV, JSON, parquet, Arrow); or rows: mappings, a `datasets.Dataset` or a pandas DataFrame.
+        reward: a function f(data_source, solution_str, ground_truth, extra_info) -> float, or the Python file of
+            `compute_score`; None = the built-in reward of each row's data source.
+        prompt: the column of the prompts.
+        answer: the column of the ground truths, which the reward receives.
+        algorithm: `algorithm.adv_estimator`; `gae` (PPO) also trains a critic, from the same model.
+        steps: to train.
+        out: directory of the run; a run that is there is resumed. None = `runs/MODEL-ALGORITHM`.
+        set: further keys, such as `{"actor_rollout_ref.actor.optim.lr": 1e-6}`, which override all others.
+
+    Raises:
+        ConfigError: lists every fault of the configuration.
+        UserError: the rows or the reward cannot be used.
+    """
+    model_name = Path(model).name
+    directory = Path(out or f"runs/{model_name}-{algorithm}").absolute()
+    inputs = directory / INPUTS
+    inputs.mkdir(parents=True, exist_ok=True)
+    files = data_files(data, inputs, prompt=prompt, answer=answer, plain=_is_plain(Path(model)))
+    num_prompts = _batch_size(count_rows(files["train"]))
+    keys: dict[str, Any] = {
+        "data.train_files": str(files["train"]),
+        "data.train_batch_size": num_prompts,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+        "actor_rollout_ref.model.path": _place(model),
+        "actor_rollout_ref.actor.ppo_mini_batch_size": max(1, num_prompts // 2),
+        "actor_rollout_ref.rollout.n": 1 if algorithm == "gae" else 8,
+        "algorithm.adv_estimator": algorithm,
+        "trainer.experiment_name": directory.name,
+        "trainer.default_local_dir": str(directory),
+        "trainer.n_gpus_per_node": 1,
+        "trainer.total_training_steps": steps,
+        "trainer.save_freq": 20,
+        "trainer.test_freq": 10,
+    }
+    if "val" in files:
+        keys["data.val_files"] = str(files["val"])
+    if algorithm == "gae":
+        keys["critic.model.path"] = _place(model)
+    else:
+        keys["algorithm.use_kl_in_reward"] = False
+    if reward is not None:
+        file, name = reward_file(reward, inputs)
+        keys["custom_reward_function.path"] = str(file)
+        keys |= {"custom_reward_function.name": name} if name else {}
+    config = inputs / "config.yaml"
+    write_whole(config, yaml.safe_dump(nest(keys | dict(set or {})), sort_keys=False).encode())
+    load_config([str(config)], world_size=None)
+    return _start(config, directory)
+
+
+def _start(config: Path, directory: Path) -> TrainingRun:
+    console = directory / "log" / CONSOLE_FILE
+    console.parent.mkdir(exist_ok=True)
+    with console.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megarl", "train", str(config)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # an interrupt of a cell, or the end of the kernel, does not reach it
+        )
+    return TrainingRun(directory=directory, process=process)
+
+
+def _batch_size(num_rows: int) -> int:
+    """Return the greatest power of two that is at most `num_rows` and MOST_PROMPTS."""
+    return int(1 << min(num_rows, MOST_PROMPTS).bit_length() - 1)
+
+
+def _place(model: str | Path) -> str:
+    """Return the absolute path of a directory, or the id of the hub."""
+    return str(Path(model).absolute()) if Path(model).is_dir() else str(model)
+
+
+def _is_plain(model: Path) -> bool:
+    """Return whether a model is a local directory without a chat template."""
+    if not model.is_dir() or (model / "chat_template.jinja").is_file():
+        return False
+    settings = model / "tokenizer_config.json"
+    return not (settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8")))
