@@ -23,6 +23,16 @@ from tests.support.sentencepieces import train_sentencepiece
 ROWS = [{"question": f"What is {n} + 1, please?", "solution": f"00{n + 1}", "level": f"l{n % 2}"} for n in range(40)]
 
 
+CHAT = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
+SHARED = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "1 + 1 ="},
+    {"from": "gpt", "value": "2"},
+]
+ASKED = [{"role": "system", "content": "Be brief."}, *CHAT[:1]]
+LONGER = [*CHAT, {"role": "user", "content": "and 1?"}, {"role": "assistant", "content": "3"}]
+
+
 def jsonl(directory: Path) -> Path:
     (path := directory / "mine.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     return path
@@ -169,6 +179,12 @@ def write_lines(path: Path, *rows: Any) -> str:
         ([{"prompt": "a"}], ("--val", "1"), "--val 1: there are 1 rows, and at least one must be left"),
         ([{"prompt": "a"}], ("--template", "x"), "--template 'x' has no {prompt}"),
         ([{"prompt": [{"role": "user", "content": "a"}]}], ("--plain",), "is a list of messages, and --plain"),
+        ([{"prompt": CHAT}, {"prompt": CHAT[:1]}], (), "line 2, column prompt: the last message of some conversations"),
+        ([{"prompt": CHAT, "a": "2"}], ("--answer", "a"), "line 1, column prompt: the last message is the assistant's"),
+        ([{"prompt": CHAT[1:]}], (), "line 1, column prompt: without the last message, which is the assistant's: []"),
+        ([{"prompt": [{"from": "ghost", "value": "a"}]}], (), "line 1, column prompt: message 0: role 'ghost' is none"),
+        ([{"prompt": "a"}], ("--sft",), "line 1: there is no response: name its column with --answer"),
+        ([{"prompt": "a", "b": " "}], ("--sft", "--answer", "b"), "line 1: the response is no text: ' '"),
     ],
 )
 def test_mistakes_name_the_place_and_the_remedy(
@@ -192,6 +208,33 @@ def test_missing_column_of_text_table_is_named(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         own(tmp_path / "missing.csv", out=tmp_path / "out")
     assert f"no such file: {tmp_path}/missing.csv" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "prompt", "answer"),
+    [
+        ({"messages": CHAT}, ("--prompt", "messages"), CHAT[:1], "2"),  # of TRL and of verl's supervised files
+        ({"conversations": SHARED}, ("--prompt", "conversations"), ASKED, "2"),  # of ShareGPT
+        ({"messages": LONGER}, ("--prompt", "messages"), LONGER[:3], "3"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, ("--answer", "completion"), CHAT[:1], "2"),  # of TRL
+        ({"prompt": "1 + 1 =", "completion": "2"}, ("--answer", "completion"), CHAT[:1], "2"),
+        ({"conversations": SHARED[:2], "total": "2"}, ("--prompt", "conversations", "--answer", "total"), ASKED, "2"),
+    ],
+)
+@pytest.mark.parametrize("write", ["jsonl", "parquet"])
+def test_conversations_of_other_trainers_are_read(
+    row: dict[str, Any], options: tuple[str, ...], prompt: list[Any], answer: str, write: str, tmp_path: Path
+) -> None:
+    if write == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "mine.parquet")
+        file = str(tmp_path / "mine.parquet")
+    else:
+        file = write_lines(tmp_path / "mine.jsonl", row)
+    (scored,) = own(file, *options, "--val", 0, out=tmp_path / "rl")["train"]
+    assert (scored["prompt"], scored["reward_model"]["ground_truth"]) == (prompt, answer)
+    (supervised,) = own(file, *options, "--val", 0, "--sft", out=tmp_path / "sft")["train"]
+    assert (supervised["prompt"], supervised["response"]) == (prompt, answer)
+    assert "reward_model" not in supervised
 
 
 def test_run_naming_saved_data_set_is_referred_here(tmp_path: Path) -> None:

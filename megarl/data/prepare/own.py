@@ -5,7 +5,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megarl.data.messages import prompt_faults
+from megarl.data.messages import prompt_faults, shown
+from megarl.data.prepare.dialects import as_text, as_usual
 from megarl.data.prepare.tables import Record, records_of
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
@@ -21,9 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl, .json, .csv, .tsv, .parquet, .arrow, or a "
                         "directory that `Dataset.save_to_disk` wrote")  # fmt: skip
     parser.add_argument(
-        "--prompt", default="prompt", metavar="COL", help="column of the prompts: texts, or messages {role, content}"
+        "--prompt",
+        default="prompt",
+        metavar="COL",
+        help="column of the prompts: texts, messages {role, content}, or ShareGPT's turns {from, value}",
     )
-    parser.add_argument("--answer", metavar="COL", help="column of the ground truth, which rewards receive")
+    parser.add_argument(
+        "--answer",
+        metavar="COL",
+        help="column of the ground truth, which rewards receive  [default: the last message, if it is the assistant's]",
+    )
     parser.add_argument(
         "--keep", action="append", default=[], metavar="COL", help="column for rewards' extra_info; may be repeated"
     )
@@ -47,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--val-from", action="append", default=[], metavar="FILE", help="file for validation instead")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
+    parser.add_argument(
+        "--sft", action="store_true", help="write prompts and responses, for `megarl sft`; the answer is the response"
+    )
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
@@ -81,8 +92,16 @@ def _rows(arguments: argparse.Namespace, files: Sequence[str], split: str) -> It
     columns = [arguments.prompt, *([arguments.answer] if arguments.answer else []), *arguments.keep]
     remedies = {arguments.prompt: "--prompt names another", arguments.answer or "": "--answer names another"}
     kinds: dict[str, type] = {}
+    names: set[str] = set()
     for index, record in enumerate(records_of(files, columns, remedies)):
-        yield _row(arguments, record, split, index)
+        row = _row(arguments, record, split, index)
+        names = names or {*row}
+        if names != {*row}:
+            raise UserError(
+                f"{record.place}, column {arguments.prompt}: the last message of some conversations is the "
+                "assistant's, and of others not: make all alike, or name the column of the answers with --answer"
+            )
+        yield row
         for name in columns[1:]:
             value = record.values[name]
             if value is not None and kinds.setdefault(name, type(value)) is not type(value):
@@ -93,9 +112,18 @@ def _rows(arguments: argparse.Namespace, files: Sequence[str], split: str) -> It
 
 
 def _row(arguments: argparse.Namespace, record: Record, split: str, index: int) -> DataRow:
-    prompt = record.values[arguments.prompt]
+    prompt: Any = as_usual(record.values[arguments.prompt])
+    place = f"{record.place}, column {arguments.prompt}"
     for fault in prompt_faults(prompt):
-        raise UserError(f"{record.place}, column {arguments.prompt}: {fault}")
+        raise UserError(f"{place}: {fault}")
+    answers = [as_text(record.values[arguments.answer])] if arguments.answer else []
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        if answers:
+            raise UserError(f"{place}: the last message is the assistant's, which is the answer: leave out --answer")
+        *prompt, last = prompt
+        answers = [last["content"]]
+        for fault in prompt_faults(prompt):
+            raise UserError(f"{place}: without the last message, which is the assistant's: {fault}")
     if isinstance(prompt, str):
         prompt = arguments.template.replace(PLACE, prompt)
         if not arguments.plain:
@@ -103,13 +131,22 @@ def _row(arguments: argparse.Namespace, record: Record, split: str, index: int) 
             prompt = [*system, {"role": "user", "content": prompt}]
     elif arguments.plain or arguments.system or arguments.template != PLACE:
         raise UserError(
-            f"{record.place}, column {arguments.prompt}: is a list of messages, and --plain, --system and --template "
-            "are for texts: leave them out"
+            f"{place}: is a list of messages, and --plain, --system and --template are for texts: leave them out"
         )
-    truth = {"style": "rule", "ground_truth": record.values.get(arguments.answer)}
+    if arguments.sft:
+        return {"prompt": prompt, "response": _response(answers, record.place), "extra_info": {"split": split}}
     return {
         "data_source": arguments.data_source,
         "prompt": prompt,
-        **({"reward_model": truth} if arguments.answer else {}),
+        **({"reward_model": {"style": "rule", "ground_truth": answers[0]}} if answers else {}),
         "extra_info": {"split": split, "index": index, **{name: record.values[name] for name in arguments.keep}},
     }
+
+
+def _response(answers: Sequence[object], place: str) -> str:
+    """Return the response of a supervised row. Raises UserError if there is none, or if it is no text."""
+    if not answers:
+        raise UserError(f"{place}: there is no response: name its column with --answer")
+    if not isinstance(answers[0], str) or not answers[0].strip():
+        raise UserError(f"{place}: the response is no text: {shown(answers[0])}")
+    return answers[0]
