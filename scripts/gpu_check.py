@@ -4,6 +4,7 @@
     python scripts/gpu_check.py --out OUT --rehearse      # every stage, with tiny models on the CPU
     python scripts/gpu_check.py --out OUT --hollow        # every stage, with tiny models on the hollow device
     python scripts/gpu_check.py --page [--out OUT]        # write docs/benchmarks/gpu.md without running anything
+    python scripts/gpu_check.py --list [--stages a,b]     # print the names of the stages
 
 Each stage writes OUT/results/STAGE.json and OUT/logs/STAGE.txt. A stage that succeeded is not repeated, so the same
 command continues after its time is over or after a failure. At the end it writes OUT/gpu.md and, unless it rehearses,
@@ -41,9 +42,12 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     if options.page:
         publish(read(options.out) if options.out else published())
         return 0
+    chosen = choose(options.stages)
+    if options.list:
+        print(*(stage.name for stage in chosen), sep="\n")
+        return 0
     if options.out is None:
         raise SystemExit("gpu_check: --out names the directory of the results")
-    chosen = choose(options.stages)
     rehearses = options.rehearse or options.hollow
     num_devices = options.devices or (1 if rehearses else count_devices())
     if options.hollow and "HOLLOW_MAIL" not in os.environ:
@@ -129,7 +133,7 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def choose(names: str | None) -> list[Stage]:
-    """Return the named stages, by default all, in their order. A name may be the beginning of several."""
+    """Return the named stages, by default all, in their order. A name that none has is the beginning of several."""
     every = stages()
     if names is None:
         return every
@@ -137,7 +141,9 @@ def choose(names: str | None) -> list[Stage]:
     unknown = [name for name in wanted if not any(stage.name.startswith(name) for stage in every)]
     if unknown:
         raise SystemExit(f"gpu_check: no stage {', '.join(unknown)}; there are {', '.join(s.name for s in every)}")
-    return [stage for stage in every if any(stage.name.startswith(name) for name in wanted)]
+    exact = {stage.name for stage in every} & {*wanted}
+    beginnings = tuple({*wanted} - exact)
+    return [stage for stage in every if stage.name in exact or stage.name.startswith(beginnings)]
 
 
 def count_devices() -> int:
@@ -164,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
         "--hollow", action="store_true", help="tiny models on the hollow device, which `make hollow` builds"
     )
     parser.add_argument("--page", action="store_true", help="only write docs/benchmarks/gpu.md")
+    parser.add_argument("--list", action="store_true", help="only print the names of the stages")
     return parser
 
 

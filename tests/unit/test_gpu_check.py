@@ -84,6 +84,7 @@ def test_stage_runs_once_if_half_its_time_remains(tmp_path: Path) -> None:
 
 def test_stages_are_selected_by_name_prefix() -> None:
     assert [stage.name for stage in choose("resume,train-3b")] == ["train-3b-ppo", "train-3b-grpo", "resume"]
+    assert [stage.name for stage in choose("verify-qwen2")] == ["verify-qwen2"]  # and not qwen2_moe
     with pytest.raises(SystemExit, match="no stage tests2; there are doctor"):
         choose("tests2")
 
