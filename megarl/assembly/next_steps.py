@@ -13,6 +13,7 @@ from megarl.report.tracker import REPORT_FILE
 from megarl.tracking.jsonl import METRICS_FILE, table_file
 from megarl.tracking.mlflow_place import how_to_open, tracking_uri
 from megarl.tracking.names import Ending
+from megarl.tracking.run_id import RUN_ID_FILE, known_run_id
 from megarl.tracking.samples import GENERATIONS
 
 
@@ -34,7 +35,8 @@ def next_steps(config: Config | SupervisedConfig, ending: Ending) -> Iterator[tu
     if trainer.rollout_data_dir:
         yield "all samples", trainer.rollout_data_dir
     if "mlflow" in trainer.logger:
-        yield "MLflow", how_to_open(tracking_uri(trainer.mlflow_tracking_uri, run_dir))
+        uri = tracking_uri(trainer.mlflow_tracking_uri, run_dir)
+        yield "MLflow", how_to_open(uri, known_run_id(run_dir / RUN_ID_FILE))
     if ending == "failed" and steps:
         yield "resume", "the same command resumes from the checkpoint"
     yield from _commands(config, run_dir, ending, has_checkpoint=bool(steps))

@@ -1,6 +1,7 @@
 """The place of the MLflow store of a run: a server, or one SQLite file for all runs of a project."""
 
 import os
+import shlex
 import stat
 import tempfile
 import uuid
@@ -12,6 +13,7 @@ from megarl.platform.files import write_whole
 DATABASE = "mlflow.db"
 ARTIFACTS = "mlartifacts"
 MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
+SERVED_AT = "http://127.0.0.1:5000"  # by `mlflow ui`
 BUSY_S = 60  # wait for other runs that write to the same file
 
 
@@ -59,6 +61,9 @@ def create_database(path: Path) -> None:
         part.unlink()
 
 
-def how_to_open(uri: str) -> str:
-    """Return what opens a store: its address, or a command."""
-    return uri if uri.startswith(("http://", "https://")) else f"mlflow ui --backend-store-uri {uri}"
+def how_to_open(uri: str, run_id: str | None) -> str:
+    """Return the address of a run in a store, or of the store if the run is unknown; for a file with its command."""
+    page = f"/#/runs/{run_id}" if run_id else ""
+    if uri.startswith(("http://", "https://")):
+        return f"{uri.rstrip('/')}{page}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}, then open {SERVED_AT}{page}"

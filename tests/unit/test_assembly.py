@@ -23,6 +23,7 @@ from megarl.learner.per_data_source import PerDataSource
 from megarl.models.architecture import read_architecture
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.jsonl import read_jsonl
+from megarl.tracking.run_id import RUN_ID_FILE
 from tests.support.ranks import world_of_one
 
 
@@ -112,6 +113,18 @@ def test_final_commands_can_be_typed_as_shown(name: str, tmp_path: Path) -> None
         program, typed, *rest = shlex.split(shown[what])
         assert (program, typed, rest[0]) == ("megarl", what, str(run_dir))
         assert parse(commands[what], rest)  # else it ends the program
+    store, _, page = shown["MLflow"].partition(", then open ")
+    assert shlex.split(store) == ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db"]
+    assert page == "http://127.0.0.1:5000"
+
+
+@pytest.mark.parametrize("server", ["http://host:5000", "https://host/mlflow/"])
+def test_page_of_the_run_in_mlflow_is_named(server: str, tmp_path: Path) -> None:
+    (tmp_path / RUN_ID_FILE).write_text("0123abcd")
+    arguments = ["data.train_files=a", "actor_rollout_ref.model.path=b", f"trainer.default_local_dir={tmp_path}"]
+    named = [*arguments, "critic.model.path=b", f"trainer.mlflow_tracking_uri={server}"]
+    shown = dict(next_steps(load_config(named, world_size=None, check_paths=False), "finished"))
+    assert shown["MLflow"] == f"{server.rstrip('/')}/#/runs/0123abcd"
 
 
 @pytest.mark.parametrize(
