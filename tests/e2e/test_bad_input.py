@@ -140,7 +140,7 @@ def out_of_reach(workspace: Workspace, directory: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("spoil", [out_of_reach, empty, too_few])
-def test_rows_too_few_for_a_step_are_a_fault(
+def test_rows_fewer_than_a_step_are_faults(
     workspace: Workspace, tmp_path: Path, spoil: Callable[[Workspace, Path], tuple[str, str]]
 ) -> None:
     argument, message = spoil(workspace, tmp_path)

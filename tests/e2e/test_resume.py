@@ -288,7 +288,8 @@ def test_finished_run_reports_nothing_left_to_do(runs: Runs, tmp_path: Path) -> 
     before = {path: path.read_bytes() for path in runs.killed.glob("*.jsonl")}
     client, run = mlflow_run(runs.killed)
     printed = Job(2, train.main, placed(runs.arguments, runs.killed), log=tmp_path / "again").finish(timeout_s=RUN_S)
-    assert f"nothing left to do: {runs.killed} is at step 6 of 6; raise trainer.total_training_steps" in printed
+    assert f"nothing left to do: {runs.killed} is at step 6 of 6. To continue this run, raise trainer.total" in printed
+    assert "To start anew, with what has changed since, name another trainer.experiment_name or" in printed
     assert {path: path.read_bytes() for path in runs.killed.glob("*.jsonl")} == before
     for name in ("actor/grad_norm", "timing_s/step"):
         history = client.get_metric_history(run.info.run_id, name)
