@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.api.rows import data_files
-from megarl.api.source import reward_file
+from megarl.api.source import reward_keys
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.trial import Trial, call_reward, try_out
@@ -70,10 +70,7 @@ def score(
             "actor_rollout_ref.rollout.n": 2,
             "reward_model.trial_rows": n,
         }
-        if reward is not None:
-            file, name = reward_file(reward, Path(place))
-            keys["custom_reward_function.path"] = str(file)
-            keys |= {"custom_reward_function.name": name} if name else {}
+        keys |= reward_keys(reward, Path(place))
         show_on_console(rank=0)
         return call_reward(load_config(_words((), keys), world_size=None, check_paths=False))
 

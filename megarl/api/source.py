@@ -14,6 +14,14 @@ from megarl.platform.files import write_whole
 REWARD_FILE = "reward.py"
 
 
+def reward_keys(reward: Callable[..., Any] | str | Path | None, directory: Path) -> dict[str, str]:
+    """Return the keys that name a reward, none for the built-in ones. Raises UserError as `reward_file` does."""
+    if reward is None:
+        return {}
+    file, name = reward_file(reward, directory)
+    return {"custom_reward_function.path": str(file)} | ({"custom_reward_function.name": name} if name else {})
+
+
 def reward_file(reward: Callable[..., Any] | str | Path, directory: Path) -> tuple[Path, str | None]:
     """Return the file of a reward, and its name there; None is the usual name.
 
@@ -78,12 +86,17 @@ def _definition(name: str, value: object, function: FunctionType) -> str:
     if module and module != function.__module__ and hasattr(value, "__name__"):
         return f"from {module} import {value.__name__} as {name}"
     text = repr(value)
-    try:
-        if ast.literal_eval(text) == value:
-            return f"{name} = {text}"
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        pass
+    if _is_literal(text, value):
+        return f"{name} = {text}"
     raise UserError(
         f"reward={function.__name__} uses {name}, a {type(value).__name__} that no file can hold: make it within the "
         "function, or write the reward to a file"
     )
+
+
+def _is_literal(text: str, value: object) -> bool:
+    """Return whether a text of Python is a constant of this value."""
+    try:
+        return bool(ast.literal_eval(text) == value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False

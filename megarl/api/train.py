@@ -11,7 +11,7 @@ import yaml
 
 from megarl.api.rows import count_rows, data_files
 from megarl.api.run import CONSOLE_FILE, TrainingRun
-from megarl.api.source import reward_file
+from megarl.api.source import reward_keys
 from megarl.config.load import load_config
 from megarl.config.schema import nest
 from megarl.platform.files import write_whole
@@ -80,10 +80,7 @@ def train(
         keys["critic.model.path"] = _place(model)
     else:
         keys["algorithm.use_kl_in_reward"] = False
-    if reward is not None:
-        file, name = reward_file(reward, inputs)
-        keys["custom_reward_function.path"] = str(file)
-        keys |= {"custom_reward_function.name": name} if name else {}
+    keys |= reward_keys(reward, inputs)
     config = inputs / "config.yaml"
     write_whole(config, yaml.safe_dump(nest(keys | dict(set or {})), sort_keys=False).encode())
     load_config([str(config)], world_size=None)
