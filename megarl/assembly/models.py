@@ -17,6 +17,7 @@ from megarl.data.translation import Translation
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
 from megarl.learner.forward import ReferenceDivergence
+from megarl.learner.learner import Learner
 from megarl.learner.parallel import Mesh, build_mesh
 from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import Objective
@@ -66,29 +67,20 @@ def make_models(
     Raises what `make_critic` and `make_reference` do.
     """
     mesh = build_mesh(config.actor_rollout_ref.actor.megatron)
-    reference = make_reference(config, source, mesh, tokenizer)
+    learner = make_actor_learner(config, source, mesh, last_step=last_step)
+    reference = make_reference(config, source, mesh, tokenizer, learner)
     supervision = Supervision.of(config, tokenizer)
-    actor = make_actor(config, source, mesh, reference, supervision, custom_loss, last_step=last_step)
+    actor = make_actor(config, learner, reference, supervision, custom_loss)
     critic = make_critic(config, mesh, tokenizer, last_step=last_step)
     return Models(mesh=mesh, actor=actor, reference=reference, critic=critic)
 
 
-def make_actor(
-    config: Config,
-    source: Source,
-    mesh: Mesh,
-    reference: FrozenPolicies | None,
-    supervision: Supervision | None,
-    custom_loss: CustomLoss | None,
-    *,
-    last_step: int,
-) -> Model[Any]:
-    """Make the policy that learns, with the configured parts of its loss."""
+def make_actor_learner(config: Config, source: Source, mesh: Mesh, *, last_step: int) -> Learner:
+    """Build this rank's part of the policy that learns."""
     policy = config.actor_rollout_ref
     actor = config.actor_rollout_ref.actor
     logger.info("starting: the actor")
-    objective = ActorObjective(actor, horizon=config.data.max_response_length, custom=custom_loss)
-    learner = make_learner(
+    return make_learner(
         source.directory,
         source.architecture,
         actor.megatron,
@@ -98,7 +90,21 @@ def make_actor(
         recompute=policy.model.enable_gradient_checkpointing,
         balance=config.trainer.balance_batch,
         training=(actor.optim, actor.grad_clip, actor_updates(config, last_step)),
+        lora=source.lora,
     )
+
+
+def make_actor(
+    config: Config,
+    learner: Learner,
+    reference: FrozenPolicies | None,
+    supervision: Supervision | None,
+    custom_loss: CustomLoss | None,
+) -> Model[Any]:
+    """Make the policy that learns, with the configured parts of its loss."""
+    policy = config.actor_rollout_ref
+    actor = config.actor_rollout_ref.actor
+    objective = ActorObjective(actor, horizon=config.data.max_response_length, custom=custom_loss)
     return Model(
         name="actor",
         learner=learner,
@@ -119,8 +125,12 @@ def _against(reference: FrozenPolicies | None, kind: KLEstimator | None, beta: f
     return reference.against(Divergence(kind, beta)) if reference and kind in EXACT else None
 
 
-def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokenizer) -> FrozenPolicies | None:
+def make_reference(
+    config: Config, source: Source, mesh: Mesh, tokenizer: Tokenizer, actor: Learner
+) -> FrozenPolicies | None:
     """Make the frozen policies: the actor's start in `source`, or teachers. Return None if no KL to them is needed.
+
+    The start of an actor with adapters is the actor without them, in the same memory.
 
     Raises:
         UserError: the tokenizer of a teacher is not `tokenizer`, the policy's.
@@ -129,7 +139,7 @@ def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokeni
         return None
     models = dict[str | None, Model[Any]]()
     if None not in config.teachers:
-        models[None] = make_frozen(config, source, mesh)
+        models[None] = make_frozen(config, actor.without_adapters() if actor.lora else _frozen(config, source, mesh))
     for data_source, section in config.teachers.items():
         teacher = Source.read(section)
         theirs = teacher.tokenizer(trust_remote_code=section.trust_remote_code)
@@ -140,25 +150,29 @@ def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokeni
                 f"{teacher.directory} (actor_rollout_ref.ref.{key}) has other tokens than the policy: {differing}. "
                 "A teacher reads the policy's tokens as they are: name a model that was trained with the same tokenizer"
             )
-        models[data_source] = make_frozen(config, teacher, mesh)
+        models[data_source] = make_frozen(config, _frozen(config, teacher, mesh))
     other = models.pop(None)
     return FrozenPolicies(PerDataSource(named={str(name): model for name, model in models.items()}, other=other))
 
 
-def make_frozen(config: Config, source: Source, mesh: Mesh) -> Model[Any]:
-    """Make a policy that never learns from the checkpoint in `source`."""
-    policy = config.actor_rollout_ref
-    ref = config.actor_rollout_ref.ref
+def _frozen(config: Config, source: Source, mesh: Mesh) -> Learner:
+    """Build this rank's part of a policy that never learns."""
     logger.info("starting: the reference")
-    learner = make_learner(
+    return make_learner(
         source.directory,
         source.architecture,
-        ref.megatron,
+        config.actor_rollout_ref.ref.megatron,
         mesh,
         role="policy",
-        temperature=policy.rollout.temperature,
+        temperature=config.actor_rollout_ref.rollout.temperature,
         balance=config.trainer.balance_batch,
     )
+
+
+def make_frozen(config: Config, learner: Learner) -> Model[Any]:
+    """Make a policy that never learns."""
+    policy = config.actor_rollout_ref
+    ref = config.actor_rollout_ref.ref
     max_sequences = ref.log_prob_micro_batch_size or policy.actor.ppo_micro_batch_size
     budget = make_budget(config, max_sequences, ref.log_prob_max_token_len_per_gpu)
     return Model(name="reference", learner=learner, budget=budget)
@@ -197,6 +211,7 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
         recompute=critic.model.enable_gradient_checkpointing,
         balance=config.trainer.balance_batch,
         training=(critic.optim, critic.grad_clip, last_step),
+        lora=source.lora,
     )
     return Model(
         name="critic",

@@ -34,6 +34,7 @@ from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import restarted
 from megarl.learner.learner import Learner
 from megarl.mark import Effect
+from megarl.models.lora import adapted_projections
 from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.versions import installed_versions
@@ -213,9 +214,15 @@ def checkpoint_texts(
 
 def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, Any]]:
     sizes: dict[str, dict[str, Any]] = json.loads(
-        json.dumps({name: asdict(learner.architecture) for name, learner in learners.items()})
+        json.dumps({name: asdict(learner.architecture) | _adapters(learner) for name, learner in learners.items()})
     )
     return sizes
+
+
+def _adapters(learner: Learner) -> dict[str, Any]:
+    """Return what must stay the same of a model's adapters."""
+    lora = learner.lora
+    return {"lora_rank": lora.rank, "adapted": adapted_projections(learner.architecture, lora)} if lora else {}
 
 
 def _compare(

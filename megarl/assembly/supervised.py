@@ -74,6 +74,7 @@ def _learn(
         recompute=config.model.enable_gradient_checkpointing,
         balance=trainer.balance_batch,
         training=(config.optim, config.grad_clip, last_step),
+        lora=source.lora,
     )
     checkpoints = _checkpoints(config, launch, source, tokenizer, {task.name: learner})
     resume_point.require_sizes(checkpoints.learners, {task.name: "model.path"})

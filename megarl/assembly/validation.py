@@ -48,6 +48,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
         policy.actor.megatron,
         mesh,
         role="policy",
+        lora=source.lora,
     )
     scorer = make_scorer(config, rules, mesh, tokenizer, source)
     step = 0

@@ -1,6 +1,6 @@
 """A run's checkpoints on disk: complete or absent, the latest by name, the oldest removed, the best kept.
 
-    RUN_DIR/global_step_40/{actor,critic}/   Megatron's shards: weights, optimizer, schedule
+    RUN_DIR/global_step_40/{actor,critic}/   Megatron's shards: weights, or adapters alone; optimizer, schedule
                           /random_states.pt  generator states of each rank
                           /huggingface/      config and tokenizer, for export; with `save_huggingface` the weights too
                           /huggingface_critic/  with `save_huggingface`, the critic as a classifier
@@ -46,11 +46,11 @@ from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.state import State
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
-from megarl.learner.checkpoint import Writing, load_learner, save_learner
+from megarl.learner.checkpoint import Writing, load_learner, save_learner, saved_shapes
 from megarl.learner.learner import Learner
 from megarl.learner.randomness import read_random_states, set_random_states, write_random_states
 from megarl.learner.staging import Staging
-from megarl.models.architecture import hf_shapes
+from megarl.models.peft import write_adapter_config
 from megarl.platform.files import explained, remedy, write_whole
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class CheckpointStore:
     def num_bytes(self) -> int:
         """The approximate size of a checkpoint: weights, and of trained models float32 weights and two moments."""
         return sum(
-            sum(map(math.prod, hf_shapes(learner.architecture).values()))
+            sum(map(math.prod, saved_shapes(learner).values()))
             * (learner.modules[0].config.params_dtype.itemsize + (12 if learner.optimizer else 0))
             for learner in self.learners.values()
         )
@@ -182,6 +182,9 @@ class CheckpointStore:
     def _write_small_files(self, part: Path, state: State) -> None:
         with explained(str(part)):
             self.write_huggingface(part / HUGGINGFACE)
+            for name, learner in self.learners.items():
+                if learner.lora:
+                    write_adapter_config(part / name, learner.lora, learner.architecture)
         for name, text in self._texts().items():
             write_whole(part / name, text.encode())
         write_whole(part / STATE_FILE, json.dumps(asdict(replace(state, files={}))).encode())

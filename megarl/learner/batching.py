@@ -38,7 +38,7 @@ class Batching:
     def __init__(self, mesh: Mesh, config: Any, device: torch.device, *, balance: bool) -> None:
         self._mesh = mesh
         self._device = device
-        self._balance = balance
+        self.balance = balance
         self._num_parts = mesh.tp_size if config.sequence_parallel else 1
 
     def owners(self, lengths: Tensor, groups: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Batching:
             lengths: `[B]` int64, tokens of each sample.
             groups: `[B]` int64.
         """
-        costs = lengths if self._balance else torch.ones_like(lengths)
+        costs = lengths if self.balance else torch.ones_like(lengths)
         return partition(costs, groups, self._mesh.dp_size)
 
     def divide(self, share: Rollouts, budget: Budget) -> list[list[int]]:

@@ -7,7 +7,7 @@ optimizer's configuration, so a run may resume with another learning rate or for
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -23,6 +23,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.learner.learner import Learner
+from megarl.learner.lora import trained_shards
 from megarl.learner.objects import first_words, read_objects
 from megarl.learner.optimizer import Optimizer, torch_optimizers
 from megarl.learner.patches.cpu import megatron_platform
@@ -30,6 +31,8 @@ from megarl.learner.patches.optimizer import gathered_later
 from megarl.learner.patches.reading import load_index, reading_data_only
 from megarl.learner.patches.writing import first_rank_failing_with_all
 from megarl.learner.staging import Staging, copy_optimizer, copy_shards, keep_written, room_for_optimizer
+from megarl.models.architecture import hf_shapes
+from megarl.models.lora import adapter_shapes
 from megarl.platform.small_files import Damage, read_bytes, read_json
 
 MAX_INDEX_BYTES = 4 << 30
@@ -101,6 +104,12 @@ def load_learner(learner: Learner, directory: Path) -> None:
             _load_weights(module, chunk)
         if learner.optimizer:
             _load_optimizer(learner.optimizer, state["optimizer"], num_steps=state["schedule"]["num_steps"])
+
+
+def saved_shapes(learner: Learner) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of the parameters that `save_learner` writes, by name in Hugging Face's or PEFT's files."""
+    architecture = learner.architecture
+    return adapter_shapes(architecture, learner.lora) if learner.lora else hf_shapes(architecture)
 
 
 def check_files(directory: Path) -> None:
@@ -195,15 +204,19 @@ def _without_extras(shards: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_weights(module: torch.nn.Module, shards: dict[str, Any]) -> None:
-    """Load the weights of a chunk, which has no other state."""
-    lost = [name for names in module.load_state_dict(shards, strict=False) for name in names]
+    """Load the weights of a chunk, which has no other state, or only those that learn beside frozen weights."""
+    lost = {name for names in module.load_state_dict(shards, strict=False) for name in names}
+    lost -= {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     assert all(EXTRA_STATE in name for name in lost), f"Megatron asked for other weights than it has: {lost}"
 
 
 def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
     """Return the learner's state as Megatron's shards; without an optimizer, only the weights."""
     metadata = dict(FORMAT)  # a copy, because Megatron adds process groups
-    model = [_without_extras(module.sharded_state_dict(metadata=metadata)) for module in learner.modules]
+    if learner.lora:
+        model = [trained_shards(module) for module in learner.modules]
+    else:
+        model = [_without_extras(module.sharded_state_dict(metadata=metadata)) for module in learner.modules]
     state: dict[str, Any] = {"model": model}
     if learner.optimizer:
         optimizer, schedule = learner.optimizer.megatron, learner.optimizer.schedule

@@ -9,12 +9,15 @@ from torch import nn
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.learner import Learner
+from megarl.learner.lora import adapter_layout, adapter_weights, add_adapters
 from megarl.learner.model import build_model
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer, make_trainable
 from megarl.learner.parallel import Mesh
-from megarl.models.architecture import SCORE, Architecture, hf_shapes
+from megarl.models.architecture import SCORE, Architecture, Shapes, hf_shapes
 from megarl.models.config import Recompute
+from megarl.models.lora import Lora, adapter_shapes
+from megarl.models.peft import WEIGHTS
 from megarl.platform.device import local_device
 from megarl.platform.errors import UserError
 from megarl.reshard.files import CheckpointFiles
@@ -31,6 +34,7 @@ def make_learner(
     recompute: Recompute = False,
     balance: bool = True,
     training: tuple[OptimSection, float, int] | None = None,
+    lora: Lora | None = None,
 ) -> Learner:
     """Build this rank's part of a model, and read its weights: each rank reads only its own slices.
 
@@ -46,6 +50,7 @@ def make_learner(
         balance: spread samples by length over data-parallel ranks.
         training: optimizer section, gradient clip, and number of steps in which the model learns; None if it never
             does.
+        lora: the adapters, which then learn instead of the weights. A new scalar head learns too.
 
     Raises:
         UserError: the checkpoint lacks a parameter, or a policy is asked of a checkpoint without an LM head.
@@ -62,6 +67,10 @@ def make_learner(
     )
     if checkpoint:
         _read_weights(checkpoint, modules, architecture, mesh, has_head=has_head)
+    if lora:
+        add_adapters(modules, architecture, lora, mesh, seed=section.seed)
+        if lora.start:
+            _read_adapters(lora.start, modules, adapter_shapes(architecture, lora))
     models: tuple[Any, ...] = modules
     optimizer: Optimizer | None = None
     if training:
@@ -78,6 +87,7 @@ def make_learner(
         temperature=temperature,
         device=local_device(),
         balance=balance,
+        lora=lora,
     )
 
 
@@ -91,6 +101,17 @@ def _read_weights(
     if has_head and architecture.scalar_head:
         _check_head(checkpoint, files.names, trunk=architecture.layer_prefix(0).partition(".")[0])
     files.load(layout, weights(modules), shapes=hf_shapes(architecture))
+
+
+def _read_adapters(directory: Path, modules: tuple[nn.Module, ...], shapes: Shapes) -> None:
+    """Fill this rank's adapters from a directory of PEFT."""
+    files = CheckpointFiles(directory, single=WEIGHTS)
+    unknown = sorted(set(files.names) - set(shapes))
+    if unknown:
+        raise UserError(
+            f"{directory / WEIGHTS} has adapters that this model has no place for: {', '.join(unknown[:4])}"
+        )
+    files.load(adapter_layout(modules), adapter_weights(modules), shapes=shapes)
 
 
 def _check_head(checkpoint: Path, names: Collection[str], *, trunk: str) -> None:

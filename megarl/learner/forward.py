@@ -7,6 +7,7 @@ the other policies alone.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from megarl.algorithms.kl import Divergence
 from megarl.batch import Rollouts
 from megarl.distributed.sharded import Sharded
 from megarl.learner.batching import Batching, Budget
+from megarl.learner.lora import adapters_off
 from megarl.learner.offload import Offload
 from megarl.learner.outputs import LogitFactors, OutputHead
 from megarl.learner.parallel import Mesh
@@ -44,7 +46,10 @@ class ForwardPass:
         offload: Offload,
         mesh: Mesh,
         device: torch.device,
+        uses_adapters: bool = True,
     ) -> None:
+        """Take the parts of a `Learner`. `uses_adapters` False: the chunks compute with their frozen weights alone."""
+        self._uses_adapters = uses_adapters
         self._models = models
         self._head = head
         self._batching = batching
@@ -109,7 +114,8 @@ class ForwardPass:
         """Run micro-batches forward only; return what the head returns for each, on the last pipeline stage."""
         for model in self._models:
             model.eval()
-        with torch.no_grad(), self._offload.parameters():
+        weights = nullcontext() if self._uses_adapters else adapters_off(self._models)
+        with torch.no_grad(), self._offload.parameters(), weights:
             return run_schedule(self._models, micro_batches, head, budget.row_length(self._mesh), forward_only=True)
 
     def join_outputs(

@@ -72,7 +72,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         """Return the gradients of this rank's slice; the caller's region sums the gradient of `hidden` over ranks."""
         hidden, weight, targets, normalizer, entropy, *kept = ctx.saved_tensors
         temperature, valid_rows, first_row = ctx.settings
-        total = WeightGradient(weight)
+        total = WeightGradient(weight) if ctx.needs_input_grad[1] else None
         grad_hidden = []
         factor = _factor(weight)
         per_token = [hidden, targets - first_row, normalizer, grad_log_probs / temperature]
@@ -83,8 +83,9 @@ class VocabParallelLogProbs(torch.autograd.Function):
             logits = kept[number] if kept else _logits(chunk, factor, temperature, valid_rows)
             grad_logits = gradient(logits, places, log_sum, grad_log_prob, of_entropy, weight.dtype)
             grad_hidden.append(_product(grad_logits, factor).to(hidden.dtype))
-            total.add(grad_logits, chunk)
-        return torch.cat(grad_hidden), total.to_return(), *[None] * 6
+            if total:
+                total.add(grad_logits, chunk)
+        return torch.cat(grad_hidden), total.to_return() if total else None, *[None] * 6
 
 
 def _logits(hidden: Tensor, factor: Tensor, temperature: float, valid_rows: int) -> Tensor:
@@ -188,7 +189,7 @@ class VocabParallelDivergence(torch.autograd.Function):
         """Return the gradients of this rank's slice; the caller's region sums the gradient of `hidden` over ranks."""
         hidden, weight, ref_hidden, ref_weight, *per_token = ctx.saved_tensors
         divergence, temperature, valid_rows = ctx.settings
-        total = WeightGradient(weight)
+        total = WeightGradient(weight) if ctx.needs_input_grad[1] else None
         grad_hidden = []
         factor = _factor(weight)
         ref_factor = _factor(ref_weight)
@@ -200,8 +201,9 @@ class VocabParallelDivergence(torch.autograd.Function):
             _, grad_logits = divergence.summands(log_p, log_q)
             grad_logits = grad_logits.sub_(log_p.exp_().mul_(slope[:, None])).mul_(grad[:, None]).to(weight.dtype)
             grad_hidden.append(_product(grad_logits, factor).to(hidden.dtype))
-            total.add(grad_logits, chunk)
-        return torch.cat(grad_hidden), total.to_return(), *[None] * 6
+            if total:
+                total.add(grad_logits, chunk)
+        return torch.cat(grad_hidden), total.to_return() if total else None, *[None] * 6
 
 
 def _normalizers(logits: Tensor, ref_logits: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -37,15 +37,32 @@ def source_layout(modules: Sequence[torch.nn.Module], architecture: Architecture
 
 
 def _parameters(modules: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Yield the local name of every parameter, the parameter, and its name in the whole model.
+    """Yield the local name of every parameter, the parameter, and its name in the whole model."""
+    for number, chunk in enumerate(modules):
+        for name, tensor in chunk_parameters(chunk):
+            yield local_name(name, number, modules), tensor, global_name(name, chunk)
+
+
+def chunk_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of a chunk by name, without adapters.
 
     The bias of DeepSeek's router is included: it is a parameter in the checkpoint, but a buffer in Megatron.
     """
-    for chunk, module in enumerate(modules):
+    yield from ((name, parameter) for name, parameter in chunk.named_parameters() if not is_adapter(name))
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS))
 
-        def with_global_layer(name: str, layers: Any = module.decoder.layers) -> str:
-            return LOCAL_LAYER.sub(lambda match: str(layers[int(match[0])].layer_number - 1), name)
 
-        biases = ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(ROUTER_BIAS))
-        for name, tensor in (*module.named_parameters(), *biases):
-            yield f"{chunk}.{name}" if len(modules) > 1 else name, tensor, with_global_layer(name)
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of Megatron's model is a matrix of an adapter (`learner/lora.py`)."""
+    return name.endswith((".lora_a", ".lora_b"))
+
+
+def local_name(name: str, number: int, modules: Sequence[Any]) -> str:
+    """Return the key of a parameter of chunk `number`, among those of all chunks of this rank."""
+    return f"{number}.{name}" if len(modules) > 1 else name
+
+
+def global_name(name: str, chunk: Any) -> str:
+    """Return the name of a chunk's parameter in the whole model, with the global number of its layer."""
+    layers = chunk.decoder.layers
+    return LOCAL_LAYER.sub(lambda match: str(layers[int(match[0])].layer_number - 1), name)

@@ -5,7 +5,7 @@ into micro-batches. No split changes a result: objectives return contributions t
 adds them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from megarl.learner.experts import share_batch_size
 from megarl.learner.finite import Buffers, GradientStatus, NotFinite, explain_not_finite
 from megarl.learner.forward import ForwardPass, ReferenceDivergence
 from megarl.learner.layout import source_layout, weights
+from megarl.learner.lora import MergedWeights
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
 from megarl.learner.outputs import OutputHead
@@ -32,6 +33,7 @@ from megarl.learner.patches.cpu import megatron_platform
 from megarl.learner.schedule import MicroBatch, run_schedule
 from megarl.learner.terms import LossTerm, MicroLoss, loss_head
 from megarl.models.architecture import Architecture
+from megarl.models.lora import Lora
 from megarl.platform.device import to_device
 from megarl.reshard.layout import Layout
 
@@ -70,6 +72,8 @@ class Learner:
         temperature: float,  # of the sampler whose log-probabilities a policy reports
         device: torch.device,
         balance: bool = True,  # spread samples over data-parallel ranks by length; False: by number
+        lora: Lora | None = None,  # the adapters of `models`
+        uses_adapters: bool = True,  # False: compute with the frozen weights alone
     ) -> None:
         self.models = models
         self.optimizer = optimizer
@@ -77,9 +81,18 @@ class Learner:
         self.mesh = mesh
         self.architecture = architecture
         self.device = device
+        self.lora = lora
         self._head = OutputHead(self.modules[-1], architecture, mesh, temperature=temperature)
         self.batching = Batching(mesh, self.modules[0].config, device, balance=balance)
-        self.forward = ForwardPass(models, self._head, self.batching, offload=offload, mesh=mesh, device=device)
+        self.forward = ForwardPass(
+            models,
+            self._head,
+            self.batching,
+            offload=offload,
+            mesh=mesh,
+            device=device,
+            uses_adapters=uses_adapters,
+        )
 
     @property
     def is_policy(self) -> bool:
@@ -91,15 +104,29 @@ class Learner:
         """The chunks of the GPTModel; a virtual pipeline has several."""
         return tuple(model.module for model in self.models) if self.optimizer else self.models
 
+    def without_adapters(self) -> "Learner":
+        """Return the model that this model was before it learned: it has the same memory, and never learns."""
+        return Learner(
+            models=self.modules,
+            optimizer=None,
+            offload=self.offload,
+            mesh=self.mesh,
+            architecture=self.architecture,
+            temperature=self._head.temperature,
+            device=self.device,
+            balance=self.batching.balance,
+            uses_adapters=False,
+        )
+
     def layout(self) -> Layout:
         """Return the boxes of the Hugging Face parameters that this rank holds."""
         return source_layout(self.modules, self.architecture, self.mesh)
 
     @contextmanager
-    def weights(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the local parameters by name; they are on the device within the block."""
+    def weights(self) -> Iterator[Mapping[str, Tensor]]:
+        """Yield the local parameters by name, merged with their adapters; they are on the device within the block."""
         with self.offload.parameters():
-            yield weights(self.modules)
+            yield MergedWeights(weights(self.modules), self.modules)
 
     def spread(self, record: R, *, num_together: int = 1) -> Sharded[R]:
         """Keep this rank's share of a record that every rank has. `num_together` neighbours stay together."""

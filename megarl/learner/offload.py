@@ -31,6 +31,10 @@ class RestingMemory:
             self._rests[name] = torch.empty_like(tensor, device="cpu", pin_memory=on_cuda())
         return self._rests[name].copy_(tensor, non_blocking=True)
 
+    def has(self, name: Hashable) -> bool:
+        """Return whether a tensor of this name was parked."""
+        return name in self._rests
+
     def parked(self, name: Hashable) -> torch.Tensor:
         """Return the copy that was parked last."""
         return self._rests[name]
@@ -69,10 +73,7 @@ class Offload:
         try:
             yield
         finally:
-            if self._optimizer is None:
-                self._drop_parameters()
-            else:
-                self._move_parameters("cpu")
+            self._move_parameters("cpu")
 
     @contextmanager
     def everything(self) -> Iterator[None]:
@@ -117,19 +118,20 @@ class Offload:
     def _move_parameters(self, device: str) -> None:
         if self._optimizer is not None:
             self._move_buffers(device, move_params=True, move_grads=False)
-            return
-        for chunk, model in enumerate(self._models):
-            for name, parameter in model.named_parameters():
-                if device == "cpu":
-                    parameter.data = self._host.park((chunk, name), parameter.data)
-                else:
-                    parameter.data = parameter.data.to(local_device(), non_blocking=True, copy=True)
+        for place, parameter in self._frozen():
+            if device != "cpu":
+                parameter.data = parameter.data.to(local_device(), non_blocking=True, copy=True)
+            elif self._host.has(place):
+                parameter.data = self._host.parked(place)  # nothing has changed it on the device
+            else:
+                parameter.data = self._host.park(place, parameter.data)
 
-    def _drop_parameters(self) -> None:
-        """Return to the parameters that rest on the host. No optimizer has changed those on the device."""
+    def _frozen(self) -> Iterator[tuple[Hashable, torch.nn.Parameter]]:
+        """Yield the parameters that no optimizer changes, each with a name."""
         for chunk, model in enumerate(self._models):
             for name, parameter in model.named_parameters():
-                parameter.data = self._host.parked((chunk, name))
+                if self._optimizer is None or not parameter.requires_grad:
+                    yield (chunk, name), parameter
 
     def _move_gradients(self, device: str) -> None:
         if self._optimizer is not None:

@@ -11,6 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.learner.contributions import wait_for_slowest
+from megarl.learner.lora import add_over_expert_tensor_ranks
 from megarl.learner.overlap import gather_weights, reduction, sum_gradients_at_the_end
 from megarl.learner.patches.cpu import megatron_platform
 
@@ -126,6 +127,7 @@ def add_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> N
     """Reduce gradients as Megatron does, but do not divide by tokens: losses are contributions to a global mean."""
     wait_for_slowest(next(models[0].parameters()).device)
     finalize_model_grads(models, None, **kwargs)
+    add_over_expert_tensor_ranks(models)
 
 
 def make_schedule(optimizer: Any, optim: OptimSection, num_updates: int) -> OptimizerParamScheduler:

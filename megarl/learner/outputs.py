@@ -37,7 +37,7 @@ class OutputHead:
         self._module = module
         self._architecture = architecture
         self._mesh = mesh
-        self._temperature = temperature
+        self.temperature = temperature
 
     @property
     def is_policy(self) -> bool:
@@ -72,7 +72,7 @@ class OutputHead:
             values = torch.nn.functional.linear(states.float(), weight.float())[:, 0]
             return self._whole(packed.unpack(values)[None])
         softmax: dict[str, Any] = {
-            "temperature": temperature or self._temperature,
+            "temperature": temperature or self.temperature,
             "vocab_size": self._architecture.vocab_size,
             "group": self._mesh.tp_group,
         }

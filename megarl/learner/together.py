@@ -10,7 +10,7 @@ The modules and their parameters stay: their names and shapes, checkpoints and s
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer.mlp import MLP
@@ -58,19 +58,31 @@ def _of_weight(weight: Tensor, grad_out: Tensor, hidden: Tensor) -> Tensor | Non
     return total.to_return()
 
 
+class Addition(Protocol):
+    """What the adapters of a projection of all experts add to it."""
+
+    def added(self, out: Tensor, hidden: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the [N, rows] output for [N, columns] states, with the addition."""
+        ...
+
+
 class Projection(torch.nn.Module):
     """One of the two projections of all experts, for rows that are sorted by expert."""
 
-    def __init__(self, linears: Sequence[torch.nn.Module], counts: Sequence[int]) -> None:
-        """Take the number of rows of each expert, and the experts' linear layers; a call of one returns its weight."""
+    def __init__(self, linears: Sequence[torch.nn.Module], counts: Sequence[int], adapter: Addition | None) -> None:
+        """Take the number of rows of each expert, and the experts' linear layers; a call of one returns its weight.
+
+        `adapter` computes what the experts' adapters add, if they have any.
+        """
         super().__init__()
         self._linears = tuple(linears)
         self._counts = counts
+        self._adapter = adapter
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         """Project [N, columns] states; there is no bias."""
         out: Tensor = ProductByExpert.apply(hidden, self._counts, *(linear() for linear in self._linears))
-        return out, None
+        return (out if self._adapter is None else self._adapter.added(out, hidden, self._counts)), None
 
 
 class ExpertsTogether(SequentialMLP):
@@ -78,6 +90,7 @@ class ExpertsTogether(SequentialMLP):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
+        self.adapters = torch.nn.ModuleDict()  # by projection
         for linear in (linear for expert in self.local_experts for linear in (expert.linear_fc1, expert.linear_fc2)):
             # The modules are still called: Megatron hooks the calls to await weights that other ranks send.
             linear.forward = partial(getattr, linear, "weight")
@@ -88,8 +101,13 @@ class ExpertsTogether(SequentialMLP):
         Megatron computes a rank's only expert so; here the projections are those of all experts.
         """
         counts = tokens_per_expert.tolist()  # Megatron's dispatcher has brought them to the host
+        additions: dict[str, Any] = dict(self.adapters.items())
         first, second = (
-            Projection([getattr(expert, name) for expert in self.local_experts], counts)
+            Projection(
+                [getattr(expert, name) for expert in self.local_experts],
+                counts,
+                additions.get(name),
+            )
             for name in ("linear_fc1", "linear_fc2")
         )
         activation = self.local_experts[0].activation_func

@@ -3,12 +3,14 @@
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from megarl.mark import Change, Effect, key
-from megarl.section import section
+from megarl.mark import Change, Effect, key, when
+from megarl.section import CountFromZero, section
 
 MODEL = Change(Effect.CURVE, "the model: its tokenizer, and the frozen models that it is compared with")
+
+ADAPTED = when(".lora_rank")
 
 Recompute = bool | Literal["selective"]
 """The activations that the backward pass computes again: none, all of a layer, or those of the feed-forward layers."""
@@ -39,6 +41,17 @@ class ModelSection(CheckpointSection):
     enable_gradient_checkpointing: Recompute = key(False, Change(Effect.ROUNDING, "what is recomputed"))
     """Recompute activations in the backward pass: selective = those of feed-forward layers and experts; true = all of a
     layer."""
+    lora_rank: CountFromZero = 0
+    """Rank of low-rank adapters (LoRA), which learn instead of the weights; 0 = the weights learn."""
+    lora_alpha: Annotated[float, Field(gt=0.0, le=1e6)] = key(16.0, read_if=ADAPTED)
+    """Scale of the adapters, divided by lora_rank."""
+    target_modules: str | list[str] = key("all-linear", read_if=ADAPTED)
+    """Projections with adapters: names or ends of names, a regular expression, or all-linear = all but the output
+    layer."""
+    exclude_modules: str | list[str] | None = key(None, read_if=ADAPTED)
+    """Projections of target_modules without adapters: names or ends of names, or a regular expression."""
+    lora_adapter_path: str | None = None
+    """PEFT directory to start from, its URI or HF id, which also gives rank, scale and targets; null = new adapters."""
 
 
 @section(MODEL)

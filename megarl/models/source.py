@@ -13,9 +13,11 @@ from megarl.data.tokenizer import Spelling, Tokenizer, load_tokenizer
 from megarl.distributed.exchange import in_shares
 from megarl.models.architecture import Architecture
 from megarl.models.claims import weight_faults
-from megarl.models.config import CheckpointSection
+from megarl.models.config import CheckpointSection, ModelSection
 from megarl.models.hub import GENERATION, local_directory, place_of, read_config, read_json, read_model, stop_token_ids
+from megarl.models.lora import Lora
 from megarl.models.overrides import unread_overrides
+from megarl.models.peft import lora_of
 from megarl.platform.errors import UserError
 from megarl.platform.uri import is_uri
 from megarl.reshard.files import CheckpointFiles
@@ -31,6 +33,7 @@ class Source:
     hf_config: dict[str, Any]  # overrides applied; without the quantisation of the files, which are read dequantised
     overrides: dict[str, Any]  # fields that replace those of config.json
     architecture: Architecture
+    lora: Lora | None = None  # None: the weights learn
 
     @classmethod
     def read(cls, section: CheckpointSection) -> "Source":
@@ -58,7 +61,11 @@ class Source:
                 raise UserError(f"{place_of(section.path)}: {error}") from error
             raise
         return cls(
-            directory=directory, hf_config=hf_config, overrides=section.override_config, architecture=architecture
+            directory=directory,
+            hf_config=hf_config,
+            overrides=section.override_config,
+            architecture=architecture,
+            lora=lora_of(section) if isinstance(section, ModelSection) else None,
         )
 
     def tokenizer(

@@ -8,7 +8,7 @@ some sharded parameters and wrong on others.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar, Protocol
 
@@ -49,7 +49,7 @@ class Shard:
 class Region:
     """A box of the parameter `name` that begins at row `row` of the local tensor."""
 
-    name: str  # as in Llama, without the shard's prefix
+    name: str  # of a rule: as in Llama, without the shard's prefix
     box: Box
     row: int
 
@@ -308,18 +308,34 @@ def pieces(
         UserError: the table has no such parameter, or the shape does not fit the shard.
     """
     rule, shard = _find(architecture, name, shape, cut)
-    regions = list(rule.regions(shard))
+    regions = _in_checkpoint(rule, shard)
     full = rule.padded or sum(region.box.numel for region in regions) == math.prod(shape)
     if not full or any(region.box.shape[1:] != shape[1:] for region in regions):
         held = ", ".join(f"{region.name} {region.box}" for region in regions)
         where = f"on rank {shard.part} of {shard.num_parts}"
         raise UserError(f"{name}: shape {shape} {where} does not fit what it must hold: {held}")
     strides = row_major(shape)
-    places = checkpoint_places(architecture)
+    return [Piece(region.name, region.box, param, region.row * strides[0], strides, dtype) for region in regions]
+
+
+def held_and_whole(
+    architecture: Architecture, name: str, shape: tuple[int, ...], *, cut: Cut
+) -> tuple[list[Region], list[Region]]:
+    """Return the regions of a local Megatron parameter, and those of the whole parameter, by names of the checkpoint.
+
+    The arguments are those of `pieces`.
+    """
+    rule, shard = _find(architecture, name, shape, cut)
+    return _in_checkpoint(rule, shard), _in_checkpoint(rule, replace(shard, part=0, num_parts=1))
+
+
+def _in_checkpoint(rule: CutRule, shard: Shard) -> list[Region]:
+    """Return the regions that the shard holds, by names and rows of the checkpoint."""
+    places = checkpoint_places(shard.architecture)
     found = []
-    for region in regions:
+    for region in rule.regions(shard):
         place = places[shard.prefix + region.name]
-        found.append(Piece(place.name, region.box.lowered(place.row), param, region.row * strides[0], strides, dtype))
+        found.append(Region(place.name, region.box.lowered(place.row), region.row))
     return found
 
 

@@ -127,6 +127,7 @@ class Reshard:
             for sizes in plan.bucket_sizes()
         )
         self._to_open, self._to_close = plan.lifetimes()
+        self._to_read, self._to_release = plan.source_lifetimes()
         self._wave_buffers: list[WaveBuffers | None] = [None] * plan.num_waves  # filled on first use
         self._compare_plans()
 
@@ -135,7 +136,8 @@ class Reshard:
         """Update the destination from the source. All ranks of the group must call this.
 
         Args:
-            source: the local tensors of the source layout, by `Piece.param`.
+            source: the local tensors of the source layout, by `Piece.param`. Each is asked for once, before its first
+                wave, and released after its last, so a mapping may compute them.
             destination: each local tensor is opened before its first wave and closed after its last.
             check: compare checksums of every box on both ends; this reads all data twice more.
 
@@ -144,18 +146,23 @@ class Reshard:
         """
         start = time.perf_counter()
         opened: dict[str, Tensor] = {}
+        read: dict[str, Tensor] = {}
         checksum_log = ChecksumLog(self._plan.rank) if check else None
         exchange: list[dist.Work] = []
         if self._plan.num_waves:
-            exchange = self._exchange(0, self._pack(0, source, opened, checksum_log))
+            read |= {param: source[param] for param in self._to_read[0]}
+            exchange = self._exchange(0, self._pack(0, read, opened, checksum_log))
         for number in range(self._plan.num_waves):
             last = number + 1 == self._plan.num_waves
             if not last:
-                packed = self._pack(number + 1, source, opened, checksum_log)
+                read |= {param: source[param] for param in self._to_read[number + 1]}
+                packed = self._pack(number + 1, read, opened, checksum_log)
             opened |= {param: destination.open(param) for param in self._to_open[number]}
-            self._copy_own(number, source, opened, checksum_log)
+            self._copy_own(number, read, opened, checksum_log)
             for work in exchange:
                 work.wait()
+            for param in self._to_release[number]:
+                del read[param]
             if not last:
                 exchange = self._exchange(number + 1, packed)
             self._unpack(number, opened, checksum_log)

@@ -38,21 +38,22 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class CheckpointFiles:
-    """The weights in a directory, `model.safetensors` or the shards that `model.safetensors.index.json` lists.
+    """The weights in a directory, in one file or in the shards that `model.safetensors.index.json` lists.
 
     Raises:
         UserError: the directory has no such weights, or its index lists files outside of the directory.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, single: str = SINGLE) -> None:
+        """Take the directory, and the name of a file that has all weights."""
         self._directory = directory
-        if (single := directory / SINGLE).is_file():
-            with opened(single) as file:
-                self._file_of = dict.fromkeys(file.keys(), single)
+        if (path := directory / single).is_file():
+            with opened(path) as file:
+                self._file_of = dict.fromkeys(file.keys(), path)
         elif (index := directory / INDEX).is_file():
             self._file_of = {name: directory / file for name, file in read_index(index).items()}
         else:
-            raise UserError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} exists")
+            raise UserError(f"{directory} has no weights: neither {single} nor {INDEX} exists")
 
     @property
     def names(self) -> Collection[str]:

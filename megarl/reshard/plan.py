@@ -161,13 +161,21 @@ class RankPlan:
 
     def lifetimes(self) -> tuple[list[list[str]], list[list[str]]]:
         """Return for each wave the local tensors of the destination that it is the first, and the last, to write."""
+        return self._lifetimes(self.steps[:, 1], self.needed)
+
+    def source_lifetimes(self) -> tuple[list[list[str]], list[list[str]]]:
+        """Return for each wave the local tensors of the source that it is the first, and the last, to read."""
+        return self._lifetimes(np.where(self.forwarded(), -1, self.steps[:, 0]), self.held)
+
+    def _lifetimes(self, pieces: npt.NDArray[np.int32], layout: Layout) -> tuple[list[list[str]], list[list[str]]]:
+        """Return for each wave the tensors that it is the first, and the last, to use; -1: a step uses none."""
         first: dict[str, int] = {}
         last: dict[str, int] = {}
         begin = 0
         for number, end in enumerate(self.ends.tolist()):
-            pieces = self.steps[begin:end, 1]
-            for piece in pieces[pieces >= 0].tolist():
-                param = self.needed[piece].param
+            of_wave = pieces[begin:end]
+            for piece in of_wave[of_wave >= 0].tolist():
+                param = layout[piece].param
                 first.setdefault(param, number)
                 last[param] = number
             begin = end

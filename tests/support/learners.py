@@ -40,6 +40,7 @@ def make_test_learner(
     balance: bool = True,
     mesh: Any = None,
     recompute: Any = False,
+    lora: Any = None,
 ) -> Any:
     """Return this rank's part of a model whose MegatronSection has the fields `split`; without `optim` it only infers.
 
@@ -59,6 +60,7 @@ def make_test_learner(
         balance=balance,
         recompute=recompute,
         training=(optim, grad_clip, NUM_SCHEDULE_STEPS) if optim else None,
+        lora=lora,
     )
 
 

@@ -1,0 +1,337 @@
+"""Low-rank adapters (LoRA) on Megatron's linear layers, and the weights that they add up to.
+
+The layers compute as before, with frozen weights; a hook adds what the adapter computes from the same input. Of a
+column-parallel layer, every rank has the whole A and its rows of B; of a row-parallel layer, its columns of A and the
+whole B. Only the `rank` numbers between A and B travel among tensor-parallel ranks. To merge a weight, a rank needs
+nothing of the others.
+"""
+
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from megarl.learner.layout import ROUTER_BIAS, chunk_parameters, global_name, is_adapter, local_name
+from megarl.learner.parallel import Mesh
+from megarl.learner.together import ProductByExpert
+from megarl.models.architecture import Architecture
+from megarl.models.lora import EXPERTS, Adapted, Lora, adapted, adapter_pieces
+from megarl.platform.device import local_device
+from megarl.reshard.layout import Layout
+
+
+class Adapter(nn.Module):
+    """The matrices A and B of one linear layer, or of one projection of all experts of this rank."""
+
+    def __init__(
+        self, parts: Mapping[str, Adapted], lora: Lora, dtype: torch.dtype, *, is_stacked: bool = False
+    ) -> None:
+        """Make adapters that add nothing: B is zero.
+
+        Args:
+            parts: the weights with these adapters, by name in the chunk: one, or one for each local expert.
+            lora: rank and scale.
+            dtype: of A and B.
+            is_stacked: whether A and B have a first dimension, one place for each part.
+        """
+        super().__init__()
+        self.parts = parts
+        self.rank = lora.rank
+        self.scale = lora.scale
+        self.is_stacked = is_stacked
+        self.is_active = True
+        first = next(iter(parts.values()))
+        a, b = first.shapes(lora.rank)
+        stack = (len(parts),) if is_stacked else ()
+        place: dict[str, Any] = {"dtype": dtype, "device": local_device()}
+        self.lora_a = nn.Parameter(torch.zeros(*stack, *a, **place))
+        self.lora_b = nn.Parameter(torch.zeros(*stack, *b, **place))
+        self._of_projection = _rows_of_projections(first, **place)
+
+    @torch.no_grad()
+    def draw(self, seed: int) -> None:
+        """Draw A from U(-1 / sqrt(columns), 1 / sqrt(columns)) as PEFT does, the same under every split of the model."""
+        for part, a in zip(
+            self.parts.values(), self.lora_a.view(len(self.parts), -1, self.lora_a.shape[-1]), strict=True
+        ):
+            for projection, own in zip(part.projections, a.split(self.rank), strict=True):
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {projection}".encode()))
+                bound = 1 / math.sqrt(part.num_columns)
+                whole = torch.empty(self.rank, part.num_columns).uniform_(-bound, bound, generator=generator)
+                own.copy_(whole[:, part.first_column : part.first_column + own.shape[1]])
+
+    def added(self, out: Tensor, *inputs: Any) -> Tensor:
+        """Return the output of a layer with frozen weights, plus what the adapter computes from the layer's inputs."""
+        return torch.add(out, self(*inputs), alpha=self.scale) if self.is_active else out
+
+    def wide_b(self) -> Tensor:
+        """Return [..., rows, projections * rank]: B, with zeros where A belongs to another projection."""
+        b = self.lora_b.flatten(-3, -2)
+        return b if self._of_projection is None else (b.unsqueeze(-2) * self._of_projection).flatten(-2)
+
+    def cut(self, matrix: str) -> tuple[list[tuple[int, int, int]], int, int]:
+        """Return how ranks share `lora_a` or `lora_b`, as Megatron's checkpoints describe it.
+
+        Returns:
+            For each dimension that is cut: its number, the number of this rank's part, and the number of parts. Then
+            the number of this rank among those with the same part in a group, and among the data-parallel groups.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor, place: int | None) -> Tensor:
+        """Return a new tensor: the weight with its adapter, computed in float32. `place` is that of its expert."""
+        a, b = self.lora_a.detach(), self.wide_b()
+        if place is not None:
+            a, b = a[place], b[place]
+        return torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scale).to(weight.dtype)
+
+
+def _rows_of_projections(part: Adapted, **place: Any) -> Tensor | None:
+    """Return [rows, projections, 1] ones and zeros: the projection of each row; None if all rows have the same."""
+    found = torch.zeros(part.shape[0], len(part.projections), 1, **place)
+    for region in part.regions:
+        found[region.row : region.row + region.box.shape[0], part.number_of(region)] = 1
+    return None if found.shape[1] == 1 and bool(found.all()) else found
+
+
+class LinearAdapter(Adapter):
+    """The adapter of a linear layer outside the experts."""
+
+    def __init__(
+        self, parts: Mapping[str, Adapted], lora: Lora, dtype: torch.dtype, mesh: Mesh, *, sequence_parallel: bool
+    ) -> None:
+        super().__init__(parts, lora, dtype)
+        [part] = parts.values()
+        self._part = part
+        self._mesh = mesh
+        self._group = mesh.tp_group if mesh.tp_size > 1 else None
+        self._sequence_parallel = sequence_parallel
+        for matrix, is_cut in ((self.lora_a, part.cuts_columns), (self.lora_b, part.cuts_rows)):
+            matrix.tensor_model_parallel = is_cut  # type: ignore[attr-defined]
+            matrix.sequence_parallel = sequence_parallel and not is_cut  # type: ignore[attr-defined]
+
+    def cut(self, matrix: str) -> tuple[list[tuple[int, int, int]], int, int]:
+        """See `Adapter.cut`."""
+        is_cut = self._part.cuts_columns if matrix == "lora_a" else self._part.cuts_rows
+        dimension = 1  # columns of [rows, columns], and rows of [blocks, rows, rank]
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        if is_cut:
+            return [(dimension, self._mesh.tp_rank, self._mesh.tp_size)], 0, replica
+        return [], self._mesh.tp_rank, replica
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map the input of the linear layer to B A times the input, in the shape of its output."""
+        return linear(self._exchanged(linear(hidden, self.lora_a)), self.wide_b())
+
+    def _exchanged(self, low: Tensor) -> Tensor:
+        """Exchange [..., projections * rank] numbers among tensor-parallel ranks as the layer does its own."""
+        if self._group is None or not (self._part.cuts_rows or self._part.cuts_columns):
+            return low
+        exchange: Callable[..., Tensor]
+        if self._sequence_parallel:
+            exchange = gather_from_sequence_parallel_region
+            if self._part.cuts_columns:
+                exchange = reduce_scatter_to_sequence_parallel_region
+        else:
+            exchange = copy_to_tensor_model_parallel_region
+            if self._part.cuts_columns:
+                exchange = reduce_from_tensor_model_parallel_region
+        return exchange(low, group=self._group)
+
+
+class ExpertsAdapter(Adapter):
+    """The adapters of one projection of all experts of this rank.
+
+    The ranks that share an expert exchange its tokens and outputs, not this module. So each of them has a part of the
+    gradient of a matrix that they all hold.
+    """
+
+    def __init__(self, parts: Mapping[str, Adapted], lora: Lora, dtype: torch.dtype, mesh: Mesh) -> None:
+        super().__init__(parts, lora, dtype, is_stacked=True)
+        self._mesh = mesh
+        first = next(iter(parts.values()))
+        for matrix, is_cut in ((self.lora_a, first.cuts_columns), (self.lora_b, first.cuts_rows)):
+            is_shared = mesh.cut.etp_size > 1 and not is_cut
+            matrix.is_summed_over_etp = is_shared  # type: ignore[attr-defined]
+            # For the norm of the gradient: Megatron counts a marked matrix on every rank, and a shared one on none.
+            matrix.tensor_model_parallel = True  # type: ignore[attr-defined]
+            matrix.shared = is_shared and mesh.cut.etp_rank > 0  # type: ignore[attr-defined]
+
+    def cut(self, matrix: str) -> tuple[list[tuple[int, int, int]], int, int]:
+        """See `Adapter.cut`."""
+        first = next(iter(self.parts.values()))
+        place = self._mesh.cut
+        of_experts = (0, place.ep_rank, place.ep_size)
+        replica = parallel_state.get_expert_data_parallel_rank()
+        if first.cuts_columns if matrix == "lora_a" else first.cuts_rows:
+            return [of_experts, (2, place.etp_rank, place.etp_size)], 0, replica
+        return [of_experts], place.etp_rank, replica
+
+    def forward(self, hidden: Tensor, counts: Sequence[int]) -> Tensor:
+        """Map [N, columns] states, `counts[e]` of each expert e in turn, to B A times the states."""
+        low = ProductByExpert.apply(hidden, counts, *self.lora_a)
+        out: Tensor = ProductByExpert.apply(low, counts, *self.wide_b())
+        return out
+
+
+def add_adapters(modules: Sequence[Any], architecture: Architecture, lora: Lora, mesh: Mesh, *, seed: int) -> None:
+    """Freeze the chunks of a GPTModel, except a scalar head, and give its linear layers adapters."""
+    for chunk in modules:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(architecture.scalar_head and name == "output_layer.weight")
+        if chunk.pre_process:
+            chunk.embedding.register_forward_hook(_needing_gradient)
+        config = chunk.config
+        experts: dict[tuple[str, str], dict[str, Adapted]] = defaultdict(dict)
+        for name, parameter in list(chunk_parameters(chunk)):
+            shape = tuple(parameter.shape)
+            part = adapted(architecture, lora, global_name(name, chunk), shape, cut=mesh.cut)
+            place = EXPERTS.fullmatch(name)
+            if part and place:
+                experts[place["experts"], place["linear"]][name] = part
+            elif part:
+                layer = chunk.get_submodule(name.removesuffix(".weight"))
+                layer.adapter = LinearAdapter(
+                    {name: part}, lora, config.params_dtype, mesh, sequence_parallel=config.sequence_parallel
+                )
+                layer.register_forward_hook(partial(_add, layer.adapter))
+        for (path, projection), parts in experts.items():
+            block = chunk.get_submodule(path)
+            block.adapters = getattr(block, "adapters", nn.ModuleDict())
+            block.adapters[projection] = ExpertsAdapter(parts, lora, config.params_dtype, mesh)
+            if hasattr(block, projection):
+                getattr(block, projection).register_forward_hook(partial(_add, block.adapters[projection]))
+        for adapter in adapters_of([chunk]):
+            adapter.draw(seed)
+
+
+def _needing_gradient(module: nn.Module, inputs: object, embedded: Tensor) -> Tensor:
+    """Mark the first layer's input: Megatron recomputes a layer in the backward pass only if its input is marked."""
+    return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
+
+
+def _add(
+    adapter: Adapter, module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]
+) -> tuple[Tensor, Any]:
+    out, bias = output
+    return adapter.added(out, *inputs), bias
+
+
+def adapters_of(modules: Iterable[nn.Module]) -> Iterator[Adapter]:
+    """Yield the adapters of the chunks of a model."""
+    return (part for module in modules for part in module.modules() if isinstance(part, Adapter))
+
+
+def adapter_weights(modules: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the matrices of the local adapters by name; they share the memory of the model's chunks."""
+    return {
+        f"{number}.{name}": parameter.detach()
+        for number, chunk in enumerate(modules)
+        for name, parameter in chunk.named_parameters()
+        if is_adapter(name)
+    }
+
+
+def adapter_layout(modules: Sequence[Any]) -> Layout:
+    """Return the boxes of PEFT's parameters in `adapter_weights`."""
+    return tuple(
+        piece
+        for number, chunk in enumerate(modules)
+        for path, adapter in chunk.named_modules()
+        if isinstance(adapter, Adapter)
+        for place, part in enumerate(adapter.parts.values())
+        for piece in adapter_pieces(
+            part,
+            adapter.rank,
+            a=f"{number}.{path}.lora_a",
+            b=f"{number}.{path}.lora_b",
+            place=place,
+            dtype=adapter.lora_a.dtype,
+        )
+    )
+
+
+def trained_shards(chunk: Any) -> dict[str, ShardedTensor]:
+    """Return what changes in a chunk with adapters, as shards of a checkpoint, by name in the chunk.
+
+    Besides the adapters, these are a scalar head and the biases of routers.
+    """
+    adapters = {path: module for path, module in chunk.named_modules() if isinstance(module, Adapter)}
+    learning = {name: parameter for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+    biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)}
+    shards = {}
+    for name, tensor in (learning | biases).items():
+        path, _, matrix = name.rpartition(".")
+        cut, *replica = adapters[path].cut(matrix) if path in adapters else _whole()
+        key = global_name(name, chunk)
+        shards[name] = ShardedTensor.from_rank_offsets(key, tensor, *cut, replica_id=(0, *replica))
+    return shards
+
+
+def _whole() -> tuple[list[tuple[int, int, int]], int, int]:
+    """Return how ranks share a tensor that each of them holds complete, as `Adapter.cut` does."""
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return [], parallel_state.get_tensor_model_parallel_rank(), replica
+
+
+@contextmanager
+def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the chunks compute with their frozen weights alone within the block."""
+    adapters = list(adapters_of(modules))
+    for adapter in adapters:
+        adapter.is_active = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_active = True
+
+
+def add_over_expert_tensor_ranks(models: Iterable[nn.Module]) -> None:
+    """Sum the gradients of experts' matrices that the ranks of an expert-tensor group all hold; other sums are done."""
+    for model in models:
+        for parameter in model.parameters():
+            if getattr(parameter, "is_summed_over_etp", False):
+                gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+                dist.all_reduce(gradient, group=parallel_state.get_expert_tensor_parallel_group())
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """The local weights by name. One that has an adapter is merged each time it is asked for, and not kept."""
+
+    def __init__(self, weights: Mapping[str, Tensor], modules: Sequence[Any]) -> None:
+        self._weights = weights
+        self._adapters = {
+            local_name(name, number, modules): (adapter, place if adapter.is_stacked else None)
+            for number, chunk in enumerate(modules)
+            for adapter in adapters_of([chunk])
+            for place, name in enumerate(adapter.parts)
+        }
+
+    def __getitem__(self, param: str) -> Tensor:
+        weight = self._weights[param]
+        adapter, place = self._adapters.get(param, (None, None))
+        return weight if adapter is None else adapter.merged(weight, place)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)

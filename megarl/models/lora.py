@@ -1,0 +1,179 @@
+"""Low-rank adapters (LoRA, Hu et al., 2021): the weights that have one, and the shapes of its two matrices.
+
+A weight W [rows, columns] with an adapter acts as W + alpha / rank * B A, where A is [rank, columns] and B is
+[rows, rank]. Megatron fuses projections that the checkpoint keeps apart, such as queries, keys and values. Each has an
+adapter of its own, as in PEFT: the fused weight has one A for each projection, one above the other, and the rows of its
+B are the rows of W.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megarl.models.architecture import Architecture, Shapes, hf_shapes
+from megarl.models.grid import Cut, Grid
+from megarl.models.trainer import parameter_shapes
+from megarl.models.weights import Region, held_and_whole
+from megarl.reshard.layout import Box, Piece
+
+ALL_LINEAR = "all-linear"
+LORA_A = "base_model.model.{}.lora_A.weight"
+LORA_B = "base_model.model.{}.lora_B.weight"
+"""PEFT's names of the two matrices of a projection."""
+LINEAR = re.compile(r"(?P<linear>decoder\.layers\..*linear_\w+)\.weight\d*")
+EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(local_experts\.\d+\.)?(?P<linear>linear_fc[12])\.weight\d*")
+"""Names of the experts' weights, one module for each expert or one for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """The adapters of a model. `targets` and `excluded` select projections as in PEFT."""
+
+    rank: int
+    alpha: float
+    targets: str | tuple[str, ...] = ALL_LINEAR  # a regular expression, or names or ends of names; `all-linear`: all
+    excluded: str | tuple[str, ...] = ()
+    base: str = ""  # the model that they belong to: a directory, its URI or an id
+    start: Path | None = None  # a directory of PEFT with their weights; None: new adapters
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
+
+    def adapts(self, projection: str, linear: str) -> bool:
+        """Return whether a projection has an adapter.
+
+        Args:
+            projection: its name in the checkpoint, as in `model.layers.0.self_attn.q_proj`.
+            linear: the name of Megatron's layer that computes it, as in `decoder.layers.0.self_attention.linear_qkv`.
+        """
+        if any(_selects(self.excluded, name) for name in (projection, linear)):
+            return False
+        return self.targets == ALL_LINEAR or any(_selects(self.targets, name) for name in (projection, linear))
+
+
+def _selects(names: str | tuple[str, ...], name: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, name) is not None
+    return any(name == end or name.endswith(f".{end}") for end in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted:
+    """A local Megatron weight with an adapter."""
+
+    linear: str  # Megatron's name with the layer's global number, without `.weight`
+    projections: tuple[str, ...]  # names in the checkpoint, without `.weight`, of those that have an adapter
+    regions: tuple[Region, ...]  # of the local weight, those of these projections
+    shape: tuple[int, int]  # of the local weight
+    first_column: int  # of the local weight, in the whole
+    num_columns: int  # of the whole
+    num_blocks: int  # 2: the rows are equal parts of two matrices, which are cut apart; else 1
+    cuts_rows: bool  # tensor-parallel ranks have different rows
+    cuts_columns: bool
+
+    def number_of(self, region: Region) -> int:
+        """Return the number of a region's projection."""
+        return self.projections.index(_path(region))
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of A, [projections * rank, columns], and of B, [blocks, rows / blocks, rank]."""
+        rows, columns = self.shape
+        return (len(self.projections) * rank, columns), (self.num_blocks, rows // self.num_blocks, rank)
+
+
+def adapted(architecture: Architecture, lora: Lora, name: str, shape: tuple[int, ...], *, cut: Cut) -> Adapted | None:
+    """Return the description of a local weight with an adapter; None if it has none.
+
+    Args:
+        architecture: the sizes of the model.
+        lora: the adapters.
+        name: Megatron's name with the layer's global number.
+        shape: of the local weight.
+        cut: the part of each matrix that the rank holds.
+    """
+    match = LINEAR.fullmatch(name)
+    if match is None:
+        return None
+    linear = match["linear"]
+    held, whole = held_and_whole(architecture, name, shape, cut=cut)
+    projections = tuple(path for path in dict.fromkeys(map(_path, whole)) if lora.adapts(path, linear))
+    if not projections:
+        return None
+    rows, columns = shape
+    return Adapted(
+        linear=linear,
+        projections=projections,
+        regions=tuple(region for region in held if _path(region) in projections),
+        shape=(rows, columns),
+        first_column=held[0].box.lo[1],
+        num_columns=whole[0].box.shape[1],
+        num_blocks=2 if architecture.traits.gated and linear.endswith("linear_fc1") else 1,
+        cuts_rows=rows < sum(region.box.shape[0] for region in whole),
+        cuts_columns=columns < whole[0].box.shape[1],
+    )
+
+
+def _path(region: Region) -> str:
+    return region.name.removesuffix(".weight")
+
+
+def adapter_pieces(part: Adapted, rank: int, *, a: str, b: str, place: int, dtype: torch.dtype) -> list[Piece]:
+    """Return the boxes of PEFT's parameters in the local matrices A and B of an adapter.
+
+    Args:
+        part: the weight with the adapter.
+        rank: of the adapter.
+        a: the key of the local tensor that has A.
+        b: the key of the local tensor that has B.
+        place: of this adapter, in tensors that hold several of the same shapes.
+        dtype: of the local tensors.
+    """
+    rows, columns = part.shape
+    begin = place * len(part.projections) * rank
+    last_column = part.first_column + columns
+    found = [
+        Piece(
+            LORA_A.format(projection),
+            Box((0, part.first_column), (rank, last_column)),
+            a,
+            (begin + number * rank) * columns,
+            (columns, 1),
+            dtype,
+        )
+        for number, projection in enumerate(part.projections)
+    ]
+    for region in part.regions:
+        box = Box((region.box.lo[0], 0), (region.box.hi[0], rank))
+        found.append(Piece(LORA_B.format(_path(region)), box, b, (place * rows + region.row) * rank, (rank, 1), dtype))
+    return found
+
+
+def adapter_shapes(architecture: Architecture, lora: Lora) -> Shapes:
+    """Return the shapes of all adapters' parameters, by PEFT's names."""
+    of_checkpoint = hf_shapes(architecture)
+    shapes: Shapes = {}
+    for projection in _projections(architecture, lora):
+        rows, columns = of_checkpoint[f"{projection}.weight"]
+        shapes[LORA_A.format(projection)] = (lora.rank, columns)
+        shapes[LORA_B.format(projection)] = (rows, lora.rank)
+    return shapes
+
+
+def adapted_projections(architecture: Architecture, lora: Lora) -> list[str]:
+    """Return names that select the projections with adapters and no others: the ends of their names if possible."""
+    chosen = set(_projections(architecture, lora))
+    others = set(_projections(architecture, replace(lora, targets=ALL_LINEAR, excluded=()))) - chosen
+    ends = tuple(sorted({projection.rpartition(".")[2] for projection in chosen}))
+    return sorted(chosen) if any(_selects(ends, other) for other in others) else list(ends)
+
+
+def _projections(architecture: Architecture, lora: Lora) -> Iterator[str]:
+    [weights] = parameter_shapes(architecture, Grid(num_ranks=1), 0)
+    for name, shape in weights.items():
+        part = adapted(architecture, lora, name, shape, cut=Cut())
+        yield from part.projections if part else ()

@@ -1,0 +1,94 @@
+"""Adapters: under every split, outputs and gradients equal those of `transformers` on the merged weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.models.lora import Lora
+from tests.support.adapters import Answer, answer, at, drawn, fill
+from tests.support.learners import ACTOR, TEMPERATURE, TOLERANCE, make_test_learner, outputs_of_all
+from tests.support.ranks import RankPool
+from tests.support.records import experience
+
+LORA = Lora(rank=4, alpha=6.0)
+SPARSE = ("qwen3_moe", "deepseek_v3")
+CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen3-tied", "phi3", "gpt_neox", *SPARSE)}
+
+
+def split(tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
+    """Return the fields of a MegatronSection."""
+    return {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **more}
+
+
+SPLITS_OF_DENSE = [
+    (1, split()),
+    (2, split(2)),
+    (2, split(2, sequence_parallel=False)),
+    (2, split(1, 2)),
+    (2, split()),
+    (2, split(context_parallel_size=2)),
+    (4, split(2, 2)),
+    (4, split(2)),
+    (4, split(4)),
+]
+SPLITS_OF_SPARSE = [
+    (1, split()),
+    (2, split(2)),
+    (2, split(2, expert_tensor_parallel_size=1)),
+    (2, split(2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)),
+    (2, split(expert_model_parallel_size=2)),
+    (4, split(2, 2)),
+    (4, split(2, expert_model_parallel_size=2)),
+]
+
+
+def learn(checkpoint: Path, lora: Lora, fields: dict[str, Any], recompute: Any) -> Any:
+    """On each rank: compute outputs and a gradient; return them, and those without adapters."""
+    from megarl.learner.batching import Budget
+    from megarl.learner.lora import adapter_layout
+    from megarl.learner.terms import LossTerm
+
+    learner = make_test_learner(checkpoint, fields, temperature=TEMPERATURE, lora=lora, recompute=recompute)
+    fill(learner, drawn(checkpoint, lora))
+    batch, budget = experience(), Budget(max_tokens=40, max_sequences=None)
+    outputs = outputs_of_all(learner, batch, budget).log_probs
+    start = outputs_of_all(learner.without_adapters(), batch, budget).log_probs
+    learner.optimizer.zero_grad()
+    gradient = learner.forward_backward([LossTerm(batch=learner.spread(batch), objective=ACTOR)], budget)
+    main = {
+        f"{number}.{name}": parameter.main_grad
+        for number, chunk in enumerate(learner.modules)
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
+    }
+    pieces = [
+        (piece.name, piece.box, piece.view(main[piece.param]).clone()) for piece in adapter_layout(learner.modules)
+    ]
+    return outputs, start, gradient.loss, gradient.norm, pieces
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    """The answer of each checkpoint."""
+    root = tmp_path_factory.mktemp("answers")
+    return {variant: answer(path, root / variant, LORA) for variant, path in checkpoints.items()}
+
+
+@pytest.mark.parametrize("variant", CHECKPOINTS)
+def test_every_split_learns_alike(
+    pool: RankPool, checkpoints: dict[str, Path], answers: dict[str, Answer], variant: str
+) -> None:
+    expected = answers[variant]
+    for world_size, fields in SPLITS_OF_SPARSE if variant in SPARSE else SPLITS_OF_DENSE:
+        whole = fields | {"use_distributed_optimizer": False}
+        for outputs, start, loss, norm, pieces in pool.run(
+            world_size, learn, checkpoints[variant], LORA, whole, world_size == 2
+        ):
+            torch.testing.assert_close(outputs, expected.outputs.log_probs.detach(), **TOLERANCE)
+            assert not torch.allclose(start, outputs, atol=0.1)
+            assert loss == pytest.approx(expected.loss, rel=1e-5)
+            assert norm == pytest.approx(expected.norm, rel=1e-5)
+            for name, box, found in pieces:
+                torch.testing.assert_close(found, at(expected.gradients[name], box), rtol=1e-4, atol=1e-6, msg=name)

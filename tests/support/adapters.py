@@ -1,0 +1,92 @@
+"""Adapters of tests: their numbers follow from their names, and the answers from `transformers` on merged weights."""
+
+import json
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megarl.algorithms.losses import PolicyOutputs, Totals
+from megarl.models.architecture import read_architecture
+from megarl.models.lora import LORA_A, LORA_B, Lora, adapter_shapes
+from tests.support.learners import ACTOR
+from tests.support.records import experience
+from tests.support.references import outputs_of
+
+
+def drawn(checkpoint: Path, lora: Lora) -> dict[str, Tensor]:
+    """Return random matrices for all adapters of a model, by PEFT's names."""
+    architecture = read_architecture(json.loads((checkpoint / "config.json").read_text()))
+    return {
+        name: 0.2 * torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        for name, shape in adapter_shapes(architecture, lora).items()
+    }
+
+
+def fill(learner: Any, matrices: Mapping[str, Tensor]) -> None:
+    """Write the matrices of PEFT into a learner's adapters."""
+    from megarl.learner.lora import adapter_layout, adapter_weights
+
+    tensors = adapter_weights(learner.modules)
+    for piece in adapter_layout(learner.modules):
+        piece.view(tensors[piece.param]).copy_(at(matrices[piece.name], piece.box))
+
+
+def at(tensor: Tensor, box: Any) -> Tensor:
+    """Return the part of a tensor in a box."""
+    return tensor[tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))]
+
+
+def merged(checkpoint: Path, directory: Path, lora: Lora, matrices: Mapping[str, Tensor]) -> Path:
+    """Write the checkpoint with merged adapters to a directory."""
+    shutil.copytree(checkpoint, directory)
+    weights = load_file(checkpoint / "model.safetensors")
+    for name, weight in weights.items():
+        path = name.removesuffix(".weight")
+        if LORA_A.format(path) in matrices:
+            weights[name] = weight + lora.scale * matrices[LORA_B.format(path)] @ matrices[LORA_A.format(path)]
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What an update of a model with adapters must compute."""
+
+    outputs: PolicyOutputs
+    loss: float
+    norm: float
+    gradients: dict[str, Tensor]  # by PEFT's names
+
+
+def answer(checkpoint: Path, directory: Path, lora: Lora) -> Answer:
+    """Compute it from the gradient G of the merged weights W + s B A: that of A is s B^T G, that of B is s G A^T."""
+    matrices = drawn(checkpoint, lora)
+    model = AutoModelForCausalLM.from_pretrained(
+        merged(checkpoint, directory / "merged", lora, matrices), dtype=torch.float32
+    )
+    start = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).requires_grad_(False)
+    batch = experience()
+    outputs = outputs_of(model, batch, {None: start})
+    loss, _ = ACTOR(outputs, batch, Totals.of(batch.num_learnt()))
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(directory / "gradients")  # by the names of the checkpoint: transformers renames experts
+    of_weights = load_file(directory / "gradients" / "model.safetensors")
+    gradients = {}
+    for name in matrices:
+        path = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+        gradient = of_weights[f"{path}.weight"]
+        a, b = matrices[LORA_A.format(path)], matrices[LORA_B.format(path)]
+        gradients[LORA_A.format(path)] = lora.scale * b.T @ gradient
+        gradients[LORA_B.format(path)] = lora.scale * gradient @ a.T
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    return Answer(outputs=outputs, loss=float(loss.detach()), norm=float(norm), gradients=gradients)
