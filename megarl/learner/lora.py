@@ -211,7 +211,7 @@ def add_adapters(modules: Sequence[Any], architecture: Architecture, lora: Lora,
                 layer.adapter = LinearAdapter(
                     {name: part}, lora, config.params_dtype, mesh, sequence_parallel=config.sequence_parallel
                 )
-                layer.register_forward_hook(partial(_add, layer.adapter))
+                layer.register_forward_hook(partial(_hook_of(layer), layer.adapter))
         for (path, projection), parts in experts.items():
             block = chunk.get_submodule(path)
             block.adapters = getattr(block, "adapters", nn.ModuleDict())
@@ -227,11 +227,33 @@ def _needing_gradient(module: nn.Module, inputs: object, embedded: Tensor) -> Te
     return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
 
 
+def _hook_of(layer: Any) -> Callable[..., tuple[Tensor, Any]]:
+    """Return the hook that adds an adapter to a layer's output.
+
+    A layer of Transformer Engine that begins with a norm is told to return what the norm computes.
+    """
+    if not hasattr(layer, "return_layernorm_output"):
+        return _add
+    layer.return_layernorm_output = True
+    layer.return_layernorm_output_gathered = False  # with sequence parallelism, this rank's tokens alone
+    return _add_behind_norm
+
+
 def _add(
     adapter: Adapter, module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]
 ) -> tuple[Tensor, Any]:
     out, bias = output
     return adapter.added(out, *inputs), bias
+
+
+def _add_behind_norm(
+    adapter: Adapter, module: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
+) -> tuple[Tensor, Any]:
+    if module.te_return_bias:
+        out, bias, normed = output
+    else:
+        (out, normed), bias = output
+    return adapter.added(out, normed), bias
 
 
 def adapters_of(modules: Iterable[nn.Module]) -> Iterator[Adapter]:

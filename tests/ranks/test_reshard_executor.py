@@ -1,6 +1,7 @@
 """Reshards between real gloo processes, against slices of the full model."""
 
 import re
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -46,6 +47,23 @@ class Watched(TensorDestination):
         return most
 
 
+class Computed(dict[str, torch.Tensor]):
+    """A source that makes each tensor when it is asked for, and counts those that exist."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.asked = []
+        self.alive = weakref.WeakSet()
+        self.most_alive = 0
+
+    def __getitem__(self, param):
+        self.asked.append(param)
+        tensor = super().__getitem__(param).clone()
+        self.alive.add(tensor)
+        self.most_alive = max(self.most_alive, len(self.alive))
+        return tensor
+
+
 def reshard_model(trainer, engine, source_dtype, destination_dtype, bucket_bytes, two_level):
     rank, world = dist.get_rank(), dist.get_world_size()
     experts = Experts(num_experts=4, top_k=2, ffn_hidden_size=8, first_dense_layers=1) if "ep" in trainer else None
@@ -57,11 +75,13 @@ def reshard_model(trainer, engine, source_dtype, destination_dtype, bucket_bytes
     for shift in (0.0, 1.0):  # a second update finds no trace of the first
         checkpoint = {name: (tensor + shift) % 251 for name, tensor in index_valued(model).items()}
         destination = Watched(needs[rank], blank(needs[rank]))
-        report = reshard.run(filled(sources[rank], checkpoint), destination, check=bool(shift))
+        source = Computed(filled(sources[rank], checkpoint))
+        report = reshard.run(source, destination, check=bool(shift))
+        assert len(set(source.asked)) == len(source.asked), "a tensor was computed twice"
         for param, expected in filled(needs[rank], checkpoint).items():
             assert torch.equal(destination.tensors[param], expected), param
     assert (report.bytes_sent, report.bytes_received) == (plan.bytes_sent, plan.bytes_received)
-    return report.num_waves, destination.most_open(), len(destination.tensors)
+    return report.num_waves, destination.most_open(), len(destination.tensors), source.most_alive, len(source)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +102,13 @@ def reshard_model(trainer, engine, source_dtype, destination_dtype, bucket_bytes
 )
 def test_an_engine_gets_its_slices_of_the_trainer(pool, world, trainer, engine, dtypes, bucket_bytes, two_level):
     options = (*dtypes, bucket_bytes, two_level)
-    for num_waves, most_open, num_tensors in pool.run(world, reshard_model, trainer, engine, *options):
+    for num_waves, most_open, num_tensors, most_read, num_sources in pool.run(
+        world, reshard_model, trainer, engine, *options
+    ):
         if bucket_bytes < 1 << 20:
             assert num_waves > 5
             assert most_open < num_tensors / 2
+            assert most_read < num_sources / 2 + 1
         else:
             assert num_waves == 1
 

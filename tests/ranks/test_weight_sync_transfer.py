@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Group, Prompts, Rollouts
+from megarl.models.lora import Lora
 from megarl.reshard.layout import Layout
 from tests.support.engines import PROMPTS, start, tear_down, tensors_of, write_two_checkpoints
 from tests.support.layouts import slices
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.ranks
 NUM_RANKS = 4
 SPLITS = list(itertools.product((1, 2), (1, 2)))  # trainer's (TP, PP); data-parallel over the rest
 BUCKET_BYTES = 64 << 10  # a fraction of the model: several waves
+LORA = Lora(rank=4, alpha=4.0)
 SAMPLING = {"n": 2, "temperature": 0.7, "response_length": 12}
 
 
@@ -48,16 +50,18 @@ class Traffic:
     num_waves: int
 
 
-def sync_every_split(paths: list[Path], engine_tp: int) -> dict[tuple[int, int], tuple[Traffic, list[Round]]]:
+def sync_every_split(
+    paths: list[Path], engine_tp: int, lora: Lora | None
+) -> dict[tuple[int, int], tuple[Traffic, list[Round]]]:
     """On each rank: one engine, and one trainer after another that fills it."""
     first, _, bare = paths
     engine = start(bare, tp_size=engine_tp, **SAMPLING)
-    answers = {split: sync_one_split(first, engine, *split) for split in SPLITS}
+    answers = {split: sync_one_split(first, engine, *split, lora) for split in SPLITS}
     tear_down(engine)
     return answers
 
 
-def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Traffic, list[Round]]:
+def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int, lora: Lora | None) -> tuple[Traffic, list[Round]]:
     from megarl.distributed.exchange import together
     from megarl.learner.batching import Budget
     from megarl.learner.config import OptimSection
@@ -73,7 +77,8 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     from megarl.weight_sync.transfer import Sync
 
     split = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-    learner = make_test_learner(checkpoint, split, temperature=SAMPLING["temperature"], optim=OptimSection(lr=1e-2))
+    optim = OptimSection(lr=0.1 if lora else 1e-2)
+    learner = make_test_learner(checkpoint, split, temperature=SAMPLING["temperature"], optim=optim, lora=lora)
     sources, destinations = together(learner.layout), together(engine.weights.layout)
     rank = torch.distributed.get_rank()
     plan = plan_between(sources, destinations, rank=rank, ranks_per_node=2, bucket_bytes=BUCKET_BYTES)
@@ -135,14 +140,17 @@ def missing_bytes(source: Layout, destination: Layout, shapes: dict[str, tuple[i
     return 4 * sum(int((needed[name] & ~held[name]).sum()) for name in shapes)
 
 
-@pytest.mark.parametrize("engine_tp", [1, 2])
-@pytest.mark.parametrize("variant", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("variant", "engine_tp", "lora"),
+    [("llama", 1, None), ("llama", 2, None), ("qwen2", 1, None), ("qwen2", 2, None), ("llama", 2, LORA)],
+)
 def test_engine_has_the_trainers_weights_after_every_update(
-    pool: RankPool, tmp_path: Path, variant: str, engine_tp: int
+    pool: RankPool, tmp_path: Path, variant: str, engine_tp: int, lora: Lora | None
 ) -> None:
+    """Adapters are merged on the way: the engine gets the bytes that it would get without them."""
     paths = write_two_checkpoints(tmp_path, variant)
     model_bytes = 4 * sum(prod(tensor.shape) for tensor in tensors_of(paths[0]).values())
-    for answers in pool.run(NUM_RANKS, sync_every_split, paths, engine_tp):
+    for answers in pool.run(NUM_RANKS, sync_every_split, paths, engine_tp, lora):
         for traffic, rounds in answers.values():
             assert traffic.received == traffic.missing < model_bytes
             assert traffic.largest_wave <= BUCKET_BYTES < model_bytes / 4

@@ -166,6 +166,7 @@ def learn_twice(
     load: Path | None,
     optimizer: bool,
     optim: OptimSection = WARM_UP,
+    lora: Any = None,
 ) -> Any:
     """On each rank: update twice and save in between, or load and update once; return the last metrics and outputs.
 
@@ -175,7 +176,9 @@ def learn_twice(
     from megarl.learner.checkpoint import load_learner, save_learner
     from megarl.learner.staging import Staging
 
-    learner = make_test_learner(source, split | {"use_distributed_optimizer": optimizer}, role=role, optim=optim)
+    learner = make_test_learner(
+        source, split | {"use_distributed_optimizer": optimizer}, role=role, optim=optim, lora=lora
+    )
     batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
     objective = ACTOR if role == "policy" else CRITIC
     if load:

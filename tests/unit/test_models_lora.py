@@ -1,0 +1,77 @@
+"""The adapters of a model: their targets, and their parts on the ranks of a split."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.models.architecture import read_architecture
+from megarl.models.grid import Grid
+from megarl.models.lora import Lora, adapted, adapted_projections, adapter_pieces, adapter_shapes
+from megarl.models.trainer import parameter_shapes
+from tests.support.tiny import SIZES, VARIANTS
+
+QUERY = ("model.layers.1.self_attn.q_proj", "decoder.layers.1.self_attention.linear_qkv")
+DOWN = ("model.layers.0.mlp.down_proj", "decoder.layers.0.mlp.linear_fc2")
+GRIDS = [Grid(num_ranks=1), Grid(num_ranks=2, tp=2), Grid(num_ranks=4, tp=4), Grid(num_ranks=4, tp=2, pp=2)]
+OF_EXPERTS = [Grid(num_ranks=4, tp=2, ep=2), Grid(num_ranks=4, tp=2, ep=2, etp=1), Grid(num_ranks=4, ep=4)]
+
+
+@pytest.mark.parametrize(
+    ("targets", "excluded", "query", "down"),
+    [
+        ("all-linear", (), True, True),
+        (("q_proj", "v_proj"), (), True, False),
+        (("proj",), (), False, False),  # no end of a name
+        (("linear_qkv",), (), True, False),
+        (("linear_qkv", "linear_fc2"), ("linear_qkv",), False, True),
+        (r".*layers\.0\..*", (), False, True),
+        ("q_proj", (), False, False),  # an expression for the whole name
+        ("all-linear", r".*down_proj", True, False),
+    ],
+)
+def test_targets_are_those_of_peft(targets: Any, excluded: Any, query: bool, down: bool) -> None:
+    lora = Lora(rank=2, alpha=4.0, targets=targets, excluded=excluded)
+    assert (lora.adapts(*QUERY), lora.adapts(*DOWN)) == (query, down)
+
+
+def test_scale_is_alpha_by_rank() -> None:
+    assert Lora(rank=8, alpha=16.0).scale == 2.0
+
+
+def architecture(variant: str) -> Any:
+    return read_architecture(SIZES | VARIANTS[variant])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_hold_every_element(variant: str) -> None:
+    """Paint the boxes of all ranks: together they are the whole, and those of one rank never overlap."""
+    sizes = architecture(variant)
+    lora = Lora(rank=3, alpha=3.0)
+    shapes = adapter_shapes(sizes, lora)
+    for grid in GRIDS + (OF_EXPERTS if sizes.experts else []):
+        painted = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
+        for rank in range(grid.num_ranks):
+            of_rank = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
+            for name, shape in (item for chunk in parameter_shapes(sizes, grid, rank) for item in chunk.items()):
+                part = adapted(sizes, lora, name, shape, cut=grid.cut(rank))
+                if part is None:
+                    continue
+                a, b = (torch.zeros(of, dtype=torch.int32) for of in part.shapes(lora.rank))
+                for piece in adapter_pieces(part, lora.rank, a="a", b="b", place=0, dtype=torch.int32):
+                    view = piece.view({"a": a, "b": b}[piece.param])
+                    view += 1
+                    of_rank[piece.name][tuple(map(slice, piece.box.lo, piece.box.hi))] += 1
+                assert a.eq(1).all() and b.eq(1).all(), "a local element belongs to one adapter"
+            for name, marks in of_rank.items():
+                assert marks.max() <= 1, f"{name} overlaps on rank {rank} of {grid}"
+                painted[name] += marks
+        assert all(marks.min() >= 1 for marks in painted.values()), grid
+
+
+def test_names_of_projections_select_them_alone() -> None:
+    sizes = architecture("llama")
+    everything = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert adapted_projections(sizes, Lora(rank=2, alpha=2.0)) == everything
+    first = Lora(rank=2, alpha=2.0, targets=r".*layers\.0\..*[qv]_proj")
+    assert adapted_projections(sizes, first) == ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
