@@ -71,7 +71,7 @@ def make_models(
     reference = make_reference(config, source, mesh, tokenizer, learner)
     supervision = Supervision.of(config, tokenizer)
     actor = make_actor(config, learner, reference, supervision, custom_loss)
-    critic = make_critic(config, mesh, tokenizer, last_step=last_step)
+    critic = make_critic(config, mesh, tokenizer, learner, last_step=last_step)
     return Models(mesh=mesh, actor=actor, reference=reference, critic=critic)
 
 
@@ -178,8 +178,12 @@ def make_frozen(config: Config, learner: Learner) -> Model[Any]:
     return Model(name="reference", learner=learner, budget=budget)
 
 
-def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: int) -> Model[Any] | None:
+def make_critic(
+    config: Config, mesh: Mesh, tokenizer: Tokenizer, actor: Learner, *, last_step: int
+) -> Model[Any] | None:
     """Make the value model. Return None if the advantages need no critic. `tokenizer` is the policy's.
+
+    If it has adapters on the weights that the actor's adapters belong to, both share the memory of these weights.
 
     Raises:
         UserError: the critic has no tokenizer of its own, and does not know all of the policy's tokens.
@@ -212,6 +216,7 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
         balance=config.trainer.balance_batch,
         training=(critic.optim, critic.grad_clip, last_step),
         lora=source.lora,
+        base=actor if config.critic_shares_base else None,
     )
     return Model(
         name="critic",

@@ -123,6 +123,18 @@ class Config:
         return None if own in (self.data.tokenizer, self.actor_rollout_ref.model.path) else own
 
     @property
+    def critic_shares_base(self) -> bool:
+        """Tell whether actor and critic are adapters on the same frozen weights, which are in memory once."""
+        actor, critic = self.actor_rollout_ref.model, self.critic.model
+        ours, theirs = self.actor_rollout_ref.actor.megatron, self.critic.megatron
+        return (
+            self.has_critic
+            and all(model.lora_rank or model.lora_adapter_path for model in (actor, critic))
+            and (actor.path, actor.override_config) == (critic.path, critic.override_config)
+            and (ours.dtype, ours.param_offload) == (theirs.dtype, theirs.param_offload)
+        )
+
+    @property
     def kl_of_reward(self) -> KLEstimator | None:
         """Return the estimator of the divergence in the reward; None if there is no such term."""
         algorithm = self.algorithm

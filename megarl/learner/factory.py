@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from megarl.learner.config import MegatronSection, OptimSection
-from megarl.learner.layout import source_layout, weights
+from megarl.learner.layout import share_frozen, source_layout, weights
 from megarl.learner.learner import Learner
 from megarl.learner.lora import adapter_layout, adapter_weights, add_adapters
 from megarl.learner.model import build_model
@@ -35,6 +35,7 @@ def make_learner(
     balance: bool = True,
     training: tuple[OptimSection, float, int] | None = None,
     lora: Lora | None = None,
+    base: Learner | None = None,
 ) -> Learner:
     """Build this rank's part of a model, and read its weights: each rank reads only its own slices.
 
@@ -51,6 +52,7 @@ def make_learner(
         training: optimizer section, gradient clip, and number of steps in which the model learns; None if it never
             does.
         lora: the adapters, which then learn instead of the weights. A new scalar head learns too.
+        base: a model with adapters of the same checkpoint and split; both have their frozen weights in one memory.
 
     Raises:
         UserError: the checkpoint lacks a parameter, or a policy is asked of a checkpoint without an LM head.
@@ -65,8 +67,9 @@ def make_learner(
     modules: tuple[Any, ...] = tuple(
         build_model(architecture, section, mesh, recompute=recompute, chunk=chunk) for chunk in range(mesh.vpp_size)
     )
+    shared = share_frozen(base.modules, modules) if base else set()
     if checkpoint:
-        _read_weights(checkpoint, modules, architecture, mesh, has_head=has_head)
+        _read_weights(checkpoint, modules, architecture, mesh, has_head=has_head, ready=shared)
     if lora:
         add_adapters(modules, architecture, lora, mesh, seed=section.seed)
         if lora.start:
@@ -76,7 +79,7 @@ def make_learner(
     if training:
         optim, grad_clip, num_updates = training
         models, optimizer = make_trainable(modules, section, optim, grad_clip=grad_clip, num_updates=num_updates)
-    offload = Offload(models, optimizer and optimizer.megatron, section)
+    offload = Offload(models, optimizer and optimizer.megatron, section, frozen=base.offload.frozen if base else None)
     offload.park()
     return Learner(
         models=models,
@@ -92,10 +95,19 @@ def make_learner(
 
 
 def _read_weights(
-    checkpoint: Path, modules: tuple[nn.Module, ...], architecture: Architecture, mesh: Mesh, *, has_head: bool
+    checkpoint: Path,
+    modules: tuple[nn.Module, ...],
+    architecture: Architecture,
+    mesh: Mesh,
+    *,
+    has_head: bool,
+    ready: Collection[str],
 ) -> None:
-    """Fill this rank's parameters from its slices of the files; without `has_head`, leave the head as it is."""
-    layout = source_layout(modules, architecture, mesh)
+    """Fill this rank's parameters, except those `ready`, from its slices of the files.
+
+    Without `has_head`, leave the head as it is.
+    """
+    layout = [piece for piece in source_layout(modules, architecture, mesh) if piece.param not in ready]
     layout = layout if has_head else [piece for piece in layout if piece.name != SCORE]
     files = CheckpointFiles(checkpoint)
     if has_head and architecture.scalar_head:

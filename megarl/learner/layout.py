@@ -20,6 +20,18 @@ def weights(modules: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return {param: tensor.detach() for param, tensor, _ in _parameters(modules)}
 
 
+def share_frozen(owners: Sequence[Any], modules: Sequence[Any]) -> set[str]:
+    """Put the weights of `modules` into the memory of the frozen weights of the same model; return their names."""
+    shared = set()
+    for number, (owner, chunk) in enumerate(zip(owners, modules, strict=True)):
+        frozen = {name: weight for name, weight in owner.named_parameters() if not weight.requires_grad}
+        for name, parameter in chunk.named_parameters():
+            if name in frozen and frozen[name].shape == parameter.shape:
+                parameter.data = frozen[name].data
+                shared.add(local_name(name, number, modules))
+    return shared
+
+
 def source_layout(modules: Sequence[torch.nn.Module], architecture: Architecture, mesh: Mesh) -> Layout:
     """Return the layout of the local parameters of a GPTModel, whose chunks are `modules`."""
     return tuple(

@@ -66,7 +66,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
-        """Draw A from U(-1 / sqrt(columns), 1 / sqrt(columns)) as PEFT does, the same under every split of the model."""
+        """Draw A from U(-1 / sqrt(columns), 1 / sqrt(columns)) as PEFT does, the same under every split."""
         for part, a in zip(
             self.parts.values(), self.lora_a.view(len(self.parts), -1, self.lora_a.shape[-1]), strict=True
         ):

@@ -43,8 +43,19 @@ class RestingMemory:
 class Offload:
     """Moves parts of one model to the device for the duration of a block, and back to the host afterwards."""
 
-    def __init__(self, models: tuple[Any, ...], optimizer: Any | None, section: MegatronSection) -> None:
-        """Take the chunks, each a GPTModel or Megatron's DistributedDataParallel around it, and a MegatronOptimizer."""
+    def __init__(
+        self,
+        models: tuple[Any, ...],
+        optimizer: Any | None,
+        section: MegatronSection,
+        *,
+        frozen: RestingMemory | None = None,
+    ) -> None:
+        """Take the chunks, each a GPTModel or Megatron's DistributedDataParallel around it, and a MegatronOptimizer.
+
+        `frozen` is the memory in which the weights that nothing changes rest, if another model shares them.
+        """
+        self.frozen = frozen or RestingMemory()
         self._models = models
         self._optimizer = optimizer
         self._section = section
@@ -118,15 +129,15 @@ class Offload:
     def _move_parameters(self, device: str) -> None:
         if self._optimizer is not None:
             self._move_buffers(device, move_params=True, move_grads=False)
-        for place, parameter in self._frozen():
+        for place, parameter in self._unchanged():
             if device != "cpu":
                 parameter.data = parameter.data.to(local_device(), non_blocking=True, copy=True)
-            elif self._host.has(place):
-                parameter.data = self._host.parked(place)  # nothing has changed it on the device
+            elif self.frozen.has(place):
+                parameter.data = self.frozen.parked(place)  # nothing has changed it on the device
             else:
-                parameter.data = self._host.park(place, parameter.data)
+                parameter.data = self.frozen.park(place, parameter.data)
 
-    def _frozen(self) -> Iterator[tuple[Hashable, torch.nn.Parameter]]:
+    def _unchanged(self) -> Iterator[tuple[Hashable, torch.nn.Parameter]]:
         """Yield the parameters that no optimizer changes, each with a name."""
         for chunk, model in enumerate(self._models):
             for name, parameter in model.named_parameters():

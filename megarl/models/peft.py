@@ -16,7 +16,7 @@ from megarl.platform.files import write_whole
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
-UNSUPPORTED: Mapping[str, tuple[object, ...]] = {  # field: the values that change nothing; a missing field does neither
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {  # field: its supported values, first that of a missing field
     "bias": ("none",),
     "use_dora": (False,),
     "lora_bias": (False,),

@@ -6,13 +6,26 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.learner.config import OptimSection
 from megarl.models.lora import Lora
 from tests.support.adapters import Answer, answer, at, drawn, fill
-from tests.support.learners import ACTOR, TEMPERATURE, TOLERANCE, make_test_learner, outputs_of_all
+from tests.support.learners import (
+    ACTOR,
+    CRITIC,
+    TEMPERATURE,
+    TOLERANCE,
+    draw_head,
+    learn_twice,
+    make_test_learner,
+    outputs_of_all,
+    update,
+)
 from tests.support.ranks import RankPool
 from tests.support.records import experience
+from tests.support.shards import names_of
 
 LORA = Lora(rank=4, alpha=6.0)
+OPTIM = OptimSection(lr=1e-2, lr_warmup_steps=4)
 SPARSE = ("qwen3_moe", "deepseek_v3")
 CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen3-tied", "phi3", "gpt_neox", *SPARSE)}
 
@@ -92,3 +105,57 @@ def test_every_split_learns_alike(
             assert norm == pytest.approx(expected.norm, rel=1e-5)
             for name, box, found in pieces:
                 torch.testing.assert_close(found, at(expected.gradients[name], box), rtol=1e-4, atol=1e-6, msg=name)
+
+
+def learn_together(checkpoint: Path, fields: dict[str, Any], is_shared: bool) -> Any:
+    """Update a policy and a critic in turn; return their outputs, and how much memory their weights take."""
+    from megarl.learner.batching import Budget
+
+    actor = make_test_learner(checkpoint, fields, lora=LORA)
+    base = actor if is_shared else None
+    critic = make_test_learner(checkpoint, fields, role="value", lora=LORA, base=base, mesh=actor.mesh)
+    draw_head(critic)
+    batch, budget = experience(), Budget(max_tokens=40, max_sequences=None)
+    for _ in range(2):
+        update(critic, [batch], CRITIC, budget)
+        update(actor, [batch], ACTOR, budget)
+    storages = {
+        parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
+        for learner in (actor, critic)
+        for chunk in learner.modules
+        for parameter in chunk.parameters()
+    }
+    outputs = outputs_of_all(actor, batch, budget).log_probs, outputs_of_all(critic, batch, budget)
+    return outputs, sum(storages.values())
+
+
+def test_a_critic_shares_the_frozen_weights(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    for world_size, fields in [(1, split()), (4, split(2, 2))]:
+        alone, shared = (
+            pool.run(world_size, learn_together, checkpoints["llama"], fields, is_shared) for is_shared in (False, True)
+        )
+        for (expected, num_bytes), (found, fewer_bytes) in zip(alone, shared, strict=True):
+            assert all(map(torch.equal, expected, found))
+            assert fewer_bytes < 0.6 * num_bytes
+
+
+@pytest.mark.parametrize("role", ["policy", "value"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3_moe"])
+def test_resumes_exactly_from_adapters_alone(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, role: str, variant: str
+) -> None:
+    args = (checkpoints[variant], role)
+    for fields in (split(2), split(1, 2), split(expert_model_parallel_size=2) if variant in SPARSE else split()):
+        saved = tmp_path / str(fields)
+        saved.mkdir()
+        expected = pool.run(2, learn_twice, *args, fields, saved, None, True, OPTIM, LORA)
+        resumed = pool.run(2, learn_twice, *args, fields, None, saved, True, OPTIM, LORA)
+        for (metrics, outputs), (again, same) in zip(expected, resumed, strict=True):
+            assert metrics == again
+            assert torch.equal(outputs, same)
+        for other in (split(2), split(1, 2), split(2, 2)):
+            world_size = 4 if other == split(2, 2) else 2
+            for metrics, outputs in pool.run(world_size, learn_twice, *args, other, None, saved, True, OPTIM, LORA):
+                assert metrics == pytest.approx(expected[0][0], rel=1e-4, abs=1e-5)
+                torch.testing.assert_close(outputs, expected[0][1], rtol=1e-4, atol=1e-4)
+        assert not any(name.endswith("linear_qkv.weight") for name in names_of(saved)), "the base is not saved"

@@ -41,6 +41,7 @@ def make_test_learner(
     mesh: Any = None,
     recompute: Any = False,
     lora: Any = None,
+    base: Any = None,
 ) -> Any:
     """Return this rank's part of a model whose MegatronSection has the fields `split`; without `optim` it only infers.
 
@@ -61,6 +62,7 @@ def make_test_learner(
         recompute=recompute,
         training=(optim, grad_clip, NUM_SCHEDULE_STEPS) if optim else None,
         lora=lora,
+        base=base,
     )
 
 
