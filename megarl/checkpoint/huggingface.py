@@ -21,7 +21,8 @@ VALUE_ROLE: tuple[str, Literal["value"]] = ("reward_model", "value")
 def export_model(learner: Learner, source: Source, tokenizer: Tokenizer, out: Path, launch: Launch) -> None:
     """Write a model with its tokenizer as a Hugging Face directory. Collective; all ranks see the same `out`.
 
-    Adapters are merged. A policy is written as a language model, a value or reward model as a sequence classifier with one label.
+    Adapters are merged. A policy is written as a language model, a value or reward model as a sequence classifier with
+    one label.
 
     Raises:
         UserError: `out` cannot be written; if it did not exist before, it is removed.
