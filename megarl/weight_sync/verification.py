@@ -21,9 +21,12 @@ from megarl.distributed.exchange import together, wait_for_all
 from megarl.distributed.launch import Launch
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
+from megarl.learner.layout import weights
 from megarl.learner.learner import Learner
+from megarl.learner.lora import adapter_layout, adapter_weights
 from megarl.learner.parallel import build_mesh
 from megarl.models.architecture import hf_shapes
+from megarl.models.lora import adapter_shapes
 from megarl.models.source import Source
 from megarl.reshard.executor import Destination, Reshard, SyncReport
 from megarl.reshard.files import CheckpointFiles, export
@@ -148,7 +151,7 @@ class VerifySetup:
             trust_remote_code=policy.model.trust_remote_code,
         )
         mesh = build_mesh(megatron)
-        learner = make_learner(source.directory, architecture, megatron, mesh, role="policy")
+        learner = make_learner(source.directory, architecture, megatron, mesh, role="policy", lora=source.lora)
         held = learner.layout()
         needed = engine.weights.layout()
         placements = (
@@ -243,14 +246,24 @@ class VerifySetup:
 
     @torch.no_grad()
     def change_weights(self) -> None:
-        """Change every weight of the trainer by a function of its value and of its place in the Hugging Face tensor."""
-        shapes = hf_shapes(self.source.architecture)
-        with self.learner.weights() as tensors:
-            for piece in self.learner.layout():
+        """Change every weight of the trainer by a function of its value and of its place in the Hugging Face tensor.
+
+        A trainer with adapters changes these alone.
+        """
+        learner = self.learner
+        with learner.offload.parameters():
+            shapes: Mapping[str, tuple[int, ...]]
+            if learner.lora:
+                shapes = adapter_shapes(learner.architecture, learner.lora)
+                layout, tensors, shift = adapter_layout(learner.modules), adapter_weights(learner.modules), 0.05
+            else:
+                shapes = hf_shapes(learner.architecture)
+                layout, tensors, shift = learner.layout(), weights(learner.modules), 0.001
+            for piece in layout:
                 for part in _slabs(piece):
                     view = part.view(tensors[part.param])
                     place = _places(part.box, shapes[part.name]).to(view.device)
-                    view.copy_(view.double() * (1.0 + 0.05 * place.sin()) + 0.001 * place.cos())
+                    view.copy_(view.double() * (1.0 + 0.05 * place.sin()) + shift * place.cos())
 
 
 def run_checks(setup: VerifySetup, scratch: Path) -> VerifyReport:

@@ -48,7 +48,8 @@ CHECKED = {"sync/check_probs_diff_max", "sync/check_probs_diff_mean", "timing_s/
 CASES = [(algorithm, split) for algorithm in ("ppo", "grpo") for split in SPLITS]
 EPISODES, PARTIAL, PARTIAL_STEPS = ("episodes", "data"), ("partial", "data"), ("partial_steps", "tensor")
 PARTIAL_EPISODES = ("partial_episodes", "tensor")
-CASES += [EPISODES, PARTIAL, PARTIAL_STEPS, PARTIAL_EPISODES]
+ADAPTERS = ("adapters", "tensor")
+CASES += [EPISODES, PARTIAL, PARTIAL_STEPS, PARTIAL_EPISODES, ADAPTERS]
 LONG = {("grpo", "tensor"), PARTIAL_STEPS}  # PPO with the same split, and other ends of a step, are always tested
 GOES_ON = [
     "actor_rollout_ref.rollout.partial={enable: true, max_staleness: 3, stop_when: 0.5}",
@@ -79,6 +80,13 @@ def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str
     if name == "partial_steps":
         partial = "actor_rollout_ref.rollout.partial.stop_when"
         return [*algorithm_arguments("partial", workspace, root), f"{partial}=16"]
+    if name == "adapters":
+        return [
+            *algorithm_arguments("ppo", workspace, root),
+            "actor_rollout_ref.model.lora_rank=4",
+            "critic.model.lora_rank=2",
+            "actor_rollout_ref.actor.optim.lr=1e-2",
+        ]
     if name == "episodes":
         return [
             *algorithm_arguments("turns", workspace, root),

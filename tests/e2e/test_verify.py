@@ -42,10 +42,12 @@ def test_a_config_alone_says_whether_a_split_works(tmp_path: Path) -> None:
     assert report["seconds"] > 0
 
 
-def test_moe_checkpoint_survives_sync_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapters", [[], ["actor_rollout_ref.model.lora_rank=4"]], ids=["weights", "adapters"])
+def test_moe_checkpoint_survives_sync_bit_for_bit(tmp_path: Path, adapters: list[str]) -> None:
     output = run_job(
         *(2, verify.main, write_checkpoint(tmp_path / "model", "qwen3_moe")),
         *(f"{TRAINER}.expert_model_parallel_size=2", f"{ENGINE}.tensor_model_parallel_size=2"),
+        *adapters,
         log=tmp_path / "verify",
         timeout_s=350,
     )
