@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.models.lora import Lora
+from tests.support.adapters import learn_together
 from tests.support.learners import learner_outputs
 from tests.support.ranks import RankPool
 from tests.support.tiny import write_checkpoint
@@ -98,6 +100,25 @@ CASES = [
 @pytest.mark.parametrize(("name", "role"), CASES)
 def test_learner_on_cuda_matches_learner_on_cpu(on_cpu: OnCPU, on_cuda: RankPool, name: str, role: str) -> None:
     check(on_cpu, on_cuda, name, role)
+
+
+ADAPTED = {
+    "offloaded": ("qwen3-tied", 1, OFFLOADED),
+    "tensor": ("qwen3-tied", 2, TENSOR),
+    "data-offloaded": ("qwen3-tied", 2, OFFLOADED),
+    "experts-tensor-offloaded": ("qwen3_moe", 2, TENSOR | EXPERT | {"expert_tensor_parallel_size": 1} | OFFLOADED),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_on_cuda_match_those_on_cpu(on_cpu: OnCPU, on_cuda: RankPool, name: str) -> None:
+    """Policy, critic and reference share frozen weights, which rest in one memory of the host."""
+    variant, world_size, split = ADAPTED[name]
+    checkpoint, lora = on_cpu.checkpoint(variant), Lora(rank=4, alpha=8.0)
+    [(expected, _)] = on_cpu.pool.run(1, learn_together, checkpoint, lora, {}, True)
+    for found, _ in on_cuda.run(world_size, learn_together, checkpoint, lora, split, True):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_offload_works_with_expandable_segments(on_cpu: OnCPU, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,14 @@ import torch
 
 from megarl.learner.config import OptimSection
 from megarl.models.lora import Lora
-from tests.support.adapters import Answer, answer, at, drawn, fill
+from tests.support.adapters import Answer, answer, at, drawn, fill, learn_together
 from tests.support.learners import (
     ACTOR,
-    CRITIC,
     TEMPERATURE,
     TOLERANCE,
-    draw_head,
     learn_twice,
     make_test_learner,
     outputs_of_all,
-    update,
 )
 from tests.support.ranks import RankPool
 from tests.support.records import experience
@@ -107,32 +104,11 @@ def test_every_split_learns_alike(
                 torch.testing.assert_close(found, at(expected.gradients[name], box), rtol=1e-4, atol=1e-6, msg=name)
 
 
-def learn_together(checkpoint: Path, fields: dict[str, Any], is_shared: bool) -> Any:
-    """Update a policy and a critic in turn; return their outputs, and how much memory their weights take."""
-    from megarl.learner.batching import Budget
-
-    actor = make_test_learner(checkpoint, fields, lora=LORA)
-    base = actor if is_shared else None
-    critic = make_test_learner(checkpoint, fields, role="value", lora=LORA, base=base, mesh=actor.mesh)
-    draw_head(critic)
-    batch, budget = experience(), Budget(max_tokens=40, max_sequences=None)
-    for _ in range(2):
-        update(critic, [batch], CRITIC, budget)
-        update(actor, [batch], ACTOR, budget)
-    storages = {
-        parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
-        for learner in (actor, critic)
-        for chunk in learner.modules
-        for parameter in chunk.parameters()
-    }
-    outputs = outputs_of_all(actor, batch, budget).log_probs, outputs_of_all(critic, batch, budget)
-    return outputs, sum(storages.values())
-
-
 def test_a_critic_shares_the_frozen_weights(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     for world_size, fields in [(1, split()), (4, split(2, 2))]:
         alone, shared = (
-            pool.run(world_size, learn_together, checkpoints["llama"], fields, is_shared) for is_shared in (False, True)
+            pool.run(world_size, learn_together, checkpoints["llama"], LORA, fields, is_shared)
+            for is_shared in (False, True)
         )
         for (expected, num_bytes), (found, fewer_bytes) in zip(alone, shared, strict=True):
             assert all(map(torch.equal, expected, found))

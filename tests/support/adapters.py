@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.models.architecture import read_architecture
 from megarl.models.lora import LORA_A, LORA_B, Lora, adapter_shapes
-from tests.support.learners import ACTOR
+from tests.support.learners import ACTOR, CRITIC, make_test_learner, outputs_of_all, update
 from tests.support.records import experience
 from tests.support.references import outputs_of
 
@@ -90,3 +90,29 @@ def answer(checkpoint: Path, directory: Path, lora: Lora) -> Answer:
         gradients[LORA_B.format(path)] = lora.scale * gradient @ a.T
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     return Answer(outputs=outputs, loss=float(loss.detach()), norm=float(norm), gradients=gradients)
+
+
+def learn_together(checkpoint: Path, lora: Lora, fields: dict[str, Any], is_shared: bool) -> tuple[list[Tensor], int]:
+    """Update a policy and a critic in turn. With `is_shared` both have their frozen weights in one memory.
+
+    Return the outputs of the policy, of the policy without adapters and of the critic, and the bytes of all parameters.
+    """
+    from megarl.learner.batching import Budget
+
+    actor = make_test_learner(checkpoint, fields, lora=lora)
+    base = actor if is_shared else None
+    critic = make_test_learner(checkpoint, fields, role="value", lora=lora, base=base, mesh=actor.mesh)
+    reference = actor.without_adapters()
+    batch, budget = experience(), Budget(max_tokens=40, max_sequences=None)
+    for _ in range(2):
+        outputs_of_all(reference, batch, budget)
+        update(critic, [batch], CRITIC, budget)
+        update(actor, [batch], ACTOR, budget)
+    storages = {
+        parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
+        for learner in (actor, critic)
+        for chunk in learner.modules
+        for parameter in chunk.parameters()
+    }
+    policies = [outputs_of_all(policy, batch, budget).log_probs for policy in (actor, reference)]
+    return [*policies, outputs_of_all(critic, batch, budget)], sum(storages.values())
