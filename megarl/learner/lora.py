@@ -169,6 +169,7 @@ class ExpertsAdapter(Adapter):
         first = next(iter(parts.values()))
         for matrix, is_cut in ((self.lora_a, first.cuts_columns), (self.lora_b, first.cuts_rows)):
             is_shared = mesh.cut.etp_size > 1 and not is_cut
+            matrix.allreduce = False  # type: ignore[attr-defined] # as `mark_experts` marks the experts' weights
             matrix.is_summed_over_etp = is_shared  # type: ignore[attr-defined]
             # For the norm of the gradient: Megatron counts a marked matrix on every rank, and a shared one on none.
             matrix.tensor_model_parallel = True  # type: ignore[attr-defined]
