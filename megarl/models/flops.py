@@ -8,12 +8,16 @@ model is run, and is that of model FLOPs utilization (Chowdhery et al. 2022, "Pa
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
-from megarl.models.architecture import SCORE, Architecture, hf_shapes
+from megarl.models.architecture import SCORE, Architecture, Shapes, hf_shapes
+from megarl.models.lora import Lora, adapter_shapes
 
 UPDATE = 3
 """Forward passes that a forward and a backward pass cost: for each product, the gradients of both of its factors."""
+FROZEN_UPDATE = 2
+"""The same of a product with frozen weights: the gradient of its other factor alone."""
 EXPERT = ".experts."
 ATTENTION = (".self_attn.", ".attention.")
 
@@ -34,13 +38,33 @@ class Tokens:
         return cls(num_tokens=sum(lengths), num_pairs=pairs, num_outputs=num_outputs)
 
 
-def forward_flops(architecture: Architecture, tokens: Tokens) -> int:
-    """Return the FLOPs of a forward pass, and of a generation that keeps keys and values of earlier tokens."""
-    a = architecture
+def forward_flops(architecture: Architecture, tokens: Tokens, lora: Lora | None = None) -> int:
+    """Return the FLOPs of a forward pass, and of a generation that keeps keys and values of earlier tokens.
+
+    Adapters of `lora` are counted beside the weights; the engine has none.
+    """
+    return _of_weights(architecture, tokens) + _of_learning(architecture, tokens, lora)
+
+
+def update_flops(architecture: Architecture, tokens: Tokens, lora: Lora | None = None) -> int:
+    """Return the FLOPs of a forward and a backward pass. With `lora`, weights other than adapters are frozen."""
+    frozen = FROZEN_UPDATE if lora else UPDATE
+    return frozen * _of_weights(architecture, tokens) + UPDATE * _of_learning(architecture, tokens, lora)
+
+
+def _of_weights(a: Architecture, tokens: Tokens) -> int:
+    """Return the FLOPs of a forward pass in products with weights that adapters leave as they are."""
+    head = 0 if a.scalar_head else 2 * a.hidden_size * a.vocab_size
+    return 2 * active_weights(a) * tokens.num_tokens + head * tokens.num_outputs
+
+
+def _of_learning(a: Architecture, tokens: Tokens, lora: Lora | None) -> int:
+    """Return the FLOPs of a forward pass in the other products: of activations, adapters and a scalar head."""
     value_dim = a.latent.v_head_dim if a.latent else a.head_dim
     pair = 2 * a.num_layers * a.num_attention_heads * (a.head_dim + value_dim)
-    head = 2 * a.hidden_size * (1 if a.scalar_head else a.vocab_size)
-    return 2 * active_weights(a) * tokens.num_tokens + pair * tokens.num_pairs + head * tokens.num_outputs
+    head = 2 * a.hidden_size if a.scalar_head else 0
+    adapters = 2 * active_adapters(a, lora) if lora else 0
+    return pair * tokens.num_pairs + head * tokens.num_outputs + adapters * tokens.num_tokens
 
 
 def feed_forward_share(architecture: Architecture, tokens: Tokens) -> float:
@@ -55,12 +79,25 @@ def active_weights(architecture: Architecture, *, left_out: Iterable[str] = ()) 
     Matrices whose names contain a part of `left_out` are not counted.
     """
     outside = (architecture.embedding_name, architecture.head_name, SCORE)
-    dense = routed = 0
-    for name, shape in hf_shapes(architecture).items():
-        if len(shape) == 2 and name not in outside and not any(part in name for part in left_out):
-            if EXPERT in name:
-                routed += prod(shape)
-            else:
-                dense += prod(shape)
+    return _active(
+        architecture,
+        {
+            name: shape
+            for name, shape in hf_shapes(architecture).items()
+            if len(shape) == 2 and name not in outside and not any(part in name for part in left_out)
+        },
+    )
+
+
+@cache
+def active_adapters(architecture: Architecture, lora: Lora) -> int:
+    """Return the elements of the adapters that one token meets."""
+    return _active(architecture, adapter_shapes(architecture, lora))
+
+
+def _active(architecture: Architecture, shapes: Shapes) -> int:
+    """Return the elements of the matrices that one token meets."""
+    dense = sum(prod(shape) for name, shape in shapes.items() if EXPERT not in name)
+    routed = sum(prod(shape) for name, shape in shapes.items() if EXPERT in name)
     experts = architecture.experts
     return dense + (routed * experts.top_k // experts.num_experts if experts else 0)

@@ -153,6 +153,27 @@ def adapter_pieces(part: Adapted, rank: int, *, a: str, b: str, place: int, dtyp
     return found
 
 
+def local_adapters(architecture: Architecture, lora: Lora, weights: Shapes, *, cut: Cut) -> Shapes:
+    """Return the shapes of the adapters beside a rank's weights, by Megatron's names; experts of a layer share two.
+
+    Args:
+        architecture: the sizes of the model.
+        lora: the adapters.
+        weights: the shapes of the rank's weights, by Megatron's names with the layers' global numbers.
+        cut: the part of each matrix that the rank holds.
+    """
+    found: Shapes = {}
+    for name, shape in weights.items():
+        part = adapted(architecture, lora, name, shape, cut=cut)
+        if part:
+            place = EXPERTS.fullmatch(name)
+            path = f"{place['experts']}.adapters.{place['linear']}" if place else f"{part.linear}.adapter"
+            for matrix, own in zip(("lora_a", "lora_b"), part.shapes(lora.rank), strict=True):
+                key = f"{path}.{matrix}"
+                found[key] = (found.get(key, (0,))[0] + 1, *own) if place else own
+    return found
+
+
 def adapter_shapes(architecture: Architecture, lora: Lora) -> Shapes:
     """Return the shapes of all adapters' parameters, by PEFT's names."""
     of_checkpoint = hf_shapes(architecture)

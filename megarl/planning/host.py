@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megarl.config.root import Config
-from megarl.models.trainer import parameter_shapes
 from megarl.planning.memory import RankMemory
 from megarl.planning.states import copied_bytes
 from megarl.planning.workload import Workload
@@ -110,7 +109,7 @@ def _save_bytes(workload: Workload, memory: RankMemory, *, num_ranks: int) -> in
     total = 0
     for model in workload.models:
         if model.updates:
-            shapes = parameter_shapes(model.architecture, grid, memory.rank)
+            shapes = model.learning_shapes(grid, memory.rank)
             total += num_first * copied_bytes(shapes, model.section, grid)
             total += (num_ranks - num_first) * copied_bytes(shapes, model.section, grid, is_first=False)
     return total

@@ -13,7 +13,15 @@ from typing import Literal, get_args
 from megarl.models.trainer import parameter_shapes
 from megarl.planning.activations import PhaseWork, inference_bytes, training_bytes
 from megarl.planning.engine import EngineMemory, engine_memory
-from megarl.planning.states import DTYPE_BYTES, States, copied_bytes, frozen_states, held_bytes, trained_states
+from megarl.planning.states import (
+    DTYPE_BYTES,
+    States,
+    adapted_states,
+    copied_bytes,
+    frozen_states,
+    held_bytes,
+    trained_states,
+)
 from megarl.planning.workload import REWARD_MODEL, TrainerModel, Workload
 from megarl.weight_sync.plan import sampler_placement
 
@@ -84,7 +92,7 @@ def rank_memory(workload: Workload, stage: int, engine: EngineMemory, *, bucket_
     moments = tuple(_moments(workload, stage, states, engine, bucket_bytes=bucket_bytes))
     host_copies = (
         sum(
-            copied_bytes(parameter_shapes(model.architecture, workload.grid, rank), model.section, workload.grid)
+            copied_bytes(model.learning_shapes(workload.grid, rank), model.section, workload.grid)
             for model in workload.models
             if model.updates
         )
@@ -96,10 +104,22 @@ def rank_memory(workload: Workload, stage: int, engine: EngineMemory, *, bucket_
 
 def model_states(workload: Workload, model: TrainerModel, rank: int) -> States:
     """Return weights, gradients and optimizer of a model on a rank, with nothing offloaded."""
-    shapes = parameter_shapes(model.architecture, workload.grid, rank)
+    grid = workload.grid
+    if model.is_start:
+        return States(weights=0)
     if model.updates is None:
-        return frozen_states(shapes, model.section)
-    return trained_states(shapes, model.section, workload.grid)
+        return frozen_states(parameter_shapes(model.architecture, grid, rank), model.section)
+    learning = model.learning_shapes(grid, rank)
+    if model.lora is None:
+        return trained_states(learning, model.section, grid)
+    return adapted_states(model.frozen_shapes(grid, rank), learning, model.section, grid)
+
+
+def optimizer_on_all_ranks(workload: Workload, model: TrainerModel) -> int:
+    """Return the bytes of a model's gradients and optimizer state over all ranks; those of a stage are alike."""
+    ranks_per_stage = workload.grid.num_ranks // workload.grid.pp
+    states = (model_states(workload, model, stage * ranks_per_stage) for stage in range(workload.grid.pp))
+    return ranks_per_stage * sum(one.gradients + one.optimizer for one in states)
 
 
 def engine_weights(workload: Workload) -> list[int]:
@@ -119,16 +139,18 @@ def _moments(
     weights = {"engine weights": engine.weights}
     cache = {"engine activations": engine.activations, "KV cache": engine.kv_cache}
     actor = {"actor weights": states["actor"].weights}
-    yield Moment(
-        phase="sync", worker="engine", parts=parked | actor | weights | {"sync buckets": BUCKETS * bucket_bytes}
-    )
+    sending = {"sync buckets": BUCKETS * bucket_bytes}
+    if workload.models[0].lora:
+        rank = stage * (workload.grid.num_ranks // workload.grid.pp)
+        sending["merged weight"] = workload.models[0].merging_bytes(workload.grid, rank)
+    yield Moment(phase="sync", worker="engine", parts=parked | actor | weights | sending)
     yield Moment(phase="generate", worker="engine", parts=parked | weights | cache)
     if not workload.config.actor_rollout_ref.rollout.free_cache_engine:
         parked |= weights | cache
     for model in workload.models:
         present = states[model.name]
         activations = f"{model.name} activations"
-        here = parked | {f"{model.name} weights": present.weights}
+        here = parked | (actor if model.is_start else {f"{model.name} weights": present.weights})
         if model.name == REWARD_MODEL and workload.config.algorithm.filter_groups.enable:
             here |= weights | cache  # dynamic sampling has samples scored before it draws more
         size = inference_bytes(model.architecture, model.section, workload.grid, stage=stage, work=model.infers)
@@ -152,7 +174,8 @@ def _reading(
     section = reference.section
     work = replace(work, role="value")  # like a value model it computes no logits
     size = inference_bytes(reference.architecture, section, workload.grid, stage=stage, work=work)
-    parts = {**here, f"{name} weights": states.weights, f"{name} activations": size}
+    weights = {} if reference.is_start else {f"{name} weights": states.weights}
+    parts = {**here, **weights, f"{name} activations": size}
     return Moment(phase="update", worker=name, parts=parts)
 
 
@@ -162,6 +185,8 @@ def _kept_of_references(workload: Workload, stage: int, work: PhaseWork, here: M
         return {}
     kept = {}
     for reference in workload.references:
+        if reference.is_start:
+            continue
         a = reference.architecture
         name = f"{reference.name} weights"
         rows = -(-a.vocab_size // workload.grid.tp)
@@ -171,6 +196,8 @@ def _kept_of_references(workload: Workload, stage: int, work: PhaseWork, here: M
 
 def _parked(model: TrainerModel, states: States) -> dict[str, int]:
     """Return the bytes that stay on the device while a model does not work."""
+    if model.is_start:
+        return {}
     section = model.section
     present = {"weights": 0 if section.param_offload else states.weights}
     if model.updates:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.table import Table
@@ -10,7 +10,7 @@ from rich.table import Table
 from megarl.config.report import batch_table
 from megarl.planning.advice import Remedy
 from megarl.planning.host import reward_processes
-from megarl.planning.memory import PHASES, RankMemory
+from megarl.planning.memory import PHASES, RankMemory, optimizer_on_all_ranks
 from megarl.planning.planner import ENGINE_TP, Plan
 from megarl.planning.traffic import SyncTraffic
 from megarl.platform.screen import Screen, labelled
@@ -74,6 +74,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 def show(plan: Plan, console: Screen) -> None:
     """Print the tables of memory and traffic and the verdict."""
     console.print(_memory_table(plan))
+    for line in _adapters(plan):
+        console.print(line, highlight=False)
     engine = plan.memory.engine
     longest = plan.workload.longest
     console.print(
@@ -149,6 +151,23 @@ def _memory_table(plan: Plan) -> Table:
     table.add_row("total", *(_gb(moment.total) for moment in moments))
     table.add_row(f"free of {_gb(plan.device_bytes)}", *(_gb(plan.device_bytes - moment.total) for moment in moments))
     return table
+
+
+def _adapters(plan: Plan) -> Iterator[str]:
+    """Yield what adapters save, by model."""
+    for model in plan.workload.models:
+        if model.lora:
+            states = plan.memory.states[model.name]
+            with_adapters, without = (
+                optimizer_on_all_ranks(plan.workload, one) for one in (model, replace(model, lora=None))
+            )
+            yield (
+                f"{model.name}: adapters of rank {model.lora.rank} learn, {_gb(states.weights - states.frozen)} of "
+                f"{_gb(states.weights)} GB of its weights; gradients and optimizer take {_gb(with_adapters)} GB on all "
+                f"ranks together, instead of {_gb(without)} if all weights learnt"
+            )
+        elif model.is_start:
+            yield f"{model.name}: the actor without its adapters, in the same memory"
 
 
 def _parts(memory: RankMemory) -> list[str]:

@@ -11,7 +11,7 @@ On the CPU the operations between products of matrices take their time too (`mov
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megarl.models.flops import UPDATE, Tokens, feed_forward_share, forward_flops
+from megarl.models.flops import Tokens, feed_forward_share, forward_flops, update_flops
 from megarl.models.grid import Grid
 from megarl.planning.activations import PhaseWork
 from megarl.planning.generation import SUMS_OF_LAYER, GenerationTime, bytes_between_layers, generation_time
@@ -65,19 +65,18 @@ def step_time(
             num_passes = sum(config.passes_of_reference.values()) if model.is_reference else 1
             passes = _passes(workload, model, model.infers, machine, tokens, num_passes=num_passes)
             seconds[f"infer {model.name}"] = passes
-            flops += num_passes * forward_flops(model.architecture, tokens)
+            flops += num_passes * forward_flops(model.architecture, tokens, model.lora)
     for model in workload.models:
         if model.updates:
             section = config.actor_rollout_ref.actor if model.name == "actor" else config.critic
             states = memory.states[model.name]
-            num_passes = UPDATE * section.ppo_epochs
             num_updates = section.ppo_epochs * -(-config.data.train_batch_size // section.ppo_mini_batch_size)
             seconds[f"update {model.name}"] = (
-                _passes(workload, model, model.updates, machine, tokens, num_passes=num_passes)
+                _passes(workload, model, model.updates, machine, tokens, num_passes=section.ppo_epochs)
                 + num_updates * _optimizer(model, states, machine, grid=grid)
                 + _moves(model, states)
             )
-            flops += num_passes * forward_flops(model.architecture, tokens)
+            flops += section.ppo_epochs * update_flops(model.architecture, tokens, model.lora)
     peak = machine.peaks.flops_per_second * grid.num_ranks
     return StepTime(seconds=seconds, generation=generation, flops=flops, peak=peak)
 
@@ -85,13 +84,18 @@ def step_time(
 def _passes(
     workload: Workload, model: TrainerModel, work: PhaseWork, machine: Machine, tokens: Tokens, *, num_passes: float
 ) -> float:
-    """Return the seconds of `num_passes` forward passes over all samples, with the messages and an idle pipeline."""
+    """Return the seconds of `num_passes` passes over all samples, with the messages and an idle pipeline.
+
+    They are forward passes, and also backward in an update.
+    """
     a = model.architecture
     section = model.section
     grid = workload.grid
+    forward = forward_flops(a, tokens, model.lora)
     again = feed_forward_share(a, tokens) if work.recompute == "selective" else float(work.recompute)
-    num_passes *= 1 + again / UPDATE
-    computing = num_passes * forward_flops(a, tokens) / grid.num_ranks / machine.peaks.flops_at(a.hidden_size)
+    if work is model.updates:
+        num_passes *= update_flops(a, tokens, model.lora) / forward + again
+    computing = num_passes * forward / grid.num_ranks / machine.peaks.flops_at(a.hidden_size)
     if workload.config.trainer.device == "cpu":
         moved = num_passes * forward_bytes(a, tokens, dtype=section.dtype) / grid.num_ranks
         computing += moved / machine.peaks.bytes_per_second
@@ -113,14 +117,15 @@ def _passes(
 def _optimizer(model: TrainerModel, states: States, machine: Machine, *, grid: Grid) -> float:
     """Return the seconds of an optimizer step: gradients summed, weights and moments updated, weights gathered."""
     replicas = grid.dp * grid.cp
-    moved = (states.gradients + states.weights) * (replicas - 1) / replicas / machine.link(grid.num_ranks // grid.pp)
+    learning = states.gradients + states.weights - states.frozen
+    moved = learning * (replicas - 1) / replicas / machine.link(grid.num_ranks // grid.pp)
     weights = states.optimizer / optimizer_bytes(model.section)
     touched = OPTIMIZER_PASSES * weights * (MOMENTS + FLOAT32) + weights * DTYPE_BYTES[model.section.dtype]
     return moved + (touched + states.gradients) / machine.peaks.bytes_per_second
 
 
 def _moves(model: TrainerModel, states: States) -> float:
-    """Return the seconds in which offloaded parts travel from the host and back."""
+    """Return the seconds in which offloaded parts travel from the host and back; frozen weights do not travel back."""
     section = model.section
-    parts = states.weights * section.param_offload + states.optimizer * section.optimizer_offload
-    return 2 * parts / TO_HOST
+    weights = 2 * states.weights - states.frozen
+    return (weights * section.param_offload + 2 * states.optimizer * section.optimizer_offload) / TO_HOST

@@ -7,7 +7,7 @@ learners and compares.
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,6 +33,7 @@ class States:
     weights: int
     gradients: int = 0
     optimizer: int = 0
+    frozen: int = 0  # of `weights`, those beside adapters
 
 
 def optimizer_bytes(section: MegatronSection) -> int:
@@ -72,9 +73,19 @@ def trained_states(chunks: Sequence[Shapes], section: MegatronSection, grid: Gri
     )
 
 
+def adapted_states(
+    frozen: Sequence[Shapes], learning: Sequence[Shapes], section: MegatronSection, grid: Grid
+) -> States:
+    """Return the states of a model of which only the parameters `learning` have an optimizer, on a rank."""
+    base = frozen_states(frozen, section).weights
+    states = trained_states(learning, section, grid)
+    return replace(states, weights=base + states.weights, frozen=base)
+
+
 def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid, *, is_first: bool = True) -> int:
     """Return the most bytes of host memory that an asynchronous save of a model needs on a rank.
 
+    `chunks` are the parameters that learn: a checkpoint has no others.
     The first data-parallel rank copies the weights, and the optimizer if it is not distributed. Each rank copies its
     shard of a distributed optimizer, and completes the parameters whose largest piece it has.
     """

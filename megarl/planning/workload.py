@@ -2,17 +2,22 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import ceil
+from functools import cache
+from math import ceil, prod
 
 from megarl.algorithms.config import EXACT
 from megarl.config.checks import world_size
 from megarl.config.root import Config
 from megarl.learner.config import MegatronSection
 from megarl.learner.grid import grid_of
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, Shapes
 from megarl.models.config import Recompute
 from megarl.models.grid import Grid
+from megarl.models.lora import Lora, local_adapters
+from megarl.models.peft import lora_of
+from megarl.models.trainer import OUTPUT, parameter_shapes
 from megarl.planning.activations import PhaseWork
+from megarl.planning.states import FLOAT32
 
 REWARD_MODEL = "reward model"
 REFERENCE = "reference"
@@ -27,6 +32,34 @@ class TrainerModel:
     section: MegatronSection
     infers: PhaseWork
     updates: PhaseWork | None  # None: it never learns
+    lora: Lora | None = None  # the adapters that learn instead of the weights
+    is_start: bool = False  # a reference that is the actor without its adapters, in the same memory
+
+    def frozen_shapes(self, grid: Grid, rank: int) -> list[Shapes]:
+        """Return the shapes of the parameters of a rank beside `learning_shapes`, one dict per model chunk."""
+        learning = self.learning_shapes(grid, rank)
+        return [
+            {name: shape for name, shape in weights.items() if name not in others}
+            for weights, others in zip(parameter_shapes(self.architecture, grid, rank), learning, strict=True)
+        ]
+
+    def learning_shapes(self, grid: Grid, rank: int) -> list[Shapes]:
+        """Return the shapes of the parameters of a rank that an update changes, one dict per model chunk."""
+        if self.lora is None:
+            return parameter_shapes(self.architecture, grid, rank)
+        return _adapters(self.architecture, self.lora, grid, rank)
+
+    def merging_bytes(self, grid: Grid, rank: int) -> int:
+        """Return the bytes on a rank while the largest weight and its adapter are added up: both sides in float32."""
+        if self.lora is None:
+            return 0
+        adapters = {name: shape for chunk in self.learning_shapes(grid, rank) for name, shape in chunk.items()}
+        sizes = (
+            prod(adapters[f"{name.removesuffix('a')}b"][-3:-1]) * shape[-1]
+            for name, shape in adapters.items()
+            if name.endswith("lora_a")
+        )
+        return 2 * FLOAT32 * max(sizes, default=0)
 
     @property
     def is_reference(self) -> bool:
@@ -53,6 +86,16 @@ class Workload:
         """Return the number of tokens of the longest sequence."""
         rollout = self.config.actor_rollout_ref.rollout
         return rollout.prompt_length + rollout.response_length
+
+
+@cache
+def _adapters(architecture: Architecture, lora: Lora, grid: Grid, rank: int) -> list[Shapes]:
+    """Return the shapes of the adapters on a rank and of a scalar head, one dict per model chunk."""
+    chunks = []
+    for weights in parameter_shapes(architecture, grid, rank):
+        head = {OUTPUT: weights[OUTPUT]} if architecture.scalar_head and OUTPUT in weights else {}
+        chunks.append(local_adapters(architecture, lora, weights, cut=grid.cut(rank)) | head)
+    return chunks
 
 
 def workload_of(
@@ -95,10 +138,12 @@ def _policies(
             num_tokens=max(updates.num_tokens, pairs.num_tokens),
             num_micro_batches=updates.num_micro_batches + pairs.num_micro_batches,
         )
+    lora = lora_of(policy.model)
     yield TrainerModel(
         name="actor",
         architecture=architecture,
         section=actor.megatron,
+        lora=lora,
         infers=replace(infers, exact_kl=config.kl_of_reward in EXACT),
         updates=replace(updates, exact_kl=config.kl_of_loss in EXACT),
     )
@@ -108,7 +153,14 @@ def _policies(
             infers = _work(config, grid, max_sequences, max_tokens=ref.log_prob_max_token_len_per_gpu)
         for source, reference in references.items():
             name = REFERENCE if source is None else f"{REFERENCE} of {source}"
-            yield TrainerModel(name=name, architecture=reference, section=ref.megatron, infers=infers, updates=None)
+            yield TrainerModel(
+                name=name,
+                architecture=reference,
+                section=ref.megatron,
+                infers=infers,
+                updates=None,
+                is_start=lora is not None and source not in config.teachers,
+            )
 
 
 def _critics(config: Config, grid: Grid, architecture: Architecture | None) -> Iterator[TrainerModel]:
@@ -118,6 +170,7 @@ def _critics(config: Config, grid: Grid, architecture: Architecture | None) -> I
             name="critic",
             architecture=architecture.with_scalar_head(),
             section=critic.megatron,
+            lora=lora_of(critic.model),
             infers=_work(config, grid, critic.forward_micro_batch_size or critic.ppo_micro_batch_size, role="value"),
             updates=_work(
                 config,
