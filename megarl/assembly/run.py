@@ -44,8 +44,9 @@ from megarl.distributed.exchange import on_first_rank
 from megarl.distributed.launch import Launch
 from megarl.distributed.sharded import Shares
 from megarl.environments.episodes import Environments
+from megarl.learner.learner import Learner
 from megarl.learner.per_data_source import PerDataSource
-from megarl.models.flops import UPDATE
+from megarl.models.flops import FROZEN_UPDATE, UPDATE
 from megarl.models.source import Source
 from megarl.platform.peaks import published_flops
 from megarl.rewards.scoring import RuleScorer
@@ -263,17 +264,23 @@ def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
     trainer = config.trainer
     policy = PerDataSource(other=actor.architecture)
     passes = {phase: [(policy, 1)] for phase in ("gen", "old_log_prob")}
-    passes["update_actor"] = [(policy, UPDATE * config.actor_rollout_ref.actor.ppo_epochs)]
+    passes["update_actor"] = [(policy, _passes_of_update(actor) * config.actor_rollout_ref.actor.ppo_epochs)]
     if models.reference:
         references = models.reference.models.map(lambda model: model.learner.architecture)
         for phase, num_passes in config.passes_of_reference.items():
             passes.setdefault(phase, []).append((references, num_passes))
     if critic:
         value = PerDataSource(other=critic.learner.architecture)
-        passes |= {"values": [(value, 1)], "update_critic": [(value, UPDATE * config.critic.ppo_epochs)]}
+        num_passes = _passes_of_update(critic.learner) * config.critic.ppo_epochs
+        passes |= {"values": [(value, 1)], "update_critic": [(value, num_passes)]}
     known = published_flops(actor.device, config.actor_rollout_ref.actor.megatron.dtype)
     peak = trainer.peak_tflops * TERA if trainer.peak_tflops else known
     return Work(passes=passes, peak=peak and peak * num_ranks)
+
+
+def _passes_of_update(learner: Learner) -> int:
+    """Return the forward passes that cost as much as an update; adapters themselves cost nearly nothing."""
+    return FROZEN_UPDATE if learner.lora else UPDATE
 
 
 def _make_gate(config: Config, launch: Launch) -> Gate | None:

@@ -1,6 +1,7 @@
 """The model card of an exported model: its origin, its training, its scores, and the lines that load it."""
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,16 @@ from typing import Any
 import yaml
 
 from megarl.checkpoint.contents import Contents
+from megarl.models.lora import Lora
 from megarl.tracking.names import LEARNT, REWARD, validation_of
 from megarl.tracking.protocol import Row
 
 CARD_FILE = "README.md"
+RANKS_OF_VLLM = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's option --max-lora-rank."""
 
 
-def card(contents: Contents, history: Sequence[Row], out: Path, *, scores: bool) -> str:
+def card(contents: Contents, history: Sequence[Row], out: Path, *, scores: bool, adapters: Lora | None = None) -> str:
     """Return the text of the card.
 
     Args:
@@ -22,20 +26,26 @@ def card(contents: Contents, history: Sequence[Row], out: Path, *, scores: bool)
         history: the metrics of the run.
         out: the directory of the exported model.
         scores: whether the model is a reward model, which scores texts, and no language model.
+        adapters: those that were exported without their model.
     """
     config: Mapping[str, Any] = contents.config or {}
     base = base_model(config)
     front = {
-        "library_name": "transformers",
+        "library_name": "peft" if adapters else "transformers",
         "pipeline_tag": "text-classification" if scores else "text-generation",
-        "tags": ["megarl", "reinforcement-learning" if "algorithm" in config else "fine-tuned"],
+        "tags": [
+            "megarl",
+            "reinforcement-learning" if "algorithm" in config else "fine-tuned",
+            *(["lora"] if adapters else []),
+        ],
         **({"base_model": base} if base and is_hub_id(base) else {}),
     }
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {out.resolve().name}",
-        f"Trained from `{base or 'an unknown model'}` for {contents.state.step} steps. {training(config)}",
-        f"```python\n{loading(out, scores=scores)}\n```",
+        f"Trained from `{base or 'an unknown model'}` for {contents.state.step} steps. {training(config)}"
+        f"{adapted(config, adapters)}",
+        f"```python\n{loading(out, scores=scores, adapters=adapters)}\n```",
         _table("## Scores", ("metric", "first", "at this step"), _scores(history, contents.state.step)),
         _table("## Data", ("key", "files"), _files(config)),
         _table("## Versions", ("package", "version"), list((contents.versions or {}).items())),
@@ -44,20 +54,50 @@ def card(contents: Contents, history: Sequence[Row], out: Path, *, scores: bool)
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def loading(out: Path, *, scores: bool) -> str:
-    """Return the lines of Python that load an exported model."""
+def loading(out: Path, *, scores: bool, adapters: Lora | None = None) -> str:
+    """Return the lines of Python that load an exported model, or adapters with their base."""
     kind = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
+    if adapters:
+        labels = ", num_labels=1" if scores else ""
+        return (
+            f"from peft import PeftModel\nfrom transformers import {kind}\n"
+            f'model = {kind}.from_pretrained("{adapters.base}"{labels})\n'
+            f'model = PeftModel.from_pretrained(model, "{out}")'
+        )
     lines = [f'from transformers import {kind}; model = {kind}.from_pretrained("{out}")']
     if not scores:
         lines.append(f'from vllm import LLM; engine = LLM("{out}")')
     return "\n".join(lines)
 
 
+def serving(out: Path, adapters: Lora | None = None) -> str:
+    """Return the shell's line that serves an exported language model, or adapters with their base."""
+    if adapters is None:
+        return f"vllm serve {shlex.quote(str(out))}"
+    most = next((rank for rank in RANKS_OF_VLLM if rank >= adapters.rank), adapters.rank)
+    name = shlex.quote(f"{out.resolve().name}={out}")
+    base = shlex.quote(adapters.base)
+    return f"vllm serve {base} --enable-lora --max-lora-rank {most} --lora-modules {name}"
+
+
+def adapted(config: Mapping[str, Any], adapters: Lora | None) -> str:
+    """Say what the weights are if adapters learned; '' if all weights did."""
+    if adapters:
+        return f" These are adapters (LoRA) of rank {adapters.rank}, to be loaded with the model `{adapters.base}`."
+    section = _model_section(config)
+    is_merged = section.get("lora_rank") or section.get("lora_adapter_path")
+    return " Only adapters (LoRA) learned; they are merged into the weights." if is_merged else ""
+
+
 def base_model(config: Mapping[str, Any]) -> str | None:
     """Return the model that a run started from; None if its configuration does not say."""
-    section = config.get("actor_rollout_ref", config).get("model", {})
-    path = section.get("path")
+    path = _model_section(config).get("path")
     return None if path is None else str(path)
+
+
+def _model_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    section: Mapping[str, Any] = config.get("actor_rollout_ref", config).get("model", {})
+    return section
 
 
 def is_hub_id(path: str) -> bool:

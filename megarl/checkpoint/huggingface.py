@@ -1,6 +1,8 @@
-"""Exports a model as a Hugging Face directory, for transformers, vLLM and other runs."""
+"""Exports a model as a Hugging Face directory, for transformers, vLLM and other runs, or its adapters for PEFT."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -9,9 +11,12 @@ from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
 from megarl.learner.learner import Learner
 from megarl.models.architecture import hf_shapes
+from megarl.models.lora import Lora, adapter_shapes
+from megarl.models.peft import adapter_config
 from megarl.models.source import Source
 from megarl.platform.files import explained
-from megarl.reshard.files import export
+from megarl.reshard.files import OF_ADAPTERS, export
+from megarl.reshard.headers import CONFIG
 
 POLICY_ROLE: tuple[str, Literal["policy"]] = ("actor", "policy")
 VALUE_ROLE: tuple[str, Literal["value"]] = ("reward_model", "value")
@@ -30,27 +35,56 @@ def export_model(learner: Learner, source: Source, tokenizer: Tokenizer, out: Pa
     if not learner.is_policy:
         source = source.as_classifier(tokenizer)
     dtype = learner.modules[0].config.params_dtype
+    with _with_tokenizer(source, tokenizer, out, launch), learner.weights() as tensors:
+        export(
+            out,
+            hf_shapes(learner.architecture),
+            together(learner.layout),
+            tensors,
+            config=source.config_in(str(dtype).removeprefix("torch.")),
+            dtype=dtype,
+            ranks_per_node=launch.local_world_size,
+            device=learner.device,
+        )
+
+
+def export_adapters(
+    learner: Learner, lora: Lora, source: Source, tokenizer: Tokenizer, out: Path, launch: Launch
+) -> None:
+    """Write the adapters `lora` of a model as a directory of PEFT, with the tokenizer. Collective as `export_model`.
+
+    Raises:
+        UserError: `out` cannot be written; if it did not exist before, it is removed.
+    """
+    architecture = learner.architecture
+    with _with_tokenizer(source, tokenizer, out, launch), learner.adapters() as tensors:
+        export(
+            out,
+            adapter_shapes(architecture, lora),
+            together(learner.adapter_layout),
+            tensors,
+            config=adapter_config(lora, architecture),
+            dtype=learner.modules[0].config.params_dtype,
+            ranks_per_node=launch.local_world_size,
+            device=learner.device,
+            names=OF_ADAPTERS,
+        )
+
+
+@contextmanager
+def _with_tokenizer(source: Source, tokenizer: Tokenizer, out: Path, launch: Launch) -> Iterator[None]:
+    """Write the tokenizer; if the block then fails, remove `out` if it is new."""
     is_new = together(lambda: not out.exists())[0]
 
-    def write_config_and_tokenizer() -> None:
+    def write() -> None:
         if launch.rank == 0:
             with explained(str(out)):
-                source.write_config_and_tokenizer(out, tokenizer, dtype=str(dtype).removeprefix("torch."))
-                (out / "config.json").unlink()  # `export` writes it last, so a directory that has it has weights too
+                source.write_tokenizer(out, tokenizer)
+                (out / CONFIG).unlink(missing_ok=True)  # a directory that has it has weights of the same model too
 
     try:
-        together(write_config_and_tokenizer)
-        with learner.weights() as tensors:
-            export(
-                out,
-                hf_shapes(learner.architecture),
-                together(learner.layout),
-                tensors,
-                config=source.hf_config,
-                dtype=dtype,
-                ranks_per_node=launch.local_world_size,
-                device=learner.device,
-            )
+        together(write)
+        yield
     except Exception:
         if is_new and launch.rank == 0:
             shutil.rmtree(out, ignore_errors=True)

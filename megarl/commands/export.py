@@ -1,19 +1,21 @@
-"""Export a checkpoint as a Hugging Face directory: `megarl export CHECKPOINT OUT [--best]`.
+"""Export a checkpoint as a Hugging Face directory: `megarl export CHECKPOINT OUT [--best] [--adapter] [--base MODEL]`.
 
 CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest checkpoint, or with `--best` for that of its best
 validation. Writes the actor, or the reward model of a run of `megarl train-reward`. `transformers` and vLLM load the
-result. Under torchrun, mpirun or srun the model is split over all ranks, so it need not fit into one process.
+result. Adapters are merged into their base, or with `--adapter` written alone for PEFT. Under torchrun, mpirun or srun
+the model is split over all ranks, so it need not fit into one process.
 """
 
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import indent
+from typing import TYPE_CHECKING
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.checkpoint.directory import HUGGINGFACE, saved_steps
+from megarl.checkpoint.directory import HUGGINGFACE, STEP_PREFIX, saved_steps
 from megarl.checkpoint.state import best_checkpoint
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import EXPORT
@@ -22,7 +24,11 @@ from megarl.config.faults import ConfigError, Fault
 from megarl.distributed.place import Launch
 from megarl.platform.errors import UserError
 from megarl.platform.files import WriteError, check_writable, write_whole
+from megarl.reshard.headers import ADAPTERS_CONFIG
 from megarl.tracking.config import TrainerSection
+
+if TYPE_CHECKING:
+    from megarl.models.lora import Lora
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class ExportArguments:
     checkpoint: Path
     out: Path
     world_size: int
+    adapter: bool = False  # write the adapters alone
+    base: str | None = None  # the model that the adapters belong to; None: as the checkpoint says
     trust_remote_code: bool = False
 
     @property
@@ -51,7 +59,8 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> ExportArgu
     """Parse the command line.
 
     Raises:
-        ConfigError: there is no best checkpoint, or the directory to write takes no files.
+        ConfigError: there is no best checkpoint, the checkpoint has no adapters, or the directory to write takes no
+            files.
     """
     typed = parse(EXPORT, argv)
     faults = []
@@ -60,6 +69,10 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> ExportArgu
             typed["checkpoint"] = best_checkpoint(typed["checkpoint"])
     except UserError as error:
         faults.append(Fault("--best", str(error)))
+    for option in ("adapter", "base"):
+        if typed[option] and not faults and not has_adapters(typed["checkpoint"]):
+            reason = f"{typed['checkpoint']} has no adapters, its weights learned: export it without this option"
+            faults.append(Fault(f"--{option}", reason))
     try:
         check_writable(typed["out"], "OUT")
     except WriteError as error:
@@ -69,14 +82,20 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> ExportArgu
     return ExportArguments(**typed, world_size=world_size or 1)
 
 
+def has_adapters(path: Path) -> bool:
+    """Return whether a checkpoint, or some checkpoint of a run, has adapters."""
+    return any(any(path.glob(f"{begin}*/{ADAPTERS_CONFIG}")) for begin in ("", f"{STEP_PREFIX}*/"))
+
+
 def write(arguments: ExportArguments, launch: Launch) -> None:
-    """Load the model on all ranks and write it. Raises what `intact_checkpoint` does."""
-    from megarl.checkpoint.huggingface import POLICY_ROLE, VALUE_ROLE, export_model
+    """Load the model on all ranks and write it. Raises what `intact_checkpoint` and `base_of` do."""
+    from megarl.checkpoint.huggingface import POLICY_ROLE, VALUE_ROLE, export_adapters, export_model
     from megarl.learner.checkpoint import load_learner
     from megarl.learner.config import MegatronSection
     from megarl.learner.factory import make_learner
     from megarl.learner.parallel import build_mesh
     from megarl.models.config import ModelSection
+    from megarl.models.peft import read_adapters
     from megarl.models.source import Source
 
     checkpoint = intact_checkpoint(arguments.checkpoint)
@@ -85,42 +104,69 @@ def write(arguments: ExportArguments, launch: Launch) -> None:
         tensor_model_parallel_size=arguments.world_size, dtype=source.hf_config["torch_dtype"], sequence_parallel=False
     )
     name, role = VALUE_ROLE if source.architecture.scalar_head else POLICY_ROLE
+    lora = read_adapters(checkpoint / name, base=arguments.base) if has_adapters(checkpoint) else None
+    base, scores = base_of(lora, checkpoint) if lora else (None, False)
     learner = make_learner(
-        None,
-        source.architecture,
+        base,
+        replace(source.architecture, scalar_head=scores),
         section,
         build_mesh(section),
         role=role,
+        lora=lora,
     )
     load_learner(learner, checkpoint / name)
     tokenizer = source.tokenizer(trust_remote_code=arguments.trust_remote_code)
-    export_model(learner, source, tokenizer, arguments.out, launch)
+    alone = lora if arguments.adapter else None
+    if alone:
+        export_adapters(learner, alone, source, tokenizer, arguments.out, launch)
+    else:
+        export_model(learner, source, tokenizer, arguments.out, launch)
     if launch.rank == 0:
-        describe(checkpoint, arguments.out, scores=source.architecture.scalar_head)
+        describe(checkpoint, arguments.out, scores=source.architecture.scalar_head, adapters=alone)
 
 
-def describe(checkpoint: Path, out: Path, *, scores: bool) -> None:
+def base_of(lora: "Lora", checkpoint: Path) -> tuple[Path, bool]:
+    """Return the directory of the model that adapters belong to, and whether it scores sequences.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    from megarl.models.hub import local_directory, read_model
+
+    try:
+        directory = local_directory(lora.base)
+        return directory, read_model(directory, {})[1].scalar_head
+    except UserError as error:
+        raise UserError(
+            f"the adapters of {checkpoint} belong to the model {lora.base or 'of no known name'}, which cannot be read:"
+            f" {error}; name its present place with --base"
+        ) from error
+
+
+def describe(checkpoint: Path, out: Path, *, scores: bool, adapters: "Lora | None" = None) -> None:
     """Write the model card, and print what was written and how it is loaded.
 
     Args:
         checkpoint: the exported checkpoint.
         out: the directory that was written.
         scores: whether the model is a reward model.
+        adapters: those that were written alone; None: a model was written.
     """
-    from megarl.checkpoint.card import CARD_FILE, card, loading
+    from megarl.checkpoint.card import CARD_FILE, card, loading, serving
     from megarl.checkpoint.contents import Contents
     from megarl.report.read import read_curves
 
     contents = Contents.read(checkpoint)
-    text = card(contents, read_curves(checkpoint.resolve().parent), out, scores=scores)
+    text = card(contents, read_curves(checkpoint.resolve().parent), out, scores=scores, adapters=adapters)
     write_whole(out / CARD_FILE, text.encode())
     files = [path for path in out.iterdir() if path.is_file()]
     num_bytes = sum(path.stat().st_size for path in files)
     print(f"{out}: {len(files)} files, {num_bytes / 1e9:.3g} GB, from {checkpoint}; {CARD_FILE} describes the model")
-    print(f"load it with\n{indent(loading(out, scores=scores), '  ')}")
+    print(f"load it with\n{indent(loading(out, scores=scores, adapters=adapters), '  ')}")
     if not scores:
-        print(f"or talk to it with\n  megarl chat {shlex.quote(str(out))}")
-        print(f"or serve it with\n  vllm serve {shlex.quote(str(out))}")
+        if not adapters:
+            print(f"or talk to it with\n  megarl chat {shlex.quote(str(out))}")
+        print(f"or serve it with\n  {serving(out, adapters)}")
 
 
 def intact_checkpoint(path: Path) -> Path:

@@ -16,11 +16,12 @@ from megarl.learner.optimizer import Optimizer, make_trainable
 from megarl.learner.parallel import Mesh
 from megarl.models.architecture import SCORE, Architecture, Shapes, hf_shapes
 from megarl.models.config import Recompute
-from megarl.models.lora import Lora, adapter_shapes
-from megarl.models.peft import WEIGHTS
+from megarl.models.lora import HEAD_OF_ADAPTERS, Lora, adapter_shapes
+from megarl.models.peft import require_known
 from megarl.platform.device import local_device
 from megarl.platform.errors import UserError
 from megarl.reshard.files import CheckpointFiles
+from megarl.reshard.headers import ADAPTERS
 
 
 def make_learner(
@@ -117,13 +118,12 @@ def _read_weights(
 
 def _read_adapters(directory: Path, modules: tuple[nn.Module, ...], shapes: Shapes) -> None:
     """Fill this rank's adapters from a directory of PEFT."""
-    files = CheckpointFiles(directory, single=WEIGHTS)
-    unknown = sorted(set(files.names) - set(shapes))
-    if unknown:
-        raise UserError(
-            f"{directory / WEIGHTS} has adapters that this model has no place for: {', '.join(unknown[:4])}"
-        )
-    files.load(adapter_layout(modules), adapter_weights(modules), shapes=shapes)
+    files = CheckpointFiles(directory, single=ADAPTERS)
+    require_known(directory, files.names, shapes)
+    layout = adapter_layout(modules)
+    if HEAD_OF_ADAPTERS not in files.names:  # they belong to a language model: the head stays as it is
+        layout = tuple(piece for piece in layout if piece.name != HEAD_OF_ADAPTERS)
+    files.load(layout, adapter_weights(modules), shapes=shapes)
 
 
 def _check_head(checkpoint: Path, names: Collection[str], *, trunk: str) -> None:

@@ -23,7 +23,7 @@ from megarl.learner.experts import share_batch_size
 from megarl.learner.finite import Buffers, GradientStatus, NotFinite, explain_not_finite
 from megarl.learner.forward import ForwardPass, ReferenceDivergence
 from megarl.learner.layout import source_layout, weights
-from megarl.learner.lora import MergedWeights
+from megarl.learner.lora import MergedWeights, adapter_layout, adapter_weights
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
 from megarl.learner.outputs import OutputHead
@@ -127,6 +127,16 @@ class Learner:
         """Yield the local parameters by name, merged with their adapters; they are on the device within the block."""
         with self.offload.parameters():
             yield MergedWeights(weights(self.modules), self.modules)
+
+    def adapter_layout(self) -> Layout:
+        """Return the boxes of PEFT's parameters that this rank holds."""
+        return adapter_layout(self.modules)
+
+    @contextmanager
+    def adapters(self) -> Iterator[Mapping[str, Tensor]]:
+        """Yield the local matrices of the adapters by name; they are on the device within the block."""
+        with self.offload.parameters():
+            yield adapter_weights(self.modules)
 
     def spread(self, record: R, *, num_together: int = 1) -> Sharded[R]:
         """Keep this rank's share of a record that every rank has. `num_together` neighbours stay together."""

@@ -31,9 +31,9 @@ from megarl.learner.layout import ROUTER_BIAS, chunk_parameters, global_name, is
 from megarl.learner.parallel import Mesh
 from megarl.learner.together import ProductByExpert
 from megarl.models.architecture import Architecture
-from megarl.models.lora import EXPERTS, Adapted, Lora, adapted, adapter_pieces
+from megarl.models.lora import EXPERTS, HEAD_OF_ADAPTERS, Adapted, Lora, adapted, adapter_pieces
 from megarl.platform.device import local_device
-from megarl.reshard.layout import Layout
+from megarl.reshard.layout import Layout, Piece, row_major, whole
 
 
 class Adapter(nn.Module):
@@ -263,18 +263,23 @@ def adapters_of(modules: Iterable[nn.Module]) -> Iterator[Adapter]:
 
 
 def adapter_weights(modules: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the matrices of the local adapters by name; they share the memory of the model's chunks."""
+    """Return the matrices of the local adapters, and a scalar head, by name; they share the memory of the chunks."""
     return {
         f"{number}.{name}": parameter.detach()
         for number, chunk in enumerate(modules)
         for name, parameter in chunk.named_parameters()
-        if is_adapter(name)
+        if parameter.requires_grad
     }
 
 
 def adapter_layout(modules: Sequence[Any]) -> Layout:
     """Return the boxes of PEFT's parameters in `adapter_weights`."""
-    return tuple(
+    heads = [
+        Piece(HEAD_OF_ADAPTERS, whole(tuple(tensor.shape)), param, 0, row_major(tuple(tensor.shape)), tensor.dtype)
+        for param, tensor in adapter_weights(modules).items()
+        if not is_adapter(param)
+    ]
+    adapters = (
         piece
         for number, chunk in enumerate(modules)
         for path, adapter in chunk.named_modules()
@@ -289,6 +294,7 @@ def adapter_layout(modules: Sequence[Any]) -> Layout:
             dtype=adapter.lora_a.dtype,
         )
     )
+    return (*adapters, *heads)
 
 
 def trained_shards(chunk: Any) -> dict[str, ShardedTensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.models.architecture import Architecture, Shapes, hf_shapes
+from megarl.models.architecture import SCORE, Architecture, Shapes, hf_shapes
 from megarl.models.grid import Cut, Grid
 from megarl.models.trainer import parameter_shapes
 from megarl.models.weights import Region, held_and_whole
@@ -23,6 +23,8 @@ ALL_LINEAR = "all-linear"
 LORA_A = "base_model.model.{}.lora_A.weight"
 LORA_B = "base_model.model.{}.lora_B.weight"
 """PEFT's names of the two matrices of a projection."""
+HEAD_OF_ADAPTERS = f"base_model.model.{SCORE}"
+"""PEFT's name of a scalar head, which learns beside the adapters."""
 LINEAR = re.compile(r"(?P<linear>decoder\.layers\..*linear_\w+)\.weight\d*")
 EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(local_experts\.\d+\.)?(?P<linear>linear_fc[12])\.weight\d*")
 """Names of the experts' weights, one module for each expert or one for all."""
@@ -175,13 +177,15 @@ def local_adapters(architecture: Architecture, lora: Lora, weights: Shapes, *, c
 
 
 def adapter_shapes(architecture: Architecture, lora: Lora) -> Shapes:
-    """Return the shapes of all adapters' parameters, by PEFT's names."""
+    """Return the shapes of the adapters' parameters and of a scalar head, by PEFT's names."""
     of_checkpoint = hf_shapes(architecture)
     shapes: Shapes = {}
     for projection in _projections(architecture, lora):
         rows, columns = of_checkpoint[f"{projection}.weight"]
         shapes[LORA_A.format(projection)] = (lora.rank, columns)
         shapes[LORA_B.format(projection)] = (rows, lora.rank)
+    if architecture.scalar_head:
+        shapes[HEAD_OF_ADAPTERS] = of_checkpoint[SCORE]
     return shapes
 
 

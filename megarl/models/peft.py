@@ -2,9 +2,10 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.models.config import ModelSection
@@ -12,11 +13,11 @@ from megarl.models.hub import local_directory, read_json
 from megarl.models.lora import ALL_LINEAR, Lora, adapted_projections
 from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
-
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+from megarl.reshard.headers import ADAPTERS
+from megarl.reshard.headers import ADAPTERS_CONFIG as CONFIG
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {  # field: its supported values, first that of a missing field
+    "peft_type": ("LORA",),
     "bias": ("none",),
     "use_dora": (False,),
     "lora_bias": (False,),
@@ -27,8 +28,19 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {  # field: its supported values
     "layer_replication": (None,),
     "target_parameters": (None, []),
     "trainable_token_indices": (None,),
-    "modules_to_save": (None, [], ["score"]),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False,),
+    "use_bdlora": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the weights of the base
+    "modules_to_save": (None, [], ["score"], ["classifier", "score"]),
 }
+HINT_FOR_EXPERTS = (
+    "; PEFT has one adapter for all experts of a layer, megarl one for each: leave the experts out of target_modules"
+)
 
 
 def lora_of(section: ModelSection) -> Lora | None:
@@ -37,10 +49,9 @@ def lora_of(section: ModelSection) -> Lora | None:
     Raises:
         UserError: `lora_adapter_path` names no adapters, unsupported ones, or those of another rank.
     """
-    base = str(Path(section.path).resolve()) if Path(section.path).exists() else section.path
     if section.lora_adapter_path:
         directory = local_directory(section.lora_adapter_path, with_code=False)
-        lora = replace(read_adapters(directory), base=base, start=directory)
+        lora = replace(read_adapters(directory, base=section.path), start=directory)
         if section.lora_rank not in (0, lora.rank):
             raise UserError(
                 f"lora_rank={section.lora_rank}, but the adapters in {directory} have rank {lora.rank}: leave lora_rank"
@@ -54,12 +65,17 @@ def lora_of(section: ModelSection) -> Lora | None:
         alpha=section.lora_alpha,
         targets=_names(section.target_modules),
         excluded=_names(section.exclude_modules),
-        base=base,
+        base=base_name(section.path),
     )
 
 
-def read_adapters(directory: Path) -> Lora:
-    """Return the adapters that the `adapter_config.json` of a directory describes.
+def base_name(path: str) -> str:
+    """Return a path that does not depend on the working directory; a URI or an id stays as it is."""
+    return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+
+def read_adapters(directory: Path, *, base: str | None = None) -> Lora:
+    """Return the adapters that the `adapter_config.json` of a directory describes; `base` replaces that of the file.
 
     Raises:
         UserError: there is no such file, or a field asks for what megarl does not do.
@@ -71,7 +87,9 @@ def read_adapters(directory: Path) -> Lora:
     for field, allowed in UNSUPPORTED.items():
         value = config.get(field, allowed[0])
         if value not in allowed:
-            raise UserError(f"{path}: {field}={value!r} is not supported, only {' or '.join(map(repr, allowed))}")
+            hint = HINT_FOR_EXPERTS if field == "target_parameters" else ""
+            only = " or ".join(map(repr, allowed))
+            raise UserError(f"{path}: {field}={value!r} is not supported, only {only}{hint}")
     rank = config.get("r")
     alpha = config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
@@ -81,14 +99,29 @@ def read_adapters(directory: Path) -> Lora:
         alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha),  # divides by the root of the rank
         targets=_names(config.get("target_modules") or ALL_LINEAR),
         excluded=_names(config.get("exclude_modules")),
-        base=str(config.get("base_model_name_or_path") or ""),
+        base=base_name(base or str(config.get("base_model_name_or_path") or "")),
     )
+
+
+def require_known(directory: Path, names: Collection[str], known: Collection[str]) -> None:
+    """Raise UserError if a directory of PEFT has `names` that are not among the `known` parameters of a model."""
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        hint = HINT_FOR_EXPERTS if any(".experts." in name for name in unknown) else ""
+        raise UserError(
+            f"{directory / ADAPTERS} has parameters that this model has no place for: {', '.join(unknown[:4])}{hint}"
+        )
 
 
 def write_adapter_config(directory: Path, lora: Lora, architecture: Architecture) -> None:
     """Write `adapter_config.json`."""
+    write_whole(directory / CONFIG, json.dumps(adapter_config(lora, architecture), indent=2).encode())
+
+
+def adapter_config(lora: Lora, architecture: Architecture) -> dict[str, Any]:
+    """Return the content of `adapter_config.json`."""
     scores = architecture.scalar_head
-    content = {
+    return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
         "base_model_name_or_path": lora.base,
@@ -100,7 +133,6 @@ def write_adapter_config(directory: Path, lora: Lora, architecture: Architecture
         "bias": "none",
         "inference_mode": True,
     }
-    write_whole(directory / CONFIG, json.dumps(content, indent=2).encode())
 
 
 def _names(value: str | list[str] | None) -> str | tuple[str, ...]:

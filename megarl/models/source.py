@@ -126,14 +126,21 @@ class Source:
 
     def write_config_and_tokenizer(self, directory: Path, tokenizer: Tokenizer, *, dtype: str) -> None:
         """Write all files of a Hugging Face checkpoint except weights: config, generation config and tokenizer."""
+        self.write_tokenizer(directory, tokenizer)
+        (directory / CONFIG).write_text(json.dumps(self.config_in(dtype), indent=2), encoding="utf-8")
+
+    def config_in(self, dtype: str) -> dict[str, Any]:
+        """Return the content of `config.json` of weights in a dtype."""
+        config = {key: value for key, value in self.hf_config.items() if key != "dtype"}  # a newer name of torch_dtype
+        return config | {"torch_dtype": dtype}
+
+    def write_tokenizer(self, directory: Path, tokenizer: Tokenizer) -> None:
+        """Write the tokenizer and, of a language model, the generation config."""
         directory.mkdir(parents=True, exist_ok=True)
         tokenizer.save(directory)
         if not self.architecture.scalar_head:
             generation = json.dumps(self._generation_config(tokenizer), indent=2)
             (directory / GENERATION).write_text(generation, encoding="utf-8")
-        config = {key: value for key, value in self.hf_config.items() if key != "dtype"}  # a newer name of torch_dtype
-        text = json.dumps(config | {"torch_dtype": dtype}, indent=2)
-        (directory / CONFIG).write_text(text, encoding="utf-8")
 
     def _generation_config(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the checkpoint's own generation config; every token that ends a response in training ends it."""

@@ -166,6 +166,8 @@ def _adapters(plan: Plan) -> Iterator[str]:
                 f"{_gb(states.weights)} GB of its weights; gradients and optimizer take {_gb(with_adapters)} GB on all "
                 f"ranks together, instead of {_gb(without)} if all weights learnt"
             )
+            if model.shares_base:
+                yield f"{model.name}: its frozen weights are the actor's, in the same memory"
         elif model.is_start:
             yield f"{model.name}: the actor without its adapters, in the same memory"
 

@@ -33,6 +33,7 @@ class TrainerModel:
     infers: PhaseWork
     updates: PhaseWork | None  # None: it never learns
     lora: Lora | None = None  # the adapters that learn instead of the weights
+    shares_base: bool = False  # its frozen weights are the actor's
     is_start: bool = False  # a reference that is the actor without its adapters, in the same memory
 
     def frozen_shapes(self, grid: Grid, rank: int) -> list[Shapes]:
@@ -171,6 +172,7 @@ def _critics(config: Config, grid: Grid, architecture: Architecture | None) -> I
             architecture=architecture.with_scalar_head(),
             section=critic.megatron,
             lora=lora_of(critic.model),
+            shares_base=config.critic_shares_base,
             infers=_work(config, grid, critic.forward_micro_batch_size or critic.ppo_micro_batch_size, role="value"),
             updates=_work(
                 config,

@@ -2,15 +2,18 @@
 
 A rank reads only its own slices of the files, and dequantises those that are in FP8 blocks. Writing is a plan whose
 destination is files: boxes travel to the ranks that write them, and a rank holds only the full parameters that one
-bucket touches. A checkpoint is complete when it has its `config.json`: an old one is removed before the first new file
-gets its name, and the new one is written last. If a rank cannot write, all ranks raise an error.
+bucket touches. A checkpoint is complete when it has its `config.json`, and a directory of adapters when it has its
+`adapter_config.json`: an old one is removed before the first new file gets its name, and the new one is written last.
+If a rank cannot write, all ranks raise an error.
 """
 
 import json
 import math
+import sys
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
@@ -24,7 +27,16 @@ from megarl.distributed.exchange import on_first_rank, together
 from megarl.platform.errors import UserError
 from megarl.platform.files import explained, replacing, reserve, write_whole
 from megarl.reshard.executor import Reshard, SyncReport
-from megarl.reshard.headers import CONFIG, INDEX, SINGLE, Stored, opened, read_index
+from megarl.reshard.headers import (
+    ADAPTERS,
+    ADAPTERS_CONFIG,
+    CONFIG,
+    INDEX,
+    SINGLE,
+    Stored,
+    opened,
+    read_index,
+)
 from megarl.reshard.layout import Box, Layout, Piece, row_major, whole
 from megarl.reshard.planner import plan_between
 from megarl.reshard.quantised import FP8, SCALE, Block, matrix_fault, matrix_of, stored_block
@@ -35,6 +47,19 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ROWS = 1024  # of a matrix that are compared at a time
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportNames:
+    """The names of the files of an export."""
+
+    weights: str  # if they are in one file
+    config: str
+    max_shard_bytes: int  # of a file, unless one tensor is larger
+
+
+OF_MODEL = ExportNames(weights=SINGLE, config=CONFIG, max_shard_bytes=5 * 10**9)
+OF_ADAPTERS = ExportNames(weights=ADAPTERS, config=ADAPTERS_CONFIG, max_shard_bytes=sys.maxsize)
 
 
 class CheckpointFiles:
@@ -171,33 +196,34 @@ def export(
     ranks_per_node: int,
     device: torch.device,
     bucket_bytes: int = 1 << 28,
-    max_shard_bytes: int = 5 * 10**9,
+    names: ExportNames = OF_MODEL,
     group: dist.ProcessGroup | None = None,
 ) -> SyncReport:
     """Write a Hugging Face checkpoint from the local tensors of the ranks of `group`. All of them must call this.
 
-    The ranks share the files, so all must see the same `directory`. Weights of an earlier export are replaced.
+    The ranks share the files, so all must see the same `directory`. An earlier export of a model or of adapters is
+    replaced.
 
     Args:
         directory: to write to; created if it is missing.
         shapes: the full parameters to write, in the order of the files.
         sources: the layout of each rank.
         tensors: the local tensors of this rank by `Piece.param`.
-        config: the content of `config.json`; its dtype becomes `dtype`.
+        config: the content of the configuration.
         dtype: of the written tensors.
         ranks_per_node: as for the planner.
         device: of the buckets, see `Reshard`.
         bucket_bytes: the most bytes that travel from or to a rank at once.
-        max_shard_bytes: of a file, unless one tensor is larger.
+        names: of the files.
         group: by default all ranks.
 
     Raises:
         UserError: nobody holds some parameter.
         WriteError: on all ranks, if a rank could not write. Existing files stay unchanged until all bytes are written;
-            after that the directory may be incomplete, and has no `config.json`.
+            after that the directory may be incomplete, and has no configuration.
     """
     rank = dist.get_rank(group)
-    files = _split(shapes, dtype, max_shard_bytes)
+    files = _split(shapes, dtype, names)
     shares = _shares(files, shapes, dtype, num_writers=dist.get_world_size(group))
     destinations = [list(chain.from_iterable(share.values())) for share in shares]
     plan = plan_between(sources, destinations, rank=rank, ranks_per_node=ranks_per_node, bucket_bytes=bucket_bytes)
@@ -206,9 +232,9 @@ def export(
         together(lambda: _make_files(directory, shares[rank], writer, stack), group=group)
         report = Reshard(plan, group=group, device=device).run(tensors, writer)
         together(writer.finish, group=group)
-        on_first_rank(lambda: (directory / CONFIG).unlink(missing_ok=True), group=group)
+        on_first_rank(lambda: _remove_configs(directory), group=group)
         together(stack.close, group=group)
-        on_first_rank(lambda: _finish(directory, files, shapes, config, dtype), group=group)
+        on_first_rank(lambda: _finish(directory / names.config, files, shapes, config, dtype), group=group)
     return report
 
 
@@ -276,19 +302,26 @@ class ShardWriter:
             file.flush()
 
 
+def _remove_configs(directory: Path) -> None:
+    for name in (CONFIG, ADAPTERS_CONFIG):
+        (directory / name).unlink(missing_ok=True)
+
+
 def _finish(
-    directory: Path,
+    config_file: Path,
     files: Mapping[str, Sequence[str]],
     shapes: Shapes,
     config: Mapping[str, object],
     dtype: torch.dtype,
 ) -> None:
-    """Remove files of an earlier export, and write the index and `config.json`, which complete this export."""
-    _remove_others(directory, files)
+    """Remove files of an earlier export, and write the index and the configuration, which completes this export."""
+    directory = config_file.parent
+    for path in [*directory.glob("model*.safetensors"), directory / ADAPTERS, directory / INDEX]:
+        if path.name not in files:  # a reader could mistake it for a new one
+            path.unlink(missing_ok=True)
     if len(files) > 1:
         _write_index(directory, shapes, files, dtype)
-    config = {key: value for key, value in config.items() if key != "dtype"}  # a newer name of torch_dtype
-    _write_json(directory / CONFIG, config | {"torch_dtype": str(dtype).removeprefix("torch.")})
+    _write_json(config_file, config)
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
@@ -301,26 +334,19 @@ def _write_index(directory: Path, shapes: Shapes, files: Mapping[str, Sequence[s
     _write_json(directory / INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
 
 
-def _remove_others(directory: Path, files: Container[str]) -> None:
-    """Remove weights of an earlier export, which a reader could mistake for the new ones."""
-    for path in [*directory.glob("model*.safetensors"), directory / INDEX]:
-        if path.name not in files:
-            path.unlink(missing_ok=True)
-
-
-def _split(shapes: Shapes, dtype: torch.dtype, max_shard_bytes: int) -> dict[str, list[str]]:
+def _split(shapes: Shapes, dtype: torch.dtype, of: ExportNames) -> dict[str, list[str]]:
     """Return file names with the parameters of each: as many as fit, in order."""
     shards: list[list[str]] = []
     used = 0
     for name, shape in shapes.items():
         size = math.prod(shape) * dtype.itemsize
         used += size
-        if not shards or used > max_shard_bytes:
+        if not shards or used > of.max_shard_bytes:
             shards.append([])
             used = size
         shards[-1].append(name)
     if len(shards) == 1:
-        return {SINGLE: shards[0]}
+        return {of.weights: shards[0]}
     return {f"model-{number:05}-of-{len(shards):05}.safetensors": names for number, names in enumerate(shards, 1)}
 
 

@@ -16,6 +16,8 @@ from megarl.platform.remote import RemoteDirectory, RemoteFile
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+ADAPTERS = "adapter_model.safetensors"
+ADAPTERS_CONFIG = "adapter_config.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes that weights may be stored in."""
 

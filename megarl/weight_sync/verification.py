@@ -227,7 +227,7 @@ class VerifySetup:
                 hf_shapes(self.source.architecture),
                 together(self.learner.layout),
                 tensors,
-                config=self.source.hf_config,
+                config=self.source.config_in(str(self.dtype).removeprefix("torch.")),
                 dtype=self.dtype,
                 ranks_per_node=self.launch.local_world_size,
                 device=self.learner.device,

@@ -1,6 +1,7 @@
 """Shards of many ranks become a checkpoint that transformers loads, bit for bit."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.models.architecture import hf_shapes, read_architecture
-from megarl.reshard.files import CheckpointFiles, export
+from megarl.reshard.files import OF_MODEL, CheckpointFiles, export
 from tests.support.layouts import blank, trainer_layouts
 
 pytestmark = pytest.mark.ranks
@@ -26,12 +27,12 @@ def load_and_export(source, target, tp, pp, dtype, max_shard_bytes):
         hf_shapes(model),
         sources,
         tensors,
-        config=config,
+        config=config | {"dtype": str(dtype).removeprefix("torch.")},
         dtype=dtype,
         ranks_per_node=2,
         device=torch.device("cpu"),
         bucket_bytes=1 << 14,
-        max_shard_bytes=max_shard_bytes,
+        names=replace(OF_MODEL, max_shard_bytes=max_shard_bytes),
     )
     assert (target / "config.json").is_file()  # on return the checkpoint is complete for every rank
 

@@ -21,9 +21,10 @@ from tests.support.records import experience
 from tests.support.references import outputs_of
 
 
-def drawn(checkpoint: Path, lora: Lora) -> dict[str, Tensor]:
-    """Return random matrices for all adapters of a model, by PEFT's names."""
+def drawn(checkpoint: Path, lora: Lora, *, scores: bool = False) -> dict[str, Tensor]:
+    """Return random matrices for all adapters of a model, by PEFT's names; if it `scores`, also for its scalar head."""
     architecture = read_architecture(json.loads((checkpoint / "config.json").read_text()))
+    architecture = architecture.with_scalar_head() if scores else architecture
     return {
         name: 0.2 * torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
         for name, shape in adapter_shapes(architecture, lora).items()

@@ -123,14 +123,20 @@ EXPORT = Command(
     click.Argument(["checkpoint"], type=checkpoint),
     click.Argument(["out"], type=PATH),
     BEST,
+    click.Option(["--adapter"], is_flag=True, help="Write the adapters alone, a directory that PEFT and vLLM load."),
+    click.Option(
+        ["--base"],
+        metavar="DIR_OR_ID",
+        help="The model that the adapters belong to, if its place has changed.",
+    ),
     click.Option(["--trust-remote-code"], is_flag=True, help="Let a tokenizer's own Python code run."),
     _log_level(),
     module="megarl.commands.export",
     section=USES,
     text="Write a checkpoint as a Hugging Face directory, which transformers and vLLM load.\n\nCHECKPOINT is "
     "RUN_DIR/global_step_N, or RUN_DIR for its latest or best checkpoint. Writes the actor, or the reward model of a "
-    "run of train-reward. Under torchrun, mpirun or srun the model is split over all ranks, so it need not fit into "
-    "one process.",
+    "run of train-reward. Adapters (LoRA) are merged into the model that they belong to, unless --adapter. Under "
+    "torchrun, mpirun or srun the model is split over all ranks, so it need not fit into one process.",
     example="megarl export checkpoints/countdown/ppo-qwen2.5-3b out/ --best",
 )
 PLAN = Command(
