@@ -8,14 +8,14 @@ from megarl.config.faults import Fault
 from megarl.data.remote_tokenizer import RemoteTokenizer, is_without_tokenizer
 from megarl.models.architecture import Architecture
 from megarl.models.claims import weight_faults
-from megarl.models.config import CheckpointSection
+from megarl.models.config import CheckpointSection, ModelSection
 from megarl.models.hub import ModelDirectory, place_of, read_config, read_model, weight_files
 from megarl.models.overrides import unread_overrides
 from megarl.platform.errors import UserError
 from megarl.platform.files import similar
 from megarl.platform.remote import RemoteDirectory, remote_directory
 from megarl.platform.uri import is_uri, local_path
-from megarl.reshard.headers import CONFIG, has_weights
+from megarl.reshard.headers import ADAPTERS_CONFIG, CONFIG, has_weights
 
 _HF_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -58,6 +58,17 @@ def model_faults(
                 yield Fault(key, fault)
     except UserError as error:
         yield Fault(key, str(error))
+    if isinstance(model, ModelSection) and model.lora_adapter_path:
+        yield from _adapter_faults(model.lora_adapter_path, f"{key.removesuffix('path')}lora_adapter_path")
+
+
+def _adapter_faults(path: str, key: str) -> Iterator[Fault]:
+    """Yield why there are no adapters at a local path; the hub checks a Hugging Face id."""
+    if is_uri(path) or not (path.startswith(("/", ".")) or Path(path).exists()):
+        return
+    if not (Path(path) / ADAPTERS_CONFIG).is_file():
+        remedy = similar(Path(path)) if not Path(path).exists() else ""
+        yield Fault(key, f"{path} has no {ADAPTERS_CONFIG}{remedy or ': name a directory that PEFT has written'}")
 
 
 def _place_faults(

@@ -1,9 +1,10 @@
 """The configuration of the checkpoints that models start from."""
 
+import re
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from megarl.mark import Change, Effect, key, when
 from megarl.section import CountFromZero, section
@@ -18,6 +19,18 @@ Recompute = bool | Literal["selective"]
 
 def _empty_if_none(value: object) -> object:
     return "" if value is None else value
+
+
+def _selecting(value: str | list[str] | None) -> str | list[str] | None:
+    """Refuse what selects nothing, and an expression that is none."""
+    if isinstance(value, list) and not value:
+        raise ValueError("selects no projection: name some, or leave the key out")
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"is no regular expression ({error}): name projections in a list") from error
+    return value
 
 
 @section(MODEL)
@@ -45,10 +58,10 @@ class ModelSection(CheckpointSection):
     """Rank of low-rank adapters (LoRA), which learn instead of the weights; 0 = the weights learn."""
     lora_alpha: Annotated[float, Field(gt=0.0, le=1e6)] = key(16.0, read_if=ADAPTED)
     """Scale of the adapters, divided by lora_rank."""
-    target_modules: str | list[str] = key("all-linear", read_if=ADAPTED)
+    target_modules: Annotated[str | list[str], AfterValidator(_selecting)] = key("all-linear", read_if=ADAPTED)
     """Projections with adapters: names or ends of names, a regular expression, or all-linear = all but the output
     layer."""
-    exclude_modules: str | list[str] | None = key(None, read_if=ADAPTED)
+    exclude_modules: Annotated[str | list[str] | None, AfterValidator(_selecting)] = key(None, read_if=ADAPTED)
     """Projections of target_modules without adapters: names or ends of names, or a regular expression."""
     lora_adapter_path: str | None = None
     """PEFT directory to start from, its URI or HF id, which also gives rank, scale and targets; null = new adapters."""

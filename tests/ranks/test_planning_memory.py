@@ -10,8 +10,11 @@ import torch
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.learner.grid import grid_of
 from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.lora import Lora
 from megarl.models.trainer import parameter_shapes
-from megarl.planning.states import States, copied_bytes, frozen_states, trained_states
+from megarl.planning.activations import PhaseWork
+from megarl.planning.states import States, adapted_states, copied_bytes, frozen_states, trained_states
+from megarl.planning.workload import TrainerModel
 from tests.support.ranks import RankPool, fresh_mesh
 from tests.support.tiny import SIZES, VARIANTS
 
@@ -32,7 +35,7 @@ def architecture(variant: str) -> Architecture:
     return read_architecture(SIZES | VARIANTS[variant] | {"num_hidden_layers": 4, "vocab_size": 500})
 
 
-def make(variant: str, split: dict[str, Any], role: Any, trained: bool) -> Any:
+def make(variant: str, split: dict[str, Any], role: Any, trained: bool, lora: Lora | None = None) -> Any:
     from megarl.learner.factory import make_learner
 
     section = MegatronSection(**split)
@@ -43,14 +46,15 @@ def make(variant: str, split: dict[str, Any], role: Any, trained: bool) -> Any:
         fresh_mesh(section),
         role=role,
         training=(OptimSection(), 1.0, 1) if trained else None,
+        lora=lora,
     )
 
 
-def allocated(variant: str, split: dict[str, Any], role: str, trained: bool) -> States:
+def allocated(variant: str, split: dict[str, Any], role: str, trained: bool, lora: Lora | None = None) -> States:
     """On one rank: the bytes of all storages that a learner holds on to."""
     from megarl.learner.optimizer import torch_optimizers
 
-    learner = make(variant, split, role, trained)
+    learner = make(variant, split, role, trained, lora)
     weights = storages(parameter for module in learner.modules for parameter in module.parameters())
     if learner.optimizer is None:
         return States(weights=sum(weights.values()))
@@ -88,6 +92,28 @@ def test_trained_models(pool: RankPool, name: str, dtype: str) -> None:
     # The last data-parallel rank has the padding in its shard, so only the fullest is what the plan says.
     fullest = max(found, key=lambda states: states.optimizer)
     assert fullest.optimizer == pytest.approx(max(plan.optimizer for plan in planned), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "data", "data, every rank its own optimizer", "experts"])
+def test_adapted_models(pool: RankPool, name: str) -> None:
+    variant = "qwen3_moe" if name == "experts" else "qwen2"
+    section, lora = MegatronSection(**SPLITS[name]), Lora(rank=16, alpha=16.0)
+    grid = grid_of(section, 2)
+    found = pool.run(2, allocated, variant, SPLITS[name], "policy", True, lora)
+    work = PhaseWork(num_tokens=1, num_micro_batches=1, role="policy", recompute=False)
+    model = TrainerModel(
+        name="actor", architecture=architecture(variant), section=section, infers=work, updates=work, lora=lora
+    )
+    planned = [
+        adapted_states(model.frozen_shapes(grid, rank), model.learning_shapes(grid, rank), section, grid)
+        for rank in range(2)
+    ]
+    for real, plan in zip(found, planned, strict=True):
+        assert plan.gradients < plan.frozen
+        assert real.weights == pytest.approx(plan.weights, rel=0.01)
+        assert real.gradients == pytest.approx(plan.gradients, rel=0.02)
+    fullest = max(found, key=lambda states: states.optimizer)
+    assert fullest.optimizer == pytest.approx(max(plan.optimizer for plan in planned), rel=0.02)
 
 
 def copied(variant: str, split: dict[str, Any], directory: Path) -> int:

@@ -91,7 +91,8 @@ def test_foreign_key_gets_answer_instead_of_unknown_key(section: str) -> None:
         ("data.image_key=images", "not supported: prompts and responses are text"),
         ("actor_rollout_ref.rollout.quantization=fp8", "not supported: the engine has the actor's weights"),
         ("data.gen_batch_size=24", "batches for algorithm.filter_groups have data.train_batch_size"),
-        ("actor_rollout_ref.model.lora_rank=8", "not supported: adapters"),
+        ("actor_rollout_ref.model.lora.type=dora", "not supported: adapters are those of LoRA"),
+        ("actor_rollout_ref.model.lora.dropout=0.1", "other probabilities than those that were sampled"),
         ("trainer.logger=[swanlab]", "swanlab is not supported: write wandb, mlflow, tensorboard"),
     ],
 )

@@ -129,7 +129,7 @@ MODEL=${{MODEL:-org/m}}
     ++actor_rollout_ref.rollout.mode=async \\
     ~trainer.nothing \\
     algorithm.adv_estimator=gae algorithm.use_kl_in_reward=False \\
-    actor_rollout_ref.model.lora_rank=8 \\
+    actor_rollout_ref.model.lora.dropout=0.1 \\
     trainer.experiment_name=run-$(date +%s) \\
     trainer.project_name='a # b' $@
 """
@@ -147,7 +147,13 @@ def test_every_key_is_in_file_or_comment(tmp_path: Path, capsys: pytest.CaptureF
     assert tree["actor_rollout_ref"]["actor"]["megatron"]["param_offload"] is True
     assert tree["actor_rollout_ref"]["actor"]["shuffle"] is False and "# verl's default" in text
     comments = [line for line in text.splitlines() if line.lstrip().startswith("#")]
-    for key in ("lora_rank=8", "~trainer.nothing", "experiment_name=run-$(...)", "rollout.mode=async", "config-name"):
+    for key in (
+        "lora.dropout=0.1",
+        "~trainer.nothing",
+        "experiment_name=run-$(...)",
+        "rollout.mode=async",
+        "config-name",
+    ):
         assert any(key in line for line in comments), key
     assert any(line.strip() == "# was actor_rollout_ref.actor.fsdp_config.param_offload" for line in comments)
     assert "3 to be decided" in told
