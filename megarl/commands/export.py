@@ -105,6 +105,8 @@ def write(arguments: ExportArguments, launch: Launch) -> None:
     )
     name, role = VALUE_ROLE if source.architecture.scalar_head else POLICY_ROLE
     lora = read_adapters(checkpoint / name, base=arguments.base) if has_adapters(checkpoint) else None
+    if arguments.adapter and lora is None:
+        raise UserError(f"{checkpoint} has no adapters: export it without --adapter")
     base, scores = base_of(lora, checkpoint) if lora else (None, False)
     learner = make_learner(
         base,

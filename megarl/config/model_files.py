@@ -63,9 +63,7 @@ def model_faults(
 
 
 def _adapter_faults(path: str, key: str) -> Iterator[Fault]:
-    """Yield why there are no adapters at a local path; the hub checks a Hugging Face id."""
-    if is_uri(path) or not (path.startswith(("/", ".")) or Path(path).exists()):
-        return
+    """Yield why there are no adapters at a path."""
     if not (Path(path) / ADAPTERS_CONFIG).is_file():
         remedy = similar(Path(path)) if not Path(path).exists() else ""
         yield Fault(key, f"{path} has no {ADAPTERS_CONFIG}{remedy or ': name a directory that PEFT has written'}")

@@ -204,7 +204,7 @@ def _without_extras(shards: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_weights(module: torch.nn.Module, shards: dict[str, Any]) -> None:
-    """Load the weights of a chunk, which has no other state, or only those that learn beside frozen weights."""
+    """Load the weights of a chunk, which has no other state, or only those that are not frozen."""
     lost = {name for names in module.load_state_dict(shards, strict=False) for name in names}
     lost -= {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     assert all(EXTRA_STATE in name for name in lost), f"Megatron asked for other weights than it has: {lost}"

@@ -81,7 +81,7 @@ class Adapter(nn.Module):
         return torch.add(out, self(*inputs), alpha=self.scale) if self.is_active else out
 
     def wide_b(self) -> Tensor:
-        """Return [..., rows, projections * rank]: B, with zeros where A belongs to another projection."""
+        """Return [..., rows, projections * rank]: B, with zeros for the columns of other projections."""
         b = self.lora_b.flatten(-3, -2)
         return b if self._of_projection is None else (b.unsqueeze(-2) * self._of_projection).flatten(-2)
 
@@ -231,7 +231,7 @@ def _needing_gradient(module: nn.Module, inputs: object, embedded: Tensor) -> Te
 def _hook_of(layer: Any) -> Callable[..., tuple[Tensor, Any]]:
     """Return the hook that adds an adapter to a layer's output.
 
-    A layer of Transformer Engine that begins with a norm is told to return what the norm computes.
+    A layer of Transformer Engine that begins with a norm returns the output of the norm too.
     """
     if not hasattr(layer, "return_layernorm_output"):
         return _add

@@ -59,7 +59,7 @@ def _of_weight(weight: Tensor, grad_out: Tensor, hidden: Tensor) -> Tensor | Non
 
 
 class Addition(Protocol):
-    """What the adapters of a projection of all experts add to it."""
+    """The sum of the adapters of one projection of all experts, and its output."""
 
     def added(self, out: Tensor, hidden: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the [N, rows] output for [N, columns] states, with the addition."""

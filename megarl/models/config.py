@@ -64,7 +64,7 @@ class ModelSection(CheckpointSection):
     exclude_modules: Annotated[str | list[str] | None, AfterValidator(_selecting)] = key(None, read_if=ADAPTED)
     """Projections of target_modules without adapters: names or ends of names, or a regular expression."""
     lora_adapter_path: str | None = None
-    """PEFT directory to start from, its URI or HF id, which also gives rank, scale and targets; null = new adapters."""
+    """Local PEFT directory to start from, which also gives rank, scale and targets; null = new adapters."""
 
 
 @section(MODEL)

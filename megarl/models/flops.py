@@ -41,7 +41,7 @@ class Tokens:
 def forward_flops(architecture: Architecture, tokens: Tokens, lora: Lora | None = None) -> int:
     """Return the FLOPs of a forward pass, and of a generation that keeps keys and values of earlier tokens.
 
-    Adapters of `lora` are counted beside the weights; the engine has none.
+    Adapters of `lora` are counted with the weights; the engine has none.
     """
     return _of_weights(architecture, tokens) + _of_learning(architecture, tokens, lora)
 

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, Hu et al., 2021): the weights that have one, and the shapes of its two matrices.
 
-A weight W [rows, columns] with an adapter acts as W + alpha / rank * B A, where A is [rank, columns] and B is
+A weight W [rows, columns] with an adapter acts as W + alpha / rank * B A, with A [rank, columns] and B
 [rows, rank]. Megatron fuses projections that the checkpoint keeps apart, such as queries, keys and values. Each has an
 adapter of its own, as in PEFT: the fused weight has one A for each projection, one above the other, and the rows of its
 B are the rows of W.
@@ -24,7 +24,7 @@ LORA_A = "base_model.model.{}.lora_A.weight"
 LORA_B = "base_model.model.{}.lora_B.weight"
 """PEFT's names of the two matrices of a projection."""
 HEAD_OF_ADAPTERS = f"base_model.model.{SCORE}"
-"""PEFT's name of a scalar head, which learns beside the adapters."""
+"""PEFT's name of a scalar head, which learns with the adapters."""
 LINEAR = re.compile(r"(?P<linear>decoder\.layers\..*linear_\w+)\.weight\d*")
 EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(local_experts\.\d+\.)?(?P<linear>linear_fc[12])\.weight\d*")
 """Names of the experts' weights, one module for each expert or one for all."""
@@ -70,7 +70,7 @@ class Adapted:
 
     linear: str  # Megatron's name with the layer's global number, without `.weight`
     projections: tuple[str, ...]  # names in the checkpoint, without `.weight`, of those that have an adapter
-    regions: tuple[Region, ...]  # of the local weight, those of these projections
+    regions: tuple[Region, ...]  # of these projections, in the local weight
     shape: tuple[int, int]  # of the local weight
     first_column: int  # of the local weight, in the whole
     num_columns: int  # of the whole
@@ -156,7 +156,7 @@ def adapter_pieces(part: Adapted, rank: int, *, a: str, b: str, place: int, dtyp
 
 
 def local_adapters(architecture: Architecture, lora: Lora, weights: Shapes, *, cut: Cut) -> Shapes:
-    """Return the shapes of the adapters beside a rank's weights, by Megatron's names; experts of a layer share two.
+    """Return the shapes of the adapters of a rank's weights, by Megatron's names; experts of a layer share two.
 
     Args:
         architecture: the sizes of the model.

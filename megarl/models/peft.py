@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.models.config import ModelSection
-from megarl.models.hub import local_directory, read_json
+from megarl.models.hub import read_json
 from megarl.models.lora import ALL_LINEAR, Lora, adapted_projections
 from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
@@ -50,7 +50,7 @@ def lora_of(section: ModelSection) -> Lora | None:
         UserError: `lora_adapter_path` names no adapters, unsupported ones, or those of another rank.
     """
     if section.lora_adapter_path:
-        directory = local_directory(section.lora_adapter_path, with_code=False)
+        directory = Path(section.lora_adapter_path)
         lora = replace(read_adapters(directory, base=section.path), start=directory)
         if section.lora_rank not in (0, lora.rank):
             raise UserError(

@@ -33,7 +33,7 @@ class States:
     weights: int
     gradients: int = 0
     optimizer: int = 0
-    frozen: int = 0  # of `weights`, those beside adapters
+    frozen: int = 0  # of `weights`, all but the adapters
 
 
 def optimizer_bytes(section: MegatronSection) -> int:
@@ -76,7 +76,7 @@ def trained_states(chunks: Sequence[Shapes], section: MegatronSection, grid: Gri
 def adapted_states(
     frozen: Sequence[Shapes], learning: Sequence[Shapes], section: MegatronSection, grid: Grid
 ) -> States:
-    """Return the states of a model of which only the parameters `learning` have an optimizer, on a rank."""
+    """Return the states of a model whose parameters `learning` alone have an optimizer, on a rank."""
     base = frozen_states(frozen, section).weights
     states = trained_states(learning, section, grid)
     return replace(states, weights=base + states.weights, frozen=base)

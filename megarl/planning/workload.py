@@ -37,7 +37,7 @@ class TrainerModel:
     is_start: bool = False  # a reference that is the actor without its adapters, in the same memory
 
     def frozen_shapes(self, grid: Grid, rank: int) -> list[Shapes]:
-        """Return the shapes of the parameters of a rank beside `learning_shapes`, one dict per model chunk."""
+        """Return the shapes of the parameters of a rank except `learning_shapes`, one dict per model chunk."""
         learning = self.learning_shapes(grid, rank)
         return [
             {name: shape for name, shape in weights.items() if name not in others}

@@ -59,7 +59,7 @@ def merged(checkpoint: Path, directory: Path, lora: Lora, matrices: Mapping[str,
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What an update of a model with adapters must compute."""
+    """The correct results of an update of a model with adapters."""
 
     outputs: PolicyOutputs
     loss: float

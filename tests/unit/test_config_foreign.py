@@ -33,8 +33,8 @@ PEERS = {
         prometheus.port quantization quantization_config_file mtp layer_name_map.qkv_layer_name layered_summon""",
     "actor_rollout_ref": "nccl_timeout",
     "actor_rollout_ref.model": """
-        hf_config_path tokenizer_path custom_chat_template lora_alpha lora_adapter_path target_modules exclude_modules
-        lora.type lora.dtype lora.alpha mtp.method mtp.num_speculative_tokens tiled_mlp.num_shards
+        hf_config_path tokenizer_path custom_chat_template lora.type lora.dropout mtp.method
+        mtp.num_speculative_tokens tiled_mlp.num_shards
         fused_kernel_options.impl_backend""",
     "data": """
         train_max_samples val_max_samples tool_config_path dataloader_num_workers image_patch_size image_key video_key
