@@ -45,7 +45,7 @@ def architecture(variant: str) -> Any:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ranks_hold_every_element(variant: str) -> None:
-    """Paint the boxes of all ranks: together they are the whole, and those of one rank never overlap."""
+    """Paint the boxes of all ranks: together they cover everything, and the boxes of a rank never overlap."""
     sizes = architecture(variant)
     lora = Lora(rank=3, alpha=3.0)
     shapes = adapter_shapes(sizes, lora)
