@@ -7,8 +7,8 @@ B are the rows of W.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from megarl.models.architecture import SCORE, Architecture, Shapes, hf_shapes
 from megarl.models.grid import Cut, Grid
 from megarl.models.trainer import parameter_shapes
 from megarl.models.weights import Region, held_and_whole
+from megarl.platform.errors import UserError
 from megarl.reshard.layout import Box, Piece
 
 ALL_LINEAR = "all-linear"
@@ -180,7 +181,7 @@ def adapter_shapes(architecture: Architecture, lora: Lora) -> Shapes:
     """Return the shapes of the adapters' parameters and of a scalar head, by PEFT's names."""
     of_checkpoint = hf_shapes(architecture)
     shapes: Shapes = {}
-    for projection in _projections(architecture, lora):
+    for projection, _ in _projections(architecture, lora):
         rows, columns = of_checkpoint[f"{projection}.weight"]
         shapes[LORA_A.format(projection)] = (lora.rank, columns)
         shapes[LORA_B.format(projection)] = (rows, lora.rank)
@@ -191,14 +192,36 @@ def adapter_shapes(architecture: Architecture, lora: Lora) -> Shapes:
 
 def adapted_projections(architecture: Architecture, lora: Lora) -> list[str]:
     """Return names that select the projections with adapters and no others: the ends of their names if possible."""
-    chosen = set(_projections(architecture, lora))
-    others = set(_projections(architecture, replace(lora, targets=ALL_LINEAR, excluded=()))) - chosen
+    chosen = {projection for projection, _ in _projections(architecture, lora)}
+    others = {projection for projection, _ in _all_projections(architecture, lora)} - chosen
     ends = tuple(sorted({projection.rpartition(".")[2] for projection in chosen}))
     return sorted(chosen) if any(_selects(ends, other) for other in others) else list(ends)
 
 
-def _projections(architecture: Architecture, lora: Lora) -> Iterator[str]:
+def require_targets(architecture: Architecture, lora: Lora) -> None:
+    """Check that the adapters select projections of a model.
+
+    Raises:
+        UserError: a target or an exception selects none, or all targets are excepted.
+    """
+    known = _all_projections(architecture, lora)
+    for key, names in (("target_modules", lora.targets), ("exclude_modules", lora.excluded)):
+        for one in [names] if isinstance(names, str) else [(name,) for name in names]:
+            if one != ALL_LINEAR and not any(_selects(one, name) for names in known for name in names):
+                ends = sorted({projection.rpartition(".")[2] for projection, _ in known})
+                written = one if isinstance(one, str) else one[0]
+                raise UserError(f"{key}: {written} selects no projection of the model, which has {', '.join(ends)}")
+    if not _projections(architecture, lora):
+        raise UserError("exclude_modules leaves no projection of target_modules: nothing would learn")
+
+
+def _all_projections(architecture: Architecture, lora: Lora) -> tuple[tuple[str, str], ...]:
+    return _projections(architecture, replace(lora, targets=ALL_LINEAR, excluded=()))
+
+
+@cache
+def _projections(architecture: Architecture, lora: Lora) -> tuple[tuple[str, str], ...]:
+    """Return each projection with an adapter and the layer that computes it, as `Lora.adapts` takes them."""
     [weights] = parameter_shapes(architecture, Grid(num_ranks=1), 0)
-    for name, shape in weights.items():
-        part = adapted(architecture, lora, name, shape, cut=Cut())
-        yield from part.projections if part else ()
+    parts = (adapted(architecture, lora, name, shape, cut=Cut()) for name, shape in weights.items())
+    return tuple((projection, part.linear) for part in parts if part for projection in part.projections)

@@ -7,8 +7,16 @@ import torch
 
 from megarl.models.architecture import read_architecture
 from megarl.models.grid import Grid
-from megarl.models.lora import Lora, adapted, adapted_projections, adapter_pieces, adapter_shapes
+from megarl.models.lora import (
+    Lora,
+    adapted,
+    adapted_projections,
+    adapter_pieces,
+    adapter_shapes,
+    require_targets,
+)
 from megarl.models.trainer import parameter_shapes
+from megarl.platform.errors import UserError
 from tests.support.tiny import SIZES, VARIANTS
 
 QUERY = ("model.layers.1.self_attn.q_proj", "decoder.layers.1.self_attention.linear_qkv")
@@ -75,3 +83,18 @@ def test_names_of_projections_select_them_alone() -> None:
     assert adapted_projections(sizes, Lora(rank=2, alpha=2.0)) == everything
     first = Lora(rank=2, alpha=2.0, targets=r".*layers\.0\..*[qv]_proj")
     assert adapted_projections(sizes, first) == ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "excluded", "message"),
+    [
+        (("q_proj", "vproj"), (), "target_modules: vproj selects no projection of the model, which has down_proj, "),
+        (r".*\.qproj", (), r"target_modules: .*\.qproj selects no projection"),
+        ("all-linear", ("lm_head",), "exclude_modules: lm_head selects no projection"),
+        (("q_proj",), ("linear_qkv",), "exclude_modules leaves no projection"),
+    ],
+)
+def test_names_that_select_nothing_are_faults(targets: Any, excluded: Any, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        require_targets(architecture("llama"), Lora(rank=2, alpha=2.0, targets=targets, excluded=excluded))
+    assert message in str(raised.value)
