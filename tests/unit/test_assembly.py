@@ -148,7 +148,7 @@ def test_reference_passes_are_counted_in_their_phases(kinds: dict[str, str], pas
     ]
     config = load_config(arguments, world_size=None, check_paths=False)
     small, large = (read_architecture(MODELS[name]) for name in ("llama-1m", "llama-3m"))
-    policy = SimpleNamespace(learner=SimpleNamespace(architecture=small, device=torch.device("cpu")))
+    policy = SimpleNamespace(learner=SimpleNamespace(architecture=small, device=torch.device("cpu"), lora=None))
     teacher = SimpleNamespace(learner=SimpleNamespace(architecture=large))
     models = SimpleNamespace(actor=policy, critic=None, reference=SimpleNamespace(models=PerDataSource(other=teacher)))
     found = make_work(config, models, num_ranks=1).passes  # type: ignore[arg-type]

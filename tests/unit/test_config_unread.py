@@ -88,6 +88,10 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
 """By key: another value of it, arguments under which it is read, and arguments under which it is not."""
 
 SAID: dict[str, tuple[list[str], list[str]]] = {
+    **{
+        f"{model}.lora_alpha=32.0": ([f"{model}.lora_rank=8"], [])
+        for model in ("actor_rollout_ref.model", "critic.model")
+    },
     "algorithm.filter_groups.metric=score": (grpo("algorithm.filter_groups.enable=true"), []),
     f"{REF}.megatron.dtype=float32": ([], ["algorithm.kl_ctrl.kl_coef=0"]),
     f"{REF}.log_prob_micro_batch_size=4": ([], ["algorithm.kl_penalty=full"]),
