@@ -129,7 +129,8 @@ class Config:
         ours, theirs = self.actor_rollout_ref.actor.megatron, self.critic.megatron
         return (
             self.has_critic
-            and all(model.lora_rank or model.lora_adapter_path for model in (actor, critic))
+            and actor.has_adapters
+            and critic.has_adapters
             and (actor.path, actor.override_config) == (critic.path, critic.override_config)
             and (ours.dtype, ours.param_offload) == (theirs.dtype, theirs.param_offload)
         )

@@ -18,7 +18,8 @@ from megarl.config.rows_trial import check_rows
 from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.rows import Rows
-from megarl.models.hub import config_place
+from megarl.models.config import ModelSection
+from megarl.models.hub import ModelDirectory, config_place, read_model
 from megarl.platform.errors import UserError
 from megarl.platform.log import show_printed
 from megarl.platform.secrets import beginning
@@ -81,14 +82,25 @@ def try_out(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> It
 
 
 def find_architectures(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> None:
-    """Ask the hub for the `config.json` of each model that is a Hugging Face id.
+    """Ask the hub for the `config.json` of each model that is a Hugging Face id, and find the targets of adapters.
 
     Raises:
-        ConfigError: the hub does not have it, or does not answer.
+        ConfigError: the hub does not have it, or does not answer, or a target selects nothing of the model.
     """
     for key, checkpoint in config.checkpoints:
         with fault_of(key):
-            config_place(checkpoint.path)
+            place = config_place(checkpoint.path)
+            if isinstance(checkpoint, ModelSection) and checkpoint.has_adapters:
+                _find_targets(checkpoint, place)
+
+
+def _find_targets(section: ModelSection, place: ModelDirectory) -> None:
+    from megarl.models.lora import require_targets  # imports torch
+    from megarl.models.peft import lora_of
+
+    lora = lora_of(section)
+    assert lora is not None, "the section asks for adapters"
+    require_targets(read_model(place, section.override_config)[1], lora)
 
 
 def find_models(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> None:

@@ -66,6 +66,11 @@ class ModelSection(CheckpointSection):
     lora_adapter_path: str | None = None
     """Local PEFT directory to start from, which also gives rank, scale and targets; null = new adapters."""
 
+    @property
+    def has_adapters(self) -> bool:
+        """Tell whether adapters learn instead of the weights."""
+        return bool(self.lora_rank or self.lora_adapter_path)
+
 
 @section(MODEL)
 class ReferenceModelSection(CheckpointSection):

@@ -1,10 +1,15 @@
 """The adapters of a model: their targets, and their parts on the ranks of a split."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megarl.config.faults import ConfigError
+from megarl.config.load import load_config
+from megarl.config.trial import find_architectures
 from megarl.models.architecture import read_architecture
 from megarl.models.grid import Grid
 from megarl.models.lora import (
@@ -98,3 +103,20 @@ def test_names_that_select_nothing_are_faults(targets: Any, excluded: Any, messa
     with pytest.raises(UserError) as raised:
         require_targets(architecture("llama"), Lora(rank=2, alpha=2.0, targets=targets, excluded=excluded))
     assert message in str(raised.value)
+
+
+def test_a_check_finds_targets_that_select_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | VARIANTS["llama"] | {"max_position_embeddings": 4096}))
+    config = load_config(
+        [
+            "data.train_files=a",
+            f"actor_rollout_ref.model.path={tmp_path}",
+            "algorithm.adv_estimator=reinforce_plus_plus",
+            "actor_rollout_ref.model.lora_rank=4",
+            "actor_rollout_ref.model.target_modules=[qproj]",
+        ],
+        world_size=None,
+        check_paths=False,
+    )
+    with pytest.raises(ConfigError, match="qproj selects no projection"):
+        find_architectures(config)
