@@ -21,6 +21,10 @@ def _empty_if_none(value: object) -> object:
     return "" if value is None else value
 
 
+def _none_if_empty(value: object) -> object:
+    return None if value == [] else value
+
+
 def _selecting(value: str | list[str] | None) -> str | list[str] | None:
     """Refuse what selects nothing, and an expression that is none."""
     if isinstance(value, list) and not value:
@@ -61,7 +65,9 @@ class ModelSection(CheckpointSection):
     target_modules: Annotated[str | list[str], AfterValidator(_selecting)] = key("all-linear", read_if=ADAPTED)
     """Projections with adapters: names or ends of names, a regular expression, or all-linear = all but the output
     layer."""
-    exclude_modules: Annotated[str | list[str] | None, AfterValidator(_selecting)] = key(None, read_if=ADAPTED)
+    exclude_modules: Annotated[str | list[str] | None, BeforeValidator(_none_if_empty), AfterValidator(_selecting)] = (
+        key(None, read_if=ADAPTED)
+    )
     """Projections of target_modules without adapters: names or ends of names, or a regular expression."""
     lora_adapter_path: str | None = None
     """Local PEFT directory to start from, which also gives rank, scale and targets; null = new adapters."""

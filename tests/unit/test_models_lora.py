@@ -1,6 +1,7 @@
 """The adapters of a model: their targets, and their parts on the ranks of a split."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from megarl.config.faults import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import load_config, load_sft_config
 from megarl.config.trial import find_architectures
 from megarl.models.architecture import read_architecture
 from megarl.models.grid import Grid
@@ -120,3 +121,10 @@ def test_a_check_finds_targets_that_select_nothing(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="qproj selects no projection"):
         find_architectures(config)
+
+
+@pytest.mark.parametrize(("name", "is_fault"), [("exclude_modules", False), ("target_modules", True)])
+def test_only_exceptions_may_be_an_empty_list(name: str, is_fault: bool) -> None:
+    argv = ["data.train_files=a", "model.path=org/m", "model.lora_rank=4", f"model.{name}=[]"]
+    with pytest.raises(ConfigError, match="selects no projection") if is_fault else nullcontext():
+        load_sft_config(argv, world_size=None, check_paths=False)
