@@ -24,7 +24,7 @@ from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
 from megarl.platform.log import keep_in, show_on_console
 from megarl.platform.quiet import IMPORTING, silence_imports
 from megarl.platform.secrets import guard_output, redact
-from megarl.platform.terminal import COMMAND, ignore_broken_pipe, visible
+from megarl.platform.terminal import COMMAND, ignore_broken_pipe, print_message, visible
 from megarl.platform.versions import installed_versions
 from megarl.section import flatten
 from megarl.tracking.config import TrainerSection
@@ -105,7 +105,7 @@ def run(
         config = read(launch)
     except ConfigError as error:
         if is_first_here:  # a fault may concern this host alone
-            print(error, file=sys.stderr)
+            print_message(str(error))
         sys.exit(2)
     except UserError as error:
         sys.exit(visible(redact(f"megarl: rank {rank}: {error}")))
@@ -199,7 +199,7 @@ def _run_watched(config: C, launch: Launch, body: Callable[[C, Launch], None]) -
         except signals.Stopped as stopped:
             code = signals.EXIT_CODE
             if launch.rank == 0:
-                print(redact(f"megarl: {stopped}; {how_to_resume(trainer, os.environ)}"), file=sys.stderr)
+                print_message(redact(f"megarl: {stopped}; {how_to_resume(trainer, os.environ)}"))
         note(phase="end")
         _leave()
     return code

@@ -6,7 +6,6 @@ RUN_DIR/errors/rank_3.txt    every failure of the rank, the newest last
 import json
 import logging
 import os
-import sys
 import time
 from contextlib import suppress
 from datetime import datetime
@@ -19,7 +18,7 @@ from megarl.distributed.store import reported_by_rank0
 from megarl.platform.errors import UserError
 from megarl.platform.files import remedy
 from megarl.platform.secrets import format_error, redact
-from megarl.platform.terminal import COMMAND, visible
+from megarl.platform.terminal import COMMAND, print_message, visible
 
 ELASTIC_FILE = "TORCHELASTIC_ERROR_FILE"
 """torch's variable with the file in which an agent of torchrun expects the reason of a rank's failure."""
@@ -57,7 +56,7 @@ def report(error: Exception, directory: Path | None, launch: Launch, store: Stor
         is_reported = store is not None and reported_by_rank0(store, str(error), launch)
         return 1 if is_reported else visible(redact(f"megarl: rank {launch.rank}: {error}"))
     if is_first:
-        print(format_error(error), file=sys.stderr)
+        print_message(format_error(error))
     if is_first and path and COMMAND not in os.environ:
         return last_line(launch.rank, str(path))
     return 1

@@ -25,6 +25,7 @@ from megarl.platform.device import decide_device
 from megarl.platform.forking import as_shell, flush, fork
 from megarl.platform.processes import die_with_parent
 from megarl.platform.quiet import IMPORTING
+from megarl.platform.terminal import print_message
 
 PATIENCE_S = 30.0
 """Seconds in which ranks end after SIGTERM, because another rank has failed."""
@@ -92,7 +93,7 @@ def report_first(rank: int, code: int, reason: str = "") -> int:
     code = as_shell(code)
     if code != EXIT_CODE:  # otherwise a rank has printed the reason
         plain = f"megarl: rank {rank} failed first (exit code {code}); its own messages are above"
-        print(plain if is_killed else reason or plain, file=sys.stderr)
+        print_message(plain if is_killed else reason or plain)
     return code
 
 

@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megarl.platform.terminal import print_message
+
 EXIT_CODE = 124  # the exit code of `timeout`
 GRACE_S = 20.0
 COLLECTIVES = tuple(f"{os.sep}{name}{os.sep}distributed{os.sep}" for name in ("torch", "vllm"))
@@ -167,7 +169,7 @@ class Watchdog:
                 found = list(reports.values())
                 size = self._world_size
                 words = summary(found, world_size=size, timeout_s=self._timeout_s, directory=self._directory)
-                print(words, file=sys.stderr, flush=True)
+                print_message(words)
             else:
                 time.sleep(self._grace_s)  # a launcher ends all ranks when the first one exits
         except OSError:  # the disk may be full

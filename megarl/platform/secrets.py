@@ -16,6 +16,7 @@ from typing import Any
 from megarl.platform.secret_names import Secrecy, is_secret, secrecy_of_path
 from megarl.platform.secret_texts import REDACTED, redact_assigned, redact_shapes, redact_users
 from megarl.platform.secret_values import values as secret_values
+from megarl.platform.terminal import print_message
 
 __all__ = [
     "REDACTED",
@@ -85,7 +86,7 @@ def guard_output() -> None:
 
     logging.setLogRecordFactory(make_redacted)
     warnings.formatwarning = lambda *args, **kwargs: redact(warn(*args, **kwargs))
-    sys.excepthook = lambda kind, error, trace: print(format_error(error), file=sys.stderr)
+    sys.excepthook = lambda kind, error, trace: print_message(format_error(error))
     threading.excepthook = _report_thread
     sys.unraisablehook = _report_unraisable
 
@@ -93,13 +94,13 @@ def guard_output() -> None:
 def _report_thread(args: threading.ExceptHookArgs) -> None:
     if args.exc_value and not isinstance(args.exc_value, SystemExit):
         name = args.thread.name if args.thread else "?"
-        print(f"Exception in thread {name}:\n{format_error(args.exc_value)}", file=sys.stderr)
+        print_message(f"Exception in thread {name}:\n{format_error(args.exc_value)}")
 
 
 def _report_unraisable(args: Any) -> None:  # its type in typeshed does not exist at run time
     what = getattr(args.object, "__qualname__", type(args.object).__name__)
     trace = format_error(args.exc_value) if args.exc_value else args.exc_type.__name__
-    print(f"{args.err_msg or 'Exception ignored in'}: {what}\n{trace}", file=sys.stderr)
+    print_message(f"{args.err_msg or 'Exception ignored in'}: {what}\n{trace}")
 
 
 def format_error(error: BaseException) -> str:

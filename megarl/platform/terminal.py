@@ -50,6 +50,11 @@ def typed() -> str:
     return shlex.join([PROGRAM if shutil.which(PROGRAM) == program else program, *sys.argv[1:]])
 
 
+def print_message(text: str) -> None:
+    """Print lines on standard error in one write, so that the output of other processes does not come between them."""
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
+
+
 def visible(text: str) -> str:
     """Return `text` with an escape such as `\\x1b` for each character that a terminal obeys instead of showing it."""
     return _UNUSUAL.sub(lambda found: _escaped(found[0]), text)

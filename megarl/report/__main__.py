@@ -8,7 +8,7 @@ from megarl.platform.arguments import Arguments
 from megarl.platform.errors import UserError
 from megarl.platform.files import explained
 from megarl.platform.secrets import guard_output, redact
-from megarl.platform.terminal import visible
+from megarl.platform.terminal import print_message, visible
 from megarl.report.page import write_report
 from megarl.report.read import read_run
 from megarl.report.tracker import REPORT_FILE
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         with explained(str(out)):
             write_report([read_run(directory) for directory in runs], out)
     except (OSError, UserError) as error:
-        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
+        print_message(visible(redact(f"megarl: {error}")))
         return 1
     print(visible(str(out)))
     return 0

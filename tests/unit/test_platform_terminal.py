@@ -2,6 +2,7 @@
 
 import os
 import pty
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -91,3 +92,34 @@ print("said", flush=True)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "said\n", "")
+
+
+@pytest.mark.skipif(not hasattr(socket, "SOCK_SEQPACKET"), reason="no socket that keeps writes apart")
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "print_message('first\\nlast')",
+        "print_error(ValueError('first\\nlast'))",
+        "raise ValueError('first\\nlast')",
+        "thread = Thread(target=int, args=['first\\nlast']); thread.start(); thread.join()",
+    ],
+)
+def test_no_process_writes_into_another_ones_message(statement: str) -> None:
+    program = f"""
+from threading import Thread
+
+from megarl.commands.cli.command import print_error
+from megarl.platform.secrets import guard_output
+from megarl.platform.terminal import print_message
+
+guard_output()
+{statement}
+"""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each write is received as it was made
+    with ours, theirs:
+        subprocess.run([sys.executable, "-c", program], stderr=theirs, check=False)
+        theirs.close()
+        writes = [written.decode() for written in iter(lambda: ours.recv(1 << 20), b"")]
+    assert len(writes) == 1, writes
+    assert "first" in writes[0]
+    assert writes[0].endswith("\n")

@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from megarl.commands.cli import completion
 from megarl.platform.secrets import guard_output, redact
-from megarl.platform.terminal import ignore_broken_pipe, visible
+from megarl.platform.terminal import ignore_broken_pipe, print_message, visible
 
 SIMILAR = 0.75
 """The least similarity of an unknown option and the option that was probably meant, from 0 to 1."""
@@ -147,4 +147,4 @@ def complain(error: click.UsageError) -> NoReturn:
 
 def print_error(error: Exception) -> None:
     """Print an error that a user can mend: without secrets, with control characters shown."""
-    print(visible(redact(f"megarl: {error}")), file=sys.stderr)
+    print_message(visible(redact(f"megarl: {error}")))
