@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import RenderableType
 from rich.live import Live
 
-from megarl.commands.watch import headline, picture
+from megarl.commands.watch import headline, picture_of
+from megarl.platform.detached import CONSOLE
 from megarl.platform.errors import UserError
-from megarl.platform.screen import Screen, plain
+from megarl.platform.screen import Screen
 from megarl.report.page import write_report
 from megarl.report.read import read_curves, read_mapping, read_run
 from megarl.report.tracker import REPORT_FILE
@@ -25,7 +25,6 @@ from megarl.tracking.status import STATUS_FILE
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-CONSOLE_FILE = "console.txt"
 INTERVAL_S = 1.0
 _TAIL = 4000  # characters of the console that an error shows
 _STOPPED = 75
@@ -44,8 +43,8 @@ class TrainingRun:
 
     @property
     def console(self) -> str:
-        """The text that the command has printed, if `megarl.train` started the run."""
-        file = self.directory / "log" / CONSOLE_FILE
+        """The text that the command has printed, if `megarl.train` or the option --detach started the run."""
+        file = self.directory / CONSOLE
         return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
     @property
@@ -81,7 +80,7 @@ class TrainingRun:
         with shown or contextlib.nullcontext():
             while self.is_running():
                 if shown:
-                    shown.update(self._picture(), refresh=True)
+                    shown.update(picture_of(self.directory), refresh=True)
                 time.sleep(INTERVAL_S)
         code = self.process.wait() if self.process else 0
         if code not in (0, _STOPPED):
@@ -125,12 +124,6 @@ class TrainingRun:
             return headline(read_run(self.directory), status, time.time())
         except UserError:  # nothing is recorded yet
             return "starting" if self.is_running() else "nothing is recorded"
-
-    def _picture(self) -> RenderableType:
-        try:
-            return picture(read_run(self.directory), read_mapping(self.directory / STATUS_FILE), time.time())
-        except UserError:
-            return plain(f"{self.directory.name}  starting")
 
 
 def load_run(directory: str | Path) -> TrainingRun:

@@ -1,7 +1,6 @@
 """Start a run from a program: `megarl.train(model=..., data=..., reward=...)`."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 import yaml
 
 from megarl.api.rows import count_rows, data_files
-from megarl.api.run import CONSOLE_FILE, TrainingRun
+from megarl.api.run import TrainingRun
 from megarl.api.source import reward_keys
 from megarl.config.load import load_config
 from megarl.config.schema import nest
+from megarl.platform.detached import start_detached
 from megarl.platform.files import write_whole
 
 INPUTS = "inputs"
@@ -84,20 +84,7 @@ def train(
     config = inputs / "config.yaml"
     write_whole(config, yaml.safe_dump(nest(keys | dict(set or {})), sort_keys=False).encode())
     load_config([str(config)], world_size=None)
-    return _start(config, directory)
-
-
-def _start(config: Path, directory: Path) -> TrainingRun:
-    console = directory / "log" / CONSOLE_FILE
-    console.parent.mkdir(exist_ok=True)
-    with console.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megarl", "train", str(config)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # an interrupt of a cell, or the end of the kernel, does not reach it
-        )
+    process = start_detached([sys.executable, "-m", "megarl", "train", str(config)], directory)
     return TrainingRun(directory=directory, process=process)
 
 

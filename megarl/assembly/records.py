@@ -119,13 +119,13 @@ def run_tracker(
         resume_step=resume_point.state.step if resume_point.is_resumed else None,
         resume_metrics=resume_point.state.metrics,
         same_curve=resume_point.same_curve,
+        mlflow_tracking_uri=trainer.mlflow_tracking_uri,
     )
     return make_tracker(
         trainer.logger,
         run,
         total_steps=last_step,
         is_main=launch.rank == 0,
-        mlflow_tracking_uri=trainer.mlflow_tracking_uri,
         also=partial(_reports, run, last_step),
         next_steps=partial(next_steps, config),
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from megarl.platform import early
+from megarl.commands.detach import OPTION, detach
 from megarl.config.faults import ConfigError
 from megarl.distributed.place import Launch, WantedRanks, detect
 from megarl.distributed.watchdog import GRACE_S, note, watching
@@ -28,6 +29,7 @@ from megarl.platform.terminal import COMMAND, ignore_broken_pipe, print_message,
 from megarl.platform.versions import installed_versions
 from megarl.section import flatten
 from megarl.tracking.config import TrainerSection
+from megarl.tracking.on_end import EndCommand
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,10 @@ def run(
     `imports` are modules that `body` needs. Ranks that are forked on this host share them (`distributed.launch.start`).
     Such a rank does not return: its process ends.
 
-    `keeps_log` keeps the log of each rank in the directory of the run, `has_directory` only tracebacks, if it exists.
+    With `--detach` in `argv` the command starts itself as a process that outlives the terminal.
+
+    `keeps_log` keeps the log of each rank in the directory of the run and runs `trainer.on_end`, `has_directory` keeps
+    only tracebacks, if it exists.
 
     A fault in the configuration ends the program with code 2 before any process group exists. Any other error ends it
     with code 1. An error that a user can mend (ConfigError, UserError) is printed as a message, once if all ranks have
@@ -98,6 +103,9 @@ def run(
 
     try:
         launched = detect(os.environ)
+        if OPTION in argv:
+            detach(module, argv, Path(read(None).trainer.default_local_dir), launched)
+            return
         launch = launched or _start(module, argv, lambda: read(None).trainer, imports)
         rank = str(launch.rank)
         is_first_here = launch.local_rank == 0
@@ -112,7 +120,12 @@ def run(
     if keeps_log:
         keep_in(Path(config.trainer.default_local_dir), launch.rank)
     _report_start(notes(config, argv) if launch.rank == 0 else (), imports)
-    _work(config, launch, body, Path(config.trainer.default_local_dir) if has_directory else None)
+    directory = Path(config.trainer.default_local_dir)
+    with EndCommand(config.trainer.on_end if keeps_log and launch.rank == 0 else None, directory) as at_end:
+        code = _work(config, launch, body, directory if has_directory else None)
+        at_end.ending = "stopped" if code else "finished"
+    if code:
+        sys.exit(code)
     if launched is None:
         end()
 
@@ -166,8 +179,8 @@ def _meet(launch: Launch, config: Configuration) -> "Store":
     return store
 
 
-def _work(config: C, launch: Launch, body: Callable[[C, Launch], None], directory: Path | None) -> None:
-    """Meet the other ranks and run the body; end the program with a report if it fails, or if a signal stops it.
+def _work(config: C, launch: Launch, body: Callable[[C, Launch], None], directory: Path | None) -> int:
+    """Meet the other ranks and run the body; return the exit code, or end the program with a report if it fails.
 
     The report of a failure is kept in `directory`.
     """
@@ -176,11 +189,9 @@ def _work(config: C, launch: Launch, body: Callable[[C, Launch], None], director
     store = None
     try:
         store = _meet(launch, config)
-        code = _run_watched(config, launch, body)
+        return _run_watched(config, launch, body)
     except Exception as error:
         sys.exit(failures.report(error, directory, launch, store))
-    if code:
-        sys.exit(code)
 
 
 def _run_watched(config: C, launch: Launch, body: Callable[[C, Launch], None]) -> int:

@@ -8,6 +8,7 @@ state once.
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -19,6 +20,7 @@ from rich.text import Text
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import WATCH
 from megarl.platform.errors import UserError
+from megarl.platform.log import LOG_DIRECTORY
 from megarl.platform.screen import Screen, plain
 from megarl.platform.terminal import visible
 from megarl.report.read import Points, Run, read_mapping, read_run
@@ -40,19 +42,34 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     console = Screen()
     try:
         if not console.is_terminal:
-            console.print(picture(read_run(directory), read_mapping(directory / STATUS_FILE), time.time()))
+            console.print(picture_of(directory))
             return
         with Live(console=console, screen=False, auto_refresh=False) as live:
             while True:
-                status = read_mapping(directory / STATUS_FILE)
-                live.update(picture(read_run(directory), status, time.time()), refresh=True)
-                if status.get("state", "running") != "running":
+                state = read_mapping(directory / STATUS_FILE).get("state", "running")
+                live.update(picture_of(directory), refresh=True)
+                if state != "running":
                     return
                 time.sleep(INTERVAL_S)
     except UserError as error:
         sys.exit(f"megarl: {error}")
     except KeyboardInterrupt:
         return
+
+
+def picture_of(directory: Path) -> RenderableType:
+    """Return the present state of the run in a directory, drawn for a terminal.
+
+    Raises:
+        UserError: the directory is not that of a run.
+    """
+    try:
+        run = read_run(directory)
+    except UserError:
+        if not (directory / LOG_DIRECTORY).is_dir():
+            raise
+        return plain(f"{directory.name}  nothing is recorded yet: the run starts, or ended before its first step")
+    return picture(run, read_mapping(directory / STATUS_FILE), time.time())
 
 
 def picture(run: Run, status: dict[str, Any], now: float) -> RenderableType:

@@ -8,6 +8,7 @@ instead, or that the feature is missing.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class ForeignRow:
     why: str = ""  # why these values change nothing
     least: Sequence[str] = ()  # the keys whose sum is the least of these values; `answer` is for smaller ones
     refuses: Sequence[Any] = ()  # the values to answer, of keys that megarl has
+    group: str = ""  # the entry points by which an installed package offers such a value
     becomes: Mapping[Any, Any] = field(default_factory=dict)  # the values that have another name here
     to: str = ""  # the key here; {rest} is the part behind a pattern that ends in a star
     scale: float = 1.0  # of the value here, to that there
@@ -38,6 +40,10 @@ class ForeignRow:
     def matches(self, path: str) -> bool:
         """Return whether the row is about the key at `path`."""
         return any(fnmatchcase(path, pattern) for pattern in self.keys)
+
+    def does_refuse(self, value: object) -> bool:
+        """Return whether megarl lacks a value, and no installed package offers it."""
+        return _among(value, self.refuses) and value not in entry_points(group=self.group).names
 
     def say(self, path: str, value: object) -> str:
         """Return the answer to a key and its value."""
@@ -148,7 +154,7 @@ def _read_value(key: str, value: Any, reading: Reading) -> Reading:
     found, missing = [], False
     for row in (row for row in VALUES if row.matches(key)):
         items = value if isinstance(value, list) else [value]
-        refused = [item for item in items if _among(item, row.refuses)]
+        refused = [item for item in items if row.does_refuse(item)]
         found += [row.say(key, item) for item in refused]
         missing = missing or (bool(refused) and row.missing)
         new = row.value_here(value)

@@ -16,6 +16,7 @@ from megarl.platform.errors import UserError
 from megarl.platform.files import WriteError, check_writable
 from megarl.platform.uri import local_path
 from megarl.rollout.fields import engine_faults
+from megarl.tracking.offered import CONSOLE, FILES, find_tracker
 
 MLFLOW_SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
 
@@ -89,7 +90,12 @@ def _mirror(config: Config | SupervisedConfig, context: CheckContext) -> Iterato
 
 @rule(RUN_RULES, "trainer.logger", "trainer.mlflow_tracking_uri")
 def _trackers(config: Config | SupervisedConfig, context: CheckContext) -> Iterator[Fault]:
-    """Optional packages are installed, and MLflow or a plug-in of it knows the server's scheme."""
+    """Each tracker exists, its package is installed, and MLflow or a plug-in of it knows the server's scheme."""
+    for name in set(config.trainer.logger) - {CONSOLE, FILES}:
+        try:
+            find_tracker(name)
+        except UserError as error:
+            yield Fault("trainer.logger", str(error))
     for name in ("tensorboard", "wandb"):
         if context.check_paths and name in config.trainer.logger and find_spec(name) is None:
             yield Fault(

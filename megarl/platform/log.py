@@ -19,6 +19,7 @@ LEVELS = ("debug", "info", "warning", "error")
 CONSOLE_FORMAT = "%(asctime)s %(levelname)s rank %(rank)d: %(message)s"
 FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s rank %(rank)d %(name)s: %(message)s"
 PRINTED_FORMAT = "%(asctime)s %(message)s"
+LOG_DIRECTORY = "log"  # in the directory of a run
 CLOCK = "%H:%M:%S"
 DATE = "%Y-%m-%d %H:%M:%S"
 _megarl = logging.getLogger("megarl")
@@ -97,7 +98,7 @@ def keep_in(directory: Path, rank: int) -> None:
         (f"rank_{rank}.txt", logging.getLogger(), FILE_FORMAT),
         (rewards, printed, PRINTED_FORMAT),
     ):
-        handler = _File(directory / "log" / name, logger)
+        handler = _File(directory / LOG_DIRECTORY / name, logger)
         _install(handler, _Formatter(form, DATE, defaults={"rank": rank}), logger)
 
 

@@ -35,7 +35,7 @@ def _local(value: str | None) -> str | None:
 
 # A name like 2024 is a number to YAML.
 Name = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
-Logger = Annotated[Literal["console", "jsonl", "mlflow", "tensorboard", "wandb"], BeforeValidator(_mlflow_by_any_name)]
+Logger = Annotated[str, BeforeValidator(_mlflow_by_any_name)]
 
 
 @section()
@@ -52,8 +52,8 @@ class TrainerSection:
     """Name of the run in MLflow and Weights & Biases. `${config_name}` is the name of the YAML file without its suffix,
     of several files their names, joined; without a file it is `run`."""
     logger: Annotated[list[Logger], BeforeValidator(_as_list)] = key(lambda: ["console", "mlflow"], RECORDS)
-    """Trackers: console, jsonl, mlflow (alias tracking), tensorboard, wandb. jsonl, files in the run's directory, is
-    always on."""
+    """Trackers: console, jsonl, mlflow (alias tracking), tensorboard, wandb, and those that installed packages offer.
+    jsonl, files in the run's directory, is always on."""
     mlflow_tracking_uri: str | None = key(
         None, RECORDS, read_if=when(".logger", "mlflow", words="`trainer.logger` names mlflow")
     )
@@ -107,6 +107,9 @@ class TrainerSection:
     peak_tflops: Annotated[float, Field(gt=0.0, le=1e6)] | None = key(None, RECORDS)
     """Peak TFLOP/s of a device for perf/mfu (`megarl doctor --peaks` measures it); null = the published bfloat16 speed
     of H100, H200 or B200, else no perf/mfu."""
+    on_end: str | None = key(None, RECORDS)
+    """Shell command to run when the run ends, for example to send a message. It finds the run's directory in
+    MEGARL_RUN_DIR, and in MEGARL_ENDING finished, stopped (by a signal), failed (by an error) or killed."""
     phase_timeout_s: Seconds = key(1800.0, Change(Effect.NONE, "how long, not what"))
     """Seconds without progress after which every rank reports its state and the job ends."""
     max_skipped_updates: CountFromZero = key(3, Change(Effect.NONE, "when a run gives up"))

@@ -31,7 +31,7 @@ _STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "st
 
 
 class Mlflow:
-    """One run of an experiment, at `uri` or in the SQLite file of the project (see `mlflow_place`).
+    """One run of an experiment, at `mlflow_tracking_uri` or in the SQLite file of the project (see `mlflow_place`).
 
     With a `resume_step` the run whose id is in `run_dir` continues, and later steps that it has are not sent twice. A
     new run begins if the store does not know the run, if somebody deleted it, or if it has later steps that will get
@@ -39,12 +39,11 @@ class Mlflow:
     does not respond. UserError if a local store cannot be used, or a server refuses.
 
     Args:
-        uri: of the store; None for the file of the project.
         run: the run to record.
         records: the files of the run, which have each record before this tracker gets it.
     """
 
-    def __init__(self, uri: str | None, run: TrackedRun, records: Jsonl) -> None:
+    def __init__(self, run: TrackedRun, records: Jsonl) -> None:
         # read when mlflow is imported
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the thread tries again
@@ -55,6 +54,7 @@ class Mlflow:
         for chatty in ("mlflow", "alembic", "urllib3"):
             logging.getLogger(chatty).setLevel(logging.ERROR if chatty == "urllib3" else logging.WARNING)
         artifacts = database = None
+        uri = run.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             database = database_of(run.run_dir)
             uri = f"sqlite:///{database}"

@@ -16,6 +16,7 @@ class TrackedRun:
     params: Mapping[str, Any]  # the resolved configuration
     resume_step: int | None = None  # None: a new run, which replaces the records in `run_dir`
     resume_metrics: Mapping[str, float] | None = None  # of that step, recorded unless the records have that step
+    mlflow_tracking_uri: str | None = None  # None: that of the environment, or the file of the project
     same_curve: bool = True  # whether later steps will repeat the numbers that they had before
 
     @property

@@ -9,8 +9,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch.utils.tensorboard import SummaryWriter
 
 from megarl.platform.safe_names import tensorboard_tag
+from megarl.tracking.jsonl import Jsonl
 from megarl.tracking.names import Ending
 from megarl.tracking.protocol import Row
+from megarl.tracking.run import TrackedRun
 
 DIRECTORY = "tensorboard"
 PARAMS = "config"
@@ -26,24 +28,18 @@ class TensorBoard:
     earlier run are replaced. OSError if the disk accepts no events.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        params: Mapping[str, object],
-        resume_step: int | None = None,
-        resume_metrics: Mapping[str, float] | None = None,
-    ) -> None:
-        directory = run_dir / DIRECTORY
+    def __init__(self, run: TrackedRun, records: Jsonl) -> None:
+        del records  # its own files have all that it was given
+        directory, resume_step = run.run_dir / DIRECTORY, run.resume_step
         if resume_step is None and directory.exists():
             shutil.rmtree(directory)
         last = _last_step(directory)
         purge = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(directory), purge_step=purge)
-        shown = yaml.safe_dump(dict(params), sort_keys=False, allow_unicode=True)
+        shown = yaml.safe_dump(dict(run.params), sort_keys=False, allow_unicode=True)
         self._writer.add_text(PARAMS, _indented(shown), resume_step or 0)
-        if resume_step is not None and resume_metrics and last < resume_step:
-            self.log(resume_metrics, step=resume_step)
+        if resume_step is not None and run.resume_metrics and last < resume_step:
+            self.log(run.resume_metrics, step=resume_step)
         self._writer.flush()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:

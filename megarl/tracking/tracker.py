@@ -1,19 +1,16 @@
 """The trackers of a run as one: each record goes to all of them."""
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from megarl.distributed.signals import Stopped
-from megarl.platform.errors import UserError
 from megarl.tracking.console import Console
 from megarl.tracking.jsonl import Jsonl
 from megarl.tracking.names import Ending
+from megarl.tracking.offered import CONSOLE, FILES, load_tracker
 from megarl.tracking.protocol import NextSteps, NullTracker, Row, Tracker
 from megarl.tracking.run import TrackedRun
-from megarl.tracking.wandb import Wandb
 
 logger = logging.getLogger(__name__)
 
@@ -80,46 +77,29 @@ def make_tracker(
     *,
     total_steps: int,
     is_main: bool,
-    mlflow_tracking_uri: str | None = None,
     also: Callable[[], Mapping[str, Tracker]] = dict,
     next_steps: NextSteps = lambda ending: (),
 ) -> Tracker:
     """Return the trackers called `names`, or a tracker that records nothing unless `is_main`.
 
     Args:
-        names: of `console`, `jsonl`, `mlflow`, `tensorboard` and `wandb`. The files of `jsonl` are always written.
+        names: those of `trainer.logger`. The files of `jsonl` are always written.
         run: the run to record. A resumed run continues its records, and drops those of later steps.
         total_steps: steps of the run, for the console.
         is_main: whether this rank records.
-        mlflow_tracking_uri: by default MLFLOW_TRACKING_URI, or else an SQLite file of the project.
         also: opens further trackers, by their names. They follow the files, which they may read, and precede the
             others.
         next_steps: returns what the console shows at the end: what the run has left and where, commands.
 
     Raises:
-        UserError: a name is unknown, or MLflow or Weights & Biases cannot record.
+        UserError: a tracker cannot be imported, or cannot record.
     """
     if not is_main:
         return NullTracker()
     run.run_dir.mkdir(parents=True, exist_ok=True)
-    resume: dict[str, Any] = {"resume_step": run.resume_step, "resume_metrics": run.resume_metrics}
-    records = Jsonl(run.run_dir, **resume)
-    trackers: dict[str, Tracker] = {"jsonl": records, **also()}
-    for name in names:
-        if name in ("jsonl", "console"):
-            continue
-        if name == "mlflow":
-            from megarl.tracking.mlflow import Mlflow  # takes seconds to import, and only one rank needs it
-
-            trackers["MLflow"] = Mlflow(mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), run, records)
-        elif name == "tensorboard":
-            from megarl.tracking.tensorboard import TensorBoard  # takes seconds to import, too
-
-            trackers["TensorBoard"] = TensorBoard(run.run_dir, params=run.params, **resume)
-        elif name == "wandb":
-            trackers["W&B"] = Wandb(run, records)
-        else:
-            raise UserError(f"trainer.logger: {name!r} is none of console, jsonl, mlflow, tensorboard, wandb")
-    if "console" in names:  # last: at the end it names what the others have written
-        trackers["console"] = Console(total_steps=total_steps, next_steps=next_steps)
+    records = Jsonl(run.run_dir, resume_step=run.resume_step, resume_metrics=run.resume_metrics)
+    trackers: dict[str, Tracker] = {FILES: records, **also()}
+    trackers |= {name: load_tracker(name)(run, records) for name in names if name not in (FILES, CONSOLE)}
+    if CONSOLE in names:  # last: at the end it names what the others have written
+        trackers[CONSOLE] = Console(total_steps=total_steps, next_steps=next_steps)
     return Trackers(trackers)

@@ -61,6 +61,7 @@ class World:
             "trainer.logger=[jsonl,mlflow]",
             "trainer.val_before_train=false",
             "trainer.total_training_steps=3",
+            'trainer.on_end=echo $MEGARL_ENDING >> "$MEGARL_RUN_DIR/endings"',
         ]
 
     @contextmanager
@@ -131,6 +132,7 @@ def told(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tupl
     seen["mlflow"] = [run.info.status for run in mlflow_runs(world.run_dir, "megarl_examples")[1]]
     seen["checkpoints"] = [path.name for path in world.run_dir.glob("global_step_*")]
     run_job(2, train.main, *world.arguments, log=world.run_dir.parent / "resumed", timeout_s=LAUNCH_S)
+    seen["endings"] = (world.run_dir / "endings").read_text().split()
     return world, seen
 
 
@@ -152,6 +154,10 @@ def test_signalled_run_saves_its_step_and_reports_it(told: tuple[World, dict[str
     assert seen["checkpoints"] == ["global_step_1"]  # although trainer.save_freq asks for none
     assert list(seen["metrics"]) == [1]
     assert seen["mlflow"][0] == "KILLED"  # the other entry is the killed run
+
+
+def test_a_command_learns_how_each_part_ended(told: tuple[World, dict[str, Any]]) -> None:
+    assert told[1]["endings"] == ["killed", "stopped", "finished"]
 
 
 def test_run_resumed_after_signal_matches_uninterrupted_run(

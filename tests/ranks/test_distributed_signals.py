@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.distributed.signals import ECHO_S, EXIT_CODE
+from megarl.platform.detached import CONSOLE
 from tests.support.launchers import NEEDS_MPIRUN, outside_launchers, start
 from tests.support.programs import CTRL_C, ROOT, AtTerminal
 
@@ -198,6 +199,35 @@ def test_a_job_under_nohup_outlives_its_terminal(
     first, second = saved(tmp_path)
     assert first == second
     assert "SIGHUP" not in (tmp_path / "output").read_text()
+
+
+def test_a_detached_job_outlives_its_terminal(tmp_path: Path) -> None:
+    terminal = AtTerminal([*PLAIN, tmp_path, "--detach"], outside_launchers())
+    code, messages = terminal.end()
+    assert code == 0, messages
+    ranks = [began(tmp_path, rank) for rank in (0, 1)]
+    assert all(map(runs, ranks))
+    os.kill(int(messages.split()[-1]), signal.SIGTERM)  # the last line is the command that ends the job
+    while any(map(runs, ranks)):
+        time.sleep(0.05)  # until the time limit of the test
+    first, second = saved(tmp_path)
+    assert first == second
+    assert f"megarl: stopped by a signal, step {first} is saved" in (tmp_path / CONSOLE).read_text()
+
+
+def test_a_launcher_starts_no_detached_job(tmp_path: Path) -> None:
+    places = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [*PLAIN, tmp_path, "--detach"],
+        cwd=ROOT,
+        env=outside_launchers() | places | {"MASTER_PORT": "1"},
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "--detach is for a run without a launcher" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def handles(pid: int, number: int, how: str) -> bool:

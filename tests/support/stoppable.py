@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -27,11 +27,12 @@ class Options:
 
     directory: Path
     how: str
-    trainer: TrainerSection = field(default_factory=lambda: TrainerSection(n_gpus_per_node=2, device="cpu"))
+    trainer: TrainerSection
 
 
 def load(argv: Sequence[str], *, world_size: int | None) -> Options:
-    return Options(directory=Path(argv[0]), how=argv[1] if len(argv) > 1 else "")
+    trainer = TrainerSection(n_gpus_per_node=2, device="cpu", default_local_dir=argv[0])
+    return Options(directory=Path(argv[0]), how=argv[1] if len(argv) > 1 else "", trainer=trainer)
 
 
 def body(options: Options, launch: Launch) -> None:

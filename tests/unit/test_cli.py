@@ -138,7 +138,8 @@ def test_messages_hide_secrets(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options_mix_with_keys_and_unknown_options_pass() -> None:
     found = parse(TRAIN, ["a.yaml", "--replay", "samples", "x.y=-1", "--learning_rate", "1e-6", "~z"])
-    assert found == {"configuration": ("a.yaml", "x.y=-1", "--learning_rate", "1e-6", "~z"), "replay": Path("samples")}
+    words = ("a.yaml", "x.y=-1", "--learning_rate", "1e-6", "~z")
+    assert found == {"configuration": words, "replay": Path("samples"), "detach": False}
     assert parse(PLAN, ["a.yaml", "--json", "--host-memory=1GB"])["host_memory"] == 10**9
 
 

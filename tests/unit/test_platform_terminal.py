@@ -117,7 +117,7 @@ guard_output()
 """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each write is received as it was made
     with ours, theirs:
-        subprocess.run([sys.executable, "-c", program], stderr=theirs, check=False)
+        subprocess.run([sys.executable, "-c", program], stderr=theirs.fileno(), check=False)
         theirs.close()
         writes = [written.decode() for written in iter(lambda: ours.recv(1 << 20), b"")]
     assert len(writes) == 1, writes

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from megarl.platform import progress
+from megarl.config.faults import ConfigError
+from megarl.config.load import load_config
 from megarl.distributed.watchdog import note, watching
+from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.tracking.console import Console
 from megarl.tracking.jsonl import Jsonl, read_jsonl
@@ -20,6 +23,7 @@ from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Trackers, recording
 from tests.support.trackers import tracker_of
 
+NEEDED = ["actor_rollout_ref.model.path=m", "critic.model.path=m", "data.train_files=f"]
 STEP = {
     "critic/score/mean": 0.25,
     "actor/reward_kl_penalty": 0.00312,
@@ -178,9 +182,64 @@ def test_failing_tracker_costs_its_records_and_one_warning(
     assert warning == "console accepts no records, training continues: RuntimeError: unbalanced markup"
 
 
-def test_an_unknown_logger_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="trainer.logger: 'papyrus' is none of console, jsonl, mlflow"):
-        tracker_of("papyrus", tmp_path)
+PLUGIN = """
+class Papyrus:
+    def __init__(self, run, records):
+        self.file = open(run.run_dir / "papyrus.txt", "w")
+        self.file.write(f"{run.experiment} {records.metrics.path.name}\\n")
+
+    def log(self, metrics, *, step):
+        self.file.write(f"{step} {metrics}\\n")
+
+    def log_table(self, name, rows, *, step):
+        raise RuntimeError("papyrus has no tables")
+
+    def close(self, summary_rows=(), *, ending="finished"):
+        self.file.write(ending)
+        self.file.close()
+"""
+
+
+def install_plugin(directory: Path, monkeypatch: pytest.MonkeyPatch, *, name: str = "papyrus") -> None:
+    """Install a package that offers a tracker."""
+    module = f"{name}_plugin"
+    (directory / f"{module}.py").write_text(PLUGIN)
+    metadata = directory / f"{module}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[megarl.trackers]\n{name} = {module}:Papyrus\n")
+    monkeypatch.syspath_prepend(directory)
+
+
+def test_a_package_may_offer_a_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install_plugin(tmp_path, monkeypatch)
+    tracker = tracker_of("papyrus", tmp_path / "run")
+    with recording(tracker):
+        tracker.log({"loss": 0.5}, step=1)
+        tracker.log_table("val/generations", [{"score": 1}], step=1)
+    assert (tmp_path / "run" / "papyrus.txt").read_text() == "e metrics.jsonl\n1 {'loss': 0.5}\nfinished"
+    assert "papyrus accepts no records, training continues: RuntimeError: papyrus has no tables" in caplog.text
+
+
+def test_names_of_trackers_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, reason in (
+        ("papyrus", "papyrus is none of console, jsonl, mlflow, tensorboard, wandb, and no installed package offers"),
+        ("swanlab", "swanlab is not supported: write wandb, mlflow, tensorboard, jsonl or console"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            load_config([*NEEDED, f"trainer.logger={name}"], world_size=None, check_paths=False)
+        install_plugin(tmp_path, monkeypatch, name=name)
+        config = load_config([*NEEDED, f"trainer.logger=[{name},file]"], world_size=None, check_paths=False)
+        assert config.trainer.logger == [name, "jsonl"]
+
+
+def test_tracker_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_plugin(tmp_path, monkeypatch, name="reed")
+    (tmp_path / "reed_plugin.py").write_text("import a_library_of_clay")
+    with pytest.raises(UserError, match=r"trainer.logger: reed \(reed_plugin:Papyrus\) .* 'a_library_of_clay'"):
+        tracker_of("reed", tmp_path)
 
 
 def test_metrics_and_tables_are_lines_at_once(tmp_path: Path) -> None:

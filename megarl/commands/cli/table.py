@@ -63,6 +63,12 @@ def _log_level() -> click.Option:
     )
 
 
+DETACH = click.Option(
+    ["--detach"],
+    is_flag=True,
+    help="Check the configuration, then train in a process that outlives this terminal; prints into "
+    "RUN_DIR/log/console.txt.",
+)
 BEST = click.Option(["--best"], is_flag=True, help="Take the run's checkpoint with the best validation.")
 TRAIN = Command(
     "train",
@@ -74,6 +80,7 @@ TRAIN = Command(
         help="Learn again from samples that a run kept in trainer.rollout_data_dir: from a file, or from all files of "
         "a directory that follow the checkpoint.",
     ),
+    DETACH,
     _log_level(),
     module="megarl.commands.train",
     section=TRAINS,
@@ -85,6 +92,7 @@ TRAIN = Command(
 SFT = Command(
     "sft",
     configuration("sft"),
+    DETACH,
     _log_level(),
     module="megarl.commands.sft",
     section=TRAINS,
@@ -95,6 +103,7 @@ SFT = Command(
 TRAIN_REWARD = Command(
     "train-reward",
     configuration("train_reward"),
+    DETACH,
     _log_level(),
     module="megarl.commands.train_reward",
     section=TRAINS,
