@@ -12,6 +12,7 @@ from benchmarks.cases import MODELS
 from benchmarks.gpu_stages import PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, SIZES, SYNCED, Stage, stages
 from benchmarks.phases import PHASES
 from benchmarks.report import line
+from megarl.planning.device import Device
 from megarl.planning.planner import Planner
 from megarl.planning.traffic import Links
 from megarl.platform.peaks import Peaks
@@ -19,7 +20,7 @@ from megarl.tracking.names import STEP_SECONDS
 
 REACHABLE = Peaks(flops_per_second=790e12, bytes_per_second=4.3e12)  # of an H200, whose published numbers are higher
 LINKS = Links(inside=400e9, between=45e9)
-DEVICE_BYTES = 149 * 10**9
+DEVICE = Device(name="an H200", num_bytes=149 * 10**9, peaks=REACHABLE)
 AIMS = {"0.5b": 2.0, "1.5b": 1.8, "3b": 1.6}  # a step over its floor
 MEASURED = 2  # the step that counts: the first warms up, the last is traced
 COMMAND = "python scripts/gpu_check.py --out OUT"
@@ -51,7 +52,7 @@ def floor(model: str, algorithm: str, *, num_devices: int) -> float:
                 else ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true"]
             ),
         ]
-        planner = Planner(arguments, device_bytes=DEVICE_BYTES, ranks_per_node=None, links=LINKS, peaks=REACHABLE)
+        planner = Planner(arguments, device=DEVICE, ranks_per_node=None, links=LINKS)
         return planner.least_time().total
 
 

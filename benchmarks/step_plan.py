@@ -1,11 +1,11 @@
 """The prediction of `megarl plan` for a measured step, from the speeds of the machine in the same run."""
 
-import os
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from benchmarks.workload import Workload
+from megarl.planning.device import Device, own_host_bytes
 from megarl.planning.machine import EngineCost, Lengths
 from megarl.planning.planner import Planner
 from megarl.planning.traffic import Links
@@ -43,17 +43,18 @@ def predict(arguments: Sequence[str], workload: Workload, peers: Mapping[str, An
         bytes_per_second=speeds["bytes_per_second"] / share,
         narrow_flops={int(width): flops / share for width, flops in speeds["narrow_flops"].items()},
     )
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // share
+    memory = own_host_bytes() // share
     read = peers["transformers"]["read"]
     longest = peers["transformers"]["longest"]
     response = round(read["num_outputs"] / workload.num_samples)
     plan = Planner(
         [*arguments, *(["trainer.device=cpu"] if on_cpu else [])],
-        device_bytes=memory if on_cpu else _device_bytes(),
+        device=Device(
+            name="the device", num_bytes=memory if on_cpu else _device_bytes(), peaks=peaks, is_gpu=not on_cpu
+        ),
         ranks_per_node=num_ranks,
         # A message between ranks of a CPU is a copy of memory.
         links=Links(inside=peaks.bytes_per_second, between=peaks.bytes_per_second),
-        peaks=peaks,
         engine=EngineCost(**peers["host"]),
         lengths=Lengths(round(read["num_tokens"] / workload.num_samples) - response, response, longest),
     ).plan()

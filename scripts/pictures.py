@@ -173,19 +173,19 @@ KINDS = {
     "KV cache": ("KV cache", "#8cc08c"),
     "sync buckets": ("sync buckets", GREY),
 }
-DEVICE_BYTES = 80 * 10**9
 PLAN = "configs/plans/llama-3-70b_64gpu.yaml"
 
 
 def draw_memory(path: Path) -> None:
     """Draw the device memory of the fullest rank in each phase, as `megarl plan` computes it."""
+    from megarl.planning.device import H100
     from megarl.planning.planner import Planner
     from megarl.planning.report import to_dict
     from megarl.planning.traffic import Links
 
     with contextlib.chdir(ROOT):  # the configuration names its models relative to the checkout
         links = Links(inside=400e9, between=45e9)
-        planner = Planner([PLAN], device_bytes=DEVICE_BYTES, ranks_per_node=None, links=links)
+        planner = Planner([PLAN], device=H100, ranks_per_node=None, links=links)
         moments = _fullest(to_dict(planner.plan())["memory"]["moments"])
     figure, axes = plt.subplots(figsize=(8, 3.4))
     bottoms = [0.0] * len(moments)
@@ -193,7 +193,7 @@ def draw_memory(path: Path) -> None:
         sizes = [sum(size for part, size in moment["parts"].items() if _kind(part) == kind) / GB for moment in moments]
         axes.bar(range(len(moments)), sizes, 0.6, bottom=bottoms, label=label, color=color)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
-    axes.axhline(DEVICE_BYTES / GB, color=INK, lw=1, ls="--")
+    axes.axhline(H100.num_bytes / GB, color=INK, lw=1, ls="--")
     axes.text(-0.45, 78.5, "device: 80 GB", va="top", size=8)
     axes.set_xticks(range(len(moments)), [_title(moment) for moment in moments])
     axes.set_ylabel("GB on rank 0")

@@ -6,7 +6,9 @@ model cannot be planned. Exit code 2: the configuration is faulty, or the hub do
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from megarl.commands.cli.command import parse, print_error
 from megarl.commands.cli.table import PLAN
@@ -19,24 +21,29 @@ from megarl.platform.quiet import silence_imports
 from megarl.platform.screen import Screen
 from megarl.platform.secrets import guard_output
 
+if TYPE_CHECKING:
+    from megarl.planning.device import Device
+
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Print the plan; return 1 if the run does not fit, else 0."""
     typed = parse(PLAN, argv)
-    speeds = {width: tflops * 1e12 for width, tflops in typed["peak_tflops"].items()}
     try:
-        find_architectures(load_config(typed["configuration"], world_size=None, check_paths=False))
+        config = load_config(typed["configuration"], world_size=None, check_paths=False)
+        find_architectures(config)
         silence_imports()
         # Models that are not found are reported before torch and Megatron-Core are imported.
+        from megarl.planning.device import choose_device
         from megarl.planning.machine import EngineCost, Lengths
         from megarl.planning.planner import Planner
         from megarl.planning.report import show, to_dict
         from megarl.planning.traffic import Links
-        from megarl.platform.peaks import Peaks
 
+        device = choose_device(typed["device"], config.trainer, config.actor_rollout_ref.actor.megatron.dtype)
+        device = with_options(device, typed)
         planner = Planner(
             typed["configuration"],
-            device_bytes=typed["gpu_memory"],
+            device=device,
             ranks_per_node=typed["gpus_per_node"],
             host_bytes=typed["host_memory"],
             links=Links(
@@ -45,9 +52,6 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
                 domain=typed["nvlink_domain"],
                 inside_latency=typed["latency_us"][0] / 1e6,
                 between_latency=typed["latency_us"][1] / 1e6,
-            ),
-            peaks=Peaks(
-                flops_per_second=speeds.pop(None), bytes_per_second=typed["memory_bandwidth"], narrow_flops=speeds
             ),
             engine=EngineCost(*(ms / 1e3 for ms in typed["engine_ms"])),
             lengths=typed["lengths"] and Lengths(*typed["lengths"]),
@@ -65,6 +69,17 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         show_plan(plan.workload.config)
         show(plan, Screen())
     return 1 if plan.shortfalls or plan.host_missing else 0
+
+
+def with_options(device: "Device", typed: Mapping[str, Any]) -> "Device":
+    """Return a device with the memory and the speeds that were typed."""
+    peaks = device.peaks
+    if typed["peak_tflops"]:
+        narrow = {width: tflops * 1e12 for width, tflops in typed["peak_tflops"].items()}
+        peaks = replace(peaks, flops_per_second=narrow.pop(None), narrow_flops=narrow)
+    if typed["memory_bandwidth"]:
+        peaks = replace(peaks, bytes_per_second=typed["memory_bandwidth"])
+    return replace(device, num_bytes=typed["gpu_memory"] or device.num_bytes, peaks=peaks)
 
 
 if __name__ == "__main__":

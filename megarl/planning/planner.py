@@ -1,6 +1,5 @@
 """The plan of a run: its needs, other placements, and changes if the run does not fit."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,17 +14,16 @@ from megarl.models.architecture import Architecture
 from megarl.models.config import CheckpointSection
 from megarl.models.hub import config_place, read_model
 from megarl.planning.advice import PARTIAL, WORTHWHILE, Remedy, Shortfall, faster, host_remedies, remedies, shortfalls
+from megarl.planning.device import Device, own_host_bytes
 from megarl.planning.host import HostMemory, host_memory
 from megarl.planning.machine import EngineCost, Lengths, Machine
 from megarl.planning.memory import RankMemory, fullest_rank
 from megarl.planning.seconds import StepTime, step_time
 from megarl.planning.traffic import Links, SyncTraffic, sync_traffic
 from megarl.planning.workload import Workload, workload_of
-from megarl.platform.peaks import PUBLISHED, Peaks
 from megarl.tracking.config import TrainerSection
 
 ENGINE_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-H100 = PUBLISHED["NVIDIA H100 80GB HBM3"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ class Plan:
     """The contents of the report."""
 
     workload: Workload
-    device_bytes: int
+    device: Device
     memory: RankMemory
     traffic: SyncTraffic
     machine: Machine
@@ -78,23 +76,22 @@ class Planner:
         self,
         argv: Sequence[str],
         *,
-        device_bytes: int,
+        device: Device,
         ranks_per_node: int | None,
         links: Links,
         host_bytes: int | None = None,
-        peaks: Peaks = H100,
         engine: EngineCost | None = None,
         lengths: Lengths | None = None,
     ) -> None:
         self._argv = argv
-        self._device_bytes = device_bytes
+        self._device = device
         self._host_bytes = host_bytes
         self._links = links
         self._workload = self._load([])
         self._ranks_per_node = ranks_per_node or self._workload.config.trainer.n_gpus_per_node
         self._bucket_bytes = 0
         self._machine = Machine(
-            peaks=peaks, links=links, ranks_per_node=self._ranks_per_node, engine=engine or EngineCost()
+            peaks=device.peaks, links=links, ranks_per_node=self._ranks_per_node, engine=engine or EngineCost()
         )
         rollout = self._workload.config.actor_rollout_ref.rollout
         self._lengths = lengths or Lengths(prompt=rollout.prompt_length, response=rollout.response_length)
@@ -109,13 +106,13 @@ class Planner:
         workload = self._workload
         self._check_files(workload.config)
         traffic, memory = self._traffic_and_memory()
-        missing = shortfalls(workload, memory, self._device_bytes)
+        missing = shortfalls(workload, memory, self._device.num_bytes)
         host = host_memory(workload, memory)
-        host_bytes = self._host_bytes or own_host_bytes(workload.config.trainer)
+        host_bytes = self._host_bytes or _host_bytes_here(workload.config.trainer)
         lacks_host = host_bytes is not None and host.total > host_bytes
         return Plan(
             workload=workload,
-            device_bytes=self._device_bytes,
+            device=self._device,
             memory=memory,
             traffic=traffic,
             machine=self._machine,
@@ -123,10 +120,10 @@ class Planner:
             time=self._time(workload, memory, traffic.seconds),
             options=list(self._options(workload)),
             shortfalls=missing,
-            remedies=remedies(workload, memory, self._device_bytes, self._trial) if missing else [],
+            remedies=remedies(workload, memory, self._device.num_bytes, self._trial) if missing else [],
             host=host,
             host_bytes=host_bytes,
-            host_remedies=host_remedies(workload, memory, self._device_bytes, host_bytes, self._trial)
+            host_remedies=host_remedies(workload, memory, self._device.num_bytes, host_bytes, self._trial)
             if host_bytes and lacks_host
             else [],
             savings=[] if missing else list(self._savings(workload, memory, traffic)),
@@ -152,12 +149,12 @@ class Planner:
         def seconds(tried: Workload, memory: RankMemory, sync_seconds: float = traffic.seconds) -> float:
             return self._time(tried, memory, sync_seconds).total
 
-        changes, fastest, its_memory = faster(workload, memory, self._device_bytes, self._trial, seconds)
+        changes, fastest, its_memory = faster(workload, memory, self._device.num_bytes, self._trial, seconds)
         if changes:
             time = seconds(fastest, its_memory, self._traffic(fastest).seconds)
             yield Saving(overrides=changes, seconds=time, peak=its_memory.peak)
         tried = self._trial(PARTIAL)
-        if tried and not shortfalls(*tried, self._device_bytes):
+        if tried and not shortfalls(*tried, self._device.num_bytes):
             time = seconds(*tried)
             if time < WORTHWHILE * seconds(workload, memory):
                 yield Saving(overrides=PARTIAL, seconds=time, peak=tried[1].peak)
@@ -207,16 +204,16 @@ class Planner:
         return (tried, self._memory(tried)) if tried else None
 
     def _memory(self, workload: Workload) -> RankMemory:
-        return fullest_rank(workload, device_bytes=self._device_bytes, bucket_bytes=self._bucket_bytes)
+        return fullest_rank(workload, device_bytes=self._device.num_bytes, bucket_bytes=self._bucket_bytes)
 
     def _traffic(self, workload: Workload, *, data_last: bool = False) -> SyncTraffic:
         return sync_traffic(workload, ranks_per_node=self._ranks_per_node, links=self._links, data_last=data_last)
 
 
-def own_host_bytes(trainer: TrainerSection) -> int | None:
+def _host_bytes_here(trainer: TrainerSection) -> int | None:
     """Return this machine's host memory if a run of one node may be meant for it; None if its devices are not here."""
     here = trainer.device == "cpu" or torch.cuda.device_count() >= trainer.n_gpus_per_node
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if here and trainer.nnodes == 1 else None
+    return own_host_bytes() if here and trainer.nnodes == 1 else None
 
 
 def architecture_of(section: CheckpointSection) -> Architecture:

@@ -16,6 +16,7 @@ from megarl.planning.traffic import SyncTraffic
 from megarl.platform.screen import Screen, labelled
 
 GB = 10**9
+LONG_S = 600  # of a step: longer ones get a note
 NOTICEABLE = 0.95  # of the seconds as configured: an option that saves less gets no note
 
 
@@ -25,7 +26,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     memory = plan.memory
     return {
         "fits": not plan.shortfalls and not plan.host_missing,
-        "gpu_memory_bytes": plan.device_bytes,
+        "device": plan.device.name,
+        "gpu_memory_bytes": plan.device.num_bytes,
         "batch": [row._asdict() for row in batch_table(plan.workload.config)],
         "grid": {**asdict(grid), "dp": grid.dp},
         "memory": {
@@ -73,6 +75,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 def show(plan: Plan, console: Screen) -> None:
     """Print the tables of memory and traffic and the verdict."""
+    console.print(f"for {plan.device.name}; --device plans for another", highlight=False)
     console.print(_memory_table(plan))
     for line in _adapters(plan):
         console.print(line, highlight=False)
@@ -89,18 +92,19 @@ def show(plan: Plan, console: Screen) -> None:
     console.print(f"gathering full tensors on every rank would receive {_gb(plan.traffic.gathered_mean)} GB{ratio}")
     console.print(_time_table(plan))
     _show_host(plan, console)
-    for note in (*_bounds(plan), *_cheaper(plan)):
+    for note in (*_bounds(plan), *_cheaper(plan), *_long(plan)):
         console.print(labelled("note:", note, "yellow"))
     for shortfall in plan.shortfalls:
         short = f"{shortfall.phase}: {_gb(shortfall.num_bytes)} GB short:"
         console.print(labelled(short, shortfall.reason, "red"))
     _show_remedies(plan.remedies, plan, console)
     if not plan.shortfalls:
-        free = _gb(plan.device_bytes - plan.memory.peak)
+        free = _gb(plan.device.num_bytes - plan.memory.peak)
         verdict = "The devices have room" if plan.host_missing else "It fits"
+        others = "the CUDA context, the communication libraries and fragmentation"
         text = (
-            f"{free} GB of {_gb(plan.device_bytes)} stay free at the fullest moment, for the CUDA context, the "
-            "communication libraries and fragmentation"
+            f"{free} GB of {_gb(plan.device.num_bytes)} stay free at the fullest moment, for "
+            f"{others if plan.device.is_gpu else 'the imported libraries and other programs'}"
         )
         console.print(labelled(f"{verdict}:", text, "green"))
 
@@ -149,7 +153,8 @@ def _memory_table(plan: Plan) -> Table:
         table.add_row(part, *(_gb(moment.parts[part]) if part in moment.parts else "" for moment in moments))
     table.add_section()
     table.add_row("total", *(_gb(moment.total) for moment in moments))
-    table.add_row(f"free of {_gb(plan.device_bytes)}", *(_gb(plan.device_bytes - moment.total) for moment in moments))
+    room = plan.device.num_bytes
+    table.add_row(f"free of {_gb(room)}", *(_gb(room - moment.total) for moment in moments))
     return table
 
 
@@ -254,8 +259,27 @@ def _cheaper(plan: Plan) -> Iterator[str]:
     for saving in plan.savings:
         yield (
             f"with {' '.join(saving.overrides)} it fits, too: a step takes at least {saving.seconds:.2f} s instead of "
-            f"{plan.time.total:.2f} s, and {_gb(plan.device_bytes - saving.peak)} GB stay free"
+            f"{plan.time.total:.2f} s, and {_gb(plan.device.num_bytes - saving.peak)} GB stay free"
         )
+
+
+def _long(plan: Plan) -> Iterator[str]:
+    """Yield how long a step takes if a person would not wait for it, and the run if its length is known."""
+    total = plan.time.total
+    if total >= LONG_S:
+        num_steps = plan.workload.config.trainer.total_training_steps
+        run = f", and the {num_steps:,} steps {_duration(num_steps * total)}" if num_steps else ""
+        yield (
+            f"a step takes at least {_duration(total)} on {plan.device.name}{run}: a smaller model, shorter responses "
+            "(data.max_response_length) or fewer samples (data.train_batch_size, rollout.n) take less"
+        )
+
+
+def _duration(seconds: float) -> str:
+    hours = seconds / 3600
+    if hours < 1:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.0f} days"
 
 
 def _sync_to_dict(traffic: SyncTraffic) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from megarl.commands.cli.kinds import amount, engine_milliseconds, link_microseconds, mean_lengths
 from megarl.commands.plan import main
+from megarl.planning.device import GPUS, H100, Device, choose_device
+from megarl.tracking.config import TrainerSection
 from tests.support.hollow import write_hollow
 
 EXAMPLE = "configs/plans/llama-3-70b_64gpu.yaml"  # relative to the root of the repository, the directory of pytest
@@ -49,6 +52,35 @@ def test_the_time_follows_from_lengths_and_speeds(capsys: pytest.CaptureFixture[
     narrow, constant = time("--peak-tflops", "989.4,8192:800,16384:900"), time("--peak-tflops", "800")
     assert narrow["peaks"]["narrow_flops"] == {"8192": 800e12, "16384": 900e12}
     assert narrow["seconds"]["infer reference"] == pytest.approx(constant["seconds"]["infer reference"])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "trainer", "expected"),
+    [
+        ("h200", TrainerSection(device="cpu"), GPUS["h200"]),
+        ("auto", TrainerSection(n_gpus_per_node=8), H100),
+        ("auto", TrainerSection(n_gpus_per_node=1, nnodes=2), H100),
+        ("auto", TrainerSection(n_gpus_per_node=1, device="cuda"), H100),
+    ],
+)
+def test_the_device_that_a_plan_assumes(wanted: str, trainer: TrainerSection, expected: Device) -> None:
+    assert choose_device(wanted, trainer, "bfloat16") == expected
+
+
+def test_ranks_share_the_cpu_of_this_machine() -> None:
+    found = choose_device("auto", TrainerSection(n_gpus_per_node=2, device="cpu"), "float32")
+    assert found.name == "this machine's CPU"
+    assert found.num_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    assert 1e9 < found.peaks.flops_per_second < 1e14
+
+
+def test_a_plan_of_hours_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ("--peak-tflops", "1", "trainer.total_training_steps=100", "--lengths", "256,512")
+    main([*SMALL, LLAMA_8B, *slow])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"a step takes at least \d+\.\d hours on an H100, and the 100 steps \d+ days: a smaller", shown)
+    main([*SMALL, LLAMA_8B])
+    assert "a smaller model" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("typed", ["fast", "989.4,500", "989.4,x:500", "0", "989.4,256:0"])

@@ -1,11 +1,13 @@
 """Test the phases that do not fit, and the advice to make them fit."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megarl.planning.advice import PARTIAL, WORTHWHILE, Remedy
+from megarl.planning.device import H100
 from megarl.planning.machine import Lengths
 from megarl.planning.planner import Plan, Planner, Saving
 from megarl.planning.traffic import Links
@@ -28,7 +30,8 @@ def plan(*argv: str, gigabytes: int = 80, lengths: Lengths | None = None) -> Pla
         *argv,
     ]
     links = Links(inside=400e9, between=45e9)
-    return Planner(arguments, device_bytes=gigabytes * GB, ranks_per_node=None, links=links, lengths=lengths).plan()
+    device = replace(H100, num_bytes=gigabytes * GB)
+    return Planner(arguments, device=device, ranks_per_node=None, links=links, lengths=lengths).plan()
 
 
 def changes(remedies: Sequence[Remedy | Saving]) -> list[tuple[str, ...]]:
@@ -130,7 +133,7 @@ def test_one_rank_computes_as_little_again_as_fits(configured: str, num_tokens: 
         f"{ROLLOUT}.gpu_memory_utilization=0.3",
     ]
     links = Links(inside=400e9, between=45e9)
-    found = Planner(arguments, device_bytes=60 * GB, ranks_per_node=None, links=links).plan()
+    found = Planner(arguments, device=replace(H100, num_bytes=60 * GB), ranks_per_node=None, links=links).plan()
     assert not found.shortfalls
     assert changes(found.savings) == ([(f"{RECOMPUTE}={proposed}",)] if proposed else [])
 

@@ -7,6 +7,7 @@ import pytest
 
 from megarl.batch import Experience
 from megarl.commands.plan import main
+from megarl.planning.device import H100
 from megarl.planning.host import COLLECTED_FIELDS, EPISODE_FIELDS, LEARNING_FIELDS
 from megarl.planning.planner import Plan, Planner
 from megarl.planning.traffic import Links
@@ -29,7 +30,7 @@ LLAMA_8B = [
 
 def plan(*argv: str, host_bytes: int | None = None) -> Plan:
     links = Links(inside=400e9, between=45e9)
-    return Planner(argv, device_bytes=80 * GB, ranks_per_node=None, links=links, host_bytes=host_bytes).plan()
+    return Planner(argv, device=H100, ranks_per_node=None, links=links, host_bytes=host_bytes).plan()
 
 
 def test_offloaded_memory_of_llama_3_70b_matches_arithmetic() -> None:

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.cases import MODELS
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.models.flops import Tokens, forward_flops
+from megarl.planning.device import Device
 from megarl.planning.machine import EngineCost, Lengths
 from megarl.planning.movement import forward_bytes
 from megarl.planning.planner import Plan, Planner
@@ -41,10 +42,9 @@ def plan(
     ]
     return Planner(
         arguments,
-        device_bytes=141 * 10**9,
+        device=Device(name="an H200", num_bytes=141 * 10**9, peaks=PEAKS),
         ranks_per_node=ranks_per_node,
         links=links or Links(inside=NVLINK, between=45e9),
-        peaks=PEAKS,
         engine=engine,
         lengths=lengths,
     ).plan()

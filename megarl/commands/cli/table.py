@@ -152,7 +152,15 @@ PLAN = Command(
     "plan",
     configuration("train"),
     click.Option(
-        ["--gpu-memory"], type=amount, default="80GB", show_default=True, metavar="AMOUNT", help="Memory of a device."
+        ["--device"],
+        type=click.Choice(["auto", "here", "h100", "h200", "b200"]),
+        default="auto",
+        show_default=True,
+        help="What a rank has. here: this machine's GPU, or a share of its CPU, which is measured in seconds. auto: "
+        "here, if trainer.device=cpu, if this machine has GPUs, or if the run has one rank; else h100.",
+    ),
+    click.Option(
+        ["--gpu-memory"], type=amount, metavar="AMOUNT", help="Memory of a device  [default: as --device says]"
     ),
     click.Option(
         ["--host-memory"],
@@ -204,19 +212,15 @@ PLAN = Command(
     click.Option(
         ["--peak-tflops"],
         type=peak_tflops,
-        default="989.4",
-        show_default="an H100's, 989.4",
         metavar="TFLOPS[,WIDTH:TFLOPS...]",
         help="Speed of a device at products of matrices; on CPUs also that of narrow models, by their hidden size "
-        "(megarl doctor --peaks measures).",
+        "(megarl doctor --peaks measures)  [default: as --device says]",
     ),
     click.Option(
         ["--memory-bandwidth"],
         type=amount,
-        default="3.35TB/s",
-        show_default="an H100's, 3.35TB/s",
         metavar="AMOUNT",
-        help="Bandwidth of a device's own memory.",
+        help="Bandwidth of a device's own memory  [default: as --device says]",
     ),
     click.Option(
         ["--engine-ms"],

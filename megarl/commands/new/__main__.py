@@ -24,6 +24,9 @@ FILES: Mapping[str, Mapping[str, str]] = {
 }
 """Task -> its files in addition to the common ones, and their templates."""
 COMMON = {"config.yaml": "config.yaml", "README.md": "README.md"}
+NO_GPU = """\
+note: this machine has no GPU, and its CPU may take hours for a step: `megarl plan config.yaml` says how long. With \
+--tiny, `megarl new` also makes a model that a CPU trains in minutes."""
 TINY = {"tiny.yaml": "tiny.yaml"}
 MODEL = "model"
 TINY_ROW = "| `tiny.yaml`, `model/` | a small random model, and the keys that train it on a CPU |\n"
@@ -47,6 +50,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         return 1
     for path in paths:
         print(visible(str(path)))
+    if not typed["tiny"] and not any(Path("/dev").glob("nvidia[0-9]*")):
+        print(NO_GPU)
     print(visible(f"next: cd {shlex.quote(str(typed['directory']))}, and see README.md"))
     return 0
 
