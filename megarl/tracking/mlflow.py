@@ -51,8 +51,13 @@ class Mlflow:
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it would break our progress bar
         from megarl.tracking.mlflow_store import FAILURES, Store, is_absent
 
-        for chatty in ("mlflow", "alembic", "urllib3"):
-            logging.getLogger(chatty).setLevel(logging.ERROR if chatty == "urllib3" else logging.WARNING)
+        for chatty, level in (
+            ("mlflow", logging.WARNING),
+            ("mlflow.system_metrics", logging.ERROR),  # they may be lost, and a missing server is reported once
+            ("alembic", logging.WARNING),
+            ("urllib3", logging.ERROR),
+        ):
+            logging.getLogger(chatty).setLevel(level)
         artifacts = database = None
         uri = run.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlencode
 from mlflow import MlflowClient
 from mlflow.entities import LifecycleStage, Metric, Param
 from mlflow.exceptions import InvalidUrlException, MlflowException
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from megarl.platform.files import write_whole
 from megarl.platform.safe_names import mlflow_key, mlflow_title, with_digest
@@ -38,6 +39,9 @@ FIRST_STEP_TAG = "megarl.first_step"
 NOTE = "mlflow.note.content"
 HEADLINES = ("val/score", "train/reward", "train/kl")
 FAILURES = (MlflowException, OSError)
+SYSTEM = "system/"
+"""Begins the names of MLflow's own metrics of the host, whose steps count samples."""
+SAMPLED_S = 10
 
 
 def glance(run_id: str, experiment_id: str) -> str:
@@ -61,7 +65,9 @@ class Store:
     def __init__(self, uri: str, run: TrackedRun, artifacts: str | None) -> None:
         """Prepare a store at `uri`, which keeps files at `artifacts`; None lets it decide."""
         self._client = MlflowClient(tracking_uri=uri)
+        self._uri = uri
         self._run = run
+        self._monitor: SystemMetricsMonitor | None = None
         self._artifacts = artifacts
         self._start = uuid.uuid4().hex
         self._time = int(time.time() * 1000)
@@ -88,6 +94,8 @@ class Store:
             self._client.update_run(self._run_id, status="RUNNING")
         else:
             self._open()
+        self._monitor = SystemMetricsMonitor(self._run_id, SAMPLED_S, resume_logging=True, tracking_uri=self._uri)
+        self._monitor.start()
 
     def _open(self) -> None:
         """Create the run, unless an attempt created it whose reply was lost."""
@@ -201,6 +209,9 @@ class Store:
 
     def end(self, time: int, status: str, summary: str) -> None:
         """Record the summary, and how the run ended."""
+        if self._monitor:
+            self._monitor.finish()
+            self._monitor = None
         if summary:
             self._client.log_text(self._run_id, summary, "summary.txt")
         self._client.set_terminated(self._run_id, status, end_time=time)
@@ -208,7 +219,7 @@ class Store:
     def _last_steps(self) -> dict[str, int]:
         if self._last is None:
             data = self._client.get_run(self._run_id).data
-            metrics = data.to_proto().metrics
+            metrics = [metric for metric in data.to_proto().metrics if not metric.key.startswith(SYSTEM)]
             first_step = data.tags.get(FIRST_STEP_TAG, "")
             self._first_step = int(first_step) if first_step.isdecimal() else 0
             self._last = {metric.key: metric.step for metric in metrics}  # a run lists the latest value of each

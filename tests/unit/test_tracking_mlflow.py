@@ -19,6 +19,7 @@ import pytest
 
 from megarl.platform.safe_names import mlflow_key
 from megarl.section import flatten
+from megarl.tracking import mlflow_store
 from megarl.tracking.jsonl import METRICS_FILE, read_jsonl, table_file, values_of
 from megarl.tracking.protocol import Tracker
 from megarl.tracking.run import TrackedRun
@@ -443,3 +444,24 @@ def test_flatten_by_hand() -> None:
         "e": {},
         "f": [1],
     }
+
+
+def test_host_metrics_fill_their_tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow_store, "SAMPLED_S", 0.1)
+    name = "system/cpu_utilization_percentage"
+
+    def samples() -> list[int]:
+        experiment = client(tmp_path).get_experiment_by_name("project")
+        [run] = client(tmp_path).search_runs([experiment.experiment_id])
+        return [metric.step for metric in client(tmp_path).get_metric_history(run.info.run_id, name)]
+
+    first = tracker(tmp_path)
+    first.log({"loss": 1.0}, step=1)
+    wait_for(lambda: len(samples()) > 5)
+    first.close(ending="stopped")
+    before = len(samples())
+    # The steps of the samples exceed that of the checkpoint, and are none of the run's.
+    second = tracker(tmp_path, resume_step=1, same_curve=False)
+    wait_for(lambda: len(samples()) > before + 5)
+    second.close()
+    assert samples() == list(range(len(samples())))
