@@ -106,8 +106,8 @@ def sparkline(points: Points, width: int = WIDTH) -> str:
 
 def _curves(run: Run) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
-    kl = next((name for name in KL if run.points(name)), KL[0])
-    curves = [(title, run.points(name)) for name, title in ((REWARD, "reward"), (kl, "kl"), *LEARNT.items())]
+    kl = [(name, title) for name, title in KL.items() if run.points(name)][:1]
+    curves = [(title, run.points(name)) for name, title in ((REWARD, "reward"), *kl, *LEARNT.items())]
     score = score_of(run)
     if score and score.title == "validation score":
         curves.insert(0, ("validation", score.points))

@@ -67,9 +67,15 @@ CHARTS = (
         metrics=("reward_model/accuracy", "val/accuracy"),
     ),
     Chart(
-        title="KL",
+        title="KL to the reference",
         expect="Grows slowly from zero. A steep rise: the policy leaves the reference; raise the weight of the KL.",
-        metrics=("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"),
+        metrics=("actor/reward_kl_penalty", "actor/kl_loss"),
+        unit="nats per token",
+    ),
+    Chart(
+        title="KL of an update",
+        expect="Stays near zero: the policy changes little in a step. A steep rise: lower the learning rate.",
+        metrics=("actor/ppo_kl",),
         unit="nats per token",
     ),
     Chart(

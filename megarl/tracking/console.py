@@ -144,9 +144,7 @@ class Console:
         if REWARD in metrics:
             shown.append(f"reward {metrics[REWARD]:.3f}")
         shown += [f"{title} {metrics[name]:.4f}" for name, title in LEARNT.items() if name in metrics]
-        kl = [metrics[name] for name in KL if name in metrics]
-        if kl:
-            shown.append(f"kl {kl[0]:.4f}")
+        shown += [f"{title} {metrics[name]:.4f}" for name, title in KL.items() if name in metrics][:1]
         if TOKENS in metrics and STEP_SECONDS in metrics:
             shown.append(f"{metrics[TOKENS] / metrics[STEP_SECONDS]:,.0f} tokens/s")
         return shown

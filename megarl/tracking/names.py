@@ -6,7 +6,11 @@ from typing import Literal
 Ending = Literal["finished", "failed", "stopped"]  # of a run; stopped: by a signal, and can be resumed
 
 REWARD = "critic/score/mean"
-KL = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")  # the first of these that a run logs
+KL = {  # metric -> its title for people, who see the first of these that a run logs
+    "actor/reward_kl_penalty": "kl to reference",
+    "actor/kl_loss": "kl to reference",
+    "actor/ppo_kl": "kl of update",
+}
 TOKENS = "perf/total_num_tokens"  # prompts and responses of a step, over all ranks
 STEP_SECONDS = "timing_s/step"
 TIMING = "timing_s/"
@@ -38,7 +42,7 @@ WITHIN_GEN = ("sync", "sync_check", "gen_max")  # phases whose time is part of t
 VALIDATION = ("val-core/", "val/test_score/")
 
 
-SHORT: Mapping[str, Sequence[str]] = {"train/reward": (REWARD,), "train/kl": KL, "time/step": (STEP_SECONDS,)}
+SHORT: Mapping[str, Sequence[str]] = {"train/reward": (REWARD,), "train/kl": tuple(KL), "time/step": (STEP_SECONDS,)}
 """Short names of metrics: each is the first of these that a run has."""
 
 

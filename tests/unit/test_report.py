@@ -352,7 +352,14 @@ def test_browser_renders_every_chart_without_errors_or_requests(tmp_path: Path) 
     assert errors == []
     assert 'data-drawn="true"' in dom
     titles = re.findall(r"<figcaption>([\w ]+)<", dom)
-    assert {"Validation score", "Training reward", "KL", "Entropy", "Gradient norms", "Time by phase"} <= {*titles}
+    assert {
+        "Validation score",
+        "Training reward",
+        "KL to the reference",
+        "Entropy",
+        "Gradient norms",
+        "Time by phase",
+    } <= {*titles}
     lines = re.findall(r'class="js-line" d="M[^"]*L', dom)  # with two points at least
     assert len(lines) >= len(titles)
     assert "of step 4" in dom

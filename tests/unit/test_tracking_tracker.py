@@ -56,9 +56,9 @@ def run_of_three_steps(terminal: bool) -> str:
 
 SNAPSHOT = f"""\
 step 0/3  validation countdown/reward/mean@1 0.125
-step 1/3  reward 0.250  kl 0.0031  1,234 tokens/s  left 0:00:04
-step 2/3  reward 0.500  kl 0.0031  617 tokens/s  left 0:00:03
-step 3/3  reward 0.250  kl 0.0031  1,234 tokens/s  validation countdown/reward/mean@1 0.5  left 0:00:00
+step 1/3  reward 0.250  kl to reference 0.0031  1,234 tokens/s  left 0:00:04
+step 2/3  reward 0.500  kl to reference 0.0031  617 tokens/s  left 0:00:03
+step 3/3  reward 0.250  kl to reference 0.0031  1,234 tokens/s  validation countdown/reward/mean@1 0.5  left 0:00:00
 val/generations at step 0 (before) and 3 (now)
 
   prompt      before   now     score before   score now
@@ -98,7 +98,7 @@ def test_console_without_a_terminal() -> None:
 def test_terminal_console_shows_live_line_and_same_tables() -> None:
     shown = run_of_three_steps(terminal=True)
     assert "step 2/3 ━" in shown
-    assert "reward 0.500  kl 0.0031  617 tokens/s  left 0:00:03" in shown
+    assert "reward 0.500  kl to reference 0.0031  617 tokens/s  left 0:00:03" in shown
     assert "validation  countdown/reward/mean@1 0.5  (+0.375 since the first)" in shown
     assert "\x1b[?25h" in shown  # the cursor is given back
     assert shown.rstrip().endswith("report.html")
