@@ -27,5 +27,7 @@ python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo py
 code=0
 srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none "$python" -m "${MODULE:-megarl.commands.train}" "$@" \
     "trainer.nnodes=$SLURM_JOB_NUM_NODES" "trainer.n_gpus_per_node=$SLURM_NTASKS_PER_NODE" || code=$?
-((code != 75)) || scontrol requeue "$SLURM_JOB_ID" # 75: stopped by a signal and saved (docs/reliability.md)
+# The number of an array names all of its jobs.
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+((code != 75)) || scontrol requeue "$job" # 75: stopped by a signal and saved (docs/reliability.md)
 exit "$code"

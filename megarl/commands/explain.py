@@ -95,13 +95,19 @@ def check(config: Any, argv: Sequence[str]) -> None:
         ConfigError: the command would refuse it.
     """
     show_on_console(rank=0)
+    found = try_here(config)
+    print("no faults")
+    for remark in (*found, *(() if isinstance(config, VerifyConfig) else start_notes(config, argv))):
+        print(visible(redact(f"note: {remark}")))
+
+
+def try_here(config: Any) -> list[str]:
+    """Try what a configuration names, as its command does on this machine; return remarks. Raises as `check` does."""
     found = list(try_out(config))
     if config.trainer.device == "cuda":  # only torch knows, and it takes seconds to import
         with fault_of("trainer.device"):
             decide_device("cuda")
-    print("no faults")
-    for remark in (*found, *(() if isinstance(config, VerifyConfig) else start_notes(config, argv))):
-        print(visible(redact(f"note: {remark}")))
+    return found
 
 
 def is_configuration(word: str) -> bool:

@@ -1,7 +1,7 @@
-"""Names as the stores of trackers accept them: different for different names, and always the same for one name.
+"""Names that trackers or file systems accept: different for different names, and always the same for one name.
 
-A name that a store accepts stays as it is. Every other name becomes readable as far as possible, and ends with a digest
-of the name. A name that looks as if it had a digest gets another one.
+A name that is accepted stays as it is. Every other name becomes readable as far as possible, and ends with a digest of
+the name. A name that looks as if it had a digest gets another one.
 """
 
 import re
@@ -9,11 +9,13 @@ from hashlib import blake2b
 
 MLFLOW_LONGEST = 250  # characters of a key, a run's name or an experiment's name, in every SQL store of MLflow
 WANDB_PROJECT_LONGEST = 128
+FILE_LONGEST = 120
 REPORTED_LONGEST = 64  # characters of the name of a number that a reward reports
 
 _DIGEST = re.compile(r"-[0-9a-f]{12}\Z")
 _UNWRITABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _NOT_MLFLOW_KEY = re.compile(r"[^\w\-. :/]", re.ASCII)
+_NOT_FILE = re.compile(r"[^\w.+=,-]|^\.", re.ASCII)
 _NOT_REPORTED = re.compile(r"[^\w ./:@+%-]")
 _NOT_WANDB_PROJECT = re.compile(r"[/\\#?%:\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -55,6 +57,11 @@ def tensorboard_tag(name: str) -> str:
 def reported_number(name: str) -> str:
     """Return the name of a number that a reward reports: letters of any script, digits and `_ ./:@+%-`."""
     return _accepted(name, _NOT_REPORTED, REPORTED_LONGEST)
+
+
+def file_name(name: str) -> str:
+    """Return the name of a file or a directory: ASCII letters, digits and `_.+=,-`."""
+    return _accepted(name, _NOT_FILE, FILE_LONGEST)
 
 
 def with_digest(readable: str, name: str, longest: int = MLFLOW_LONGEST) -> str:

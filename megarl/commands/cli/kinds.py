@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 
 from megarl.checkpoint.directory import HUGGINGFACE, MANIFEST_FILE, STEP_PREFIX, saved_steps, step_of_name
 from megarl.platform.files import similar
@@ -61,6 +62,29 @@ def link_microseconds(text: str) -> tuple[float, float]:
         raise click.BadParameter(f"{text!r} is not INSIDE,BETWEEN, two numbers of microseconds such as 2,15")
     inside, between = map(float, match.groups())
     return inside, between
+
+
+def values_of_key(text: str) -> tuple[str, dict[str, str]]:
+    """Parse a key and its values, the items of a YAML list: `data.seed=1,2` or `data.train_files=[a,b],"c,d"`.
+
+    Return the key, and each value as it is written, by its text without quotes.
+    """
+    key, _, listed = text.lstrip("+").partition("=")
+    items = f"[{listed}]"
+    try:
+        nodes = yaml.compose(items, yaml.SafeLoader).value if key else []
+    except yaml.YAMLError as error:
+        raise click.BadParameter(
+            f"{text!r} has no list of values: quote a value that has a comma, a bracket or a brace"
+        ) from error
+    written = [items[node.start_mark.index : node.end_mark.index] for node in nodes]
+    pairs = zip(nodes, written, strict=True)
+    names = [node.value if isinstance(node, yaml.ScalarNode) else item for node, item in pairs]
+    if not names:
+        raise click.BadParameter(f"{text!r} is not KEY=VALUE,VALUE..., such as actor_rollout_ref.rollout.n=4,8")
+    if len(set(names)) < len(names):
+        raise click.BadParameter(f"{text!r} has a value twice")
+    return key, dict(zip(names, written, strict=True))
 
 
 def checkpoint(text: str) -> Path:

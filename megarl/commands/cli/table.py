@@ -15,6 +15,7 @@ from megarl.commands.cli.kinds import (
     link_microseconds,
     mean_lengths,
     peak_tflops,
+    values_of_key,
 )
 from megarl.platform.log import LEVELS, set_level
 
@@ -110,6 +111,34 @@ TRAIN_REWARD = Command(
     text="Training of a reward model from pairs of responses.\n\nWrites a Hugging Face directory at the end, "
     f"RUN_DIR/huggingface. {LAUNCH}",
     example="megarl train-reward configs/reward_tinystories.yaml",
+    free=True,
+)
+SWEEP = Command(
+    "sweep",
+    configuration("train"),
+    click.Option(
+        ["--over"],
+        multiple=True,
+        type=values_of_key,
+        metavar="KEY=VALUE,VALUE...",
+        shell_complete=completion.of("train"),
+        help="A key and its values, the items of a YAML list; may repeat, for all combinations.",
+    ),
+    click.Option(["--seeds"], type=click.IntRange(min=1), metavar="N", help="Run each combination with N seeds."),
+    click.Option(
+        ["--out"], type=PATH, metavar="DIR", help="Place of the runs' directories  [default: trainer.default_local_dir]"
+    ),
+    click.Option(["--slurm"], is_flag=True, help="Write a script for sbatch instead: an array of jobs, one a run."),
+    click.Option(["--dry-run"], is_flag=True, help="Check all runs, print their commands and start none."),
+    _log_level(),
+    module="megarl.commands.sweep",
+    section=TRAINS,
+    text="Run `megarl train` with several values of keys, one run after another, and compare the runs.\n\nChecks all "
+    "runs before the first one starts. A run that fails does not end the sweep. Ctrl-C saves the step of the current "
+    "run. The same command continues: it skips runs that are finished, and resumes the others. Exit code 1: a run "
+    "failed. Exit code 2: a configuration is faulty. Exit code 75: a signal stopped the sweep.",
+    example="megarl sweep configs/grpo_gsm8k.yaml --over actor_rollout_ref.actor.optim.lr=1e-6,3e-6 --seeds 3\n"
+    "megarl sweep configs/grpo_gsm8k.yaml --over actor_rollout_ref.rollout.n=4,8 --out runs/n --slurm",
     free=True,
 )
 EVALUATE = Command(
@@ -400,7 +429,7 @@ CONVERT = Command(
 
 COMMANDS = (
     *(NEW, CONVERT, PREPARE),
-    *(TRAIN, SFT, TRAIN_REWARD),
+    *(TRAIN, SWEEP, SFT, TRAIN_REWARD),
     *(EVALUATE, EXPORT, CHAT, WATCH, REPORT, COMPARE),
     *(CONFIG, PLAN, VERIFY, DOCTOR),
 )

@@ -1,0 +1,290 @@
+"""Run `megarl train` with several values of keys, one run after another, and compare the runs: `megarl sweep`.
+
+Every run is a process of its own, with a directory that is named after its values.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from types import FrameType
+
+import yaml
+
+from megarl.platform import early
+from megarl.checkpoint.directory import CONFIG_FILE
+from megarl.commands import compare
+from megarl.commands.cli.command import parse, print_error
+from megarl.commands.cli.table import SWEEP
+from megarl.commands.explain import try_here
+from megarl.config.faults import ConfigError, Fault
+from megarl.config.load import load_config, read, to_dict
+from megarl.config.root import Config
+from megarl.config.trial import try_out
+from megarl.distributed.place import detect
+from megarl.platform.errors import UserError
+from megarl.platform.files import explained, write_whole
+from megarl.platform.log import show_on_console
+from megarl.platform.processes import die_with_parent
+from megarl.platform.safe_names import file_name
+from megarl.platform.secrets import guard_output, redact
+from megarl.platform.terminal import print_message, typed, visible
+from megarl.report.differences import OWN_KEYS, between
+from megarl.report.read import read_mapping
+from megarl.report.tracker import REPORT_FILE
+from megarl.tracking.status import STATUS_FILE
+
+PROGRAM: Sequence[str] = (sys.executable, "-m", "megarl", "train")
+SCRIPT = "sweep.sh"
+LAUNCHER = Path(__file__).parents[2] / "scripts" / "launch_slurm.sh"
+SEEDS = ("data.seed", "actor_rollout_ref.actor.megatron.seed", "actor_rollout_ref.rollout.seed")
+SEED = "seed"
+"""The keys that `--seeds` sets, and their name in the names of runs."""
+OF_ONE_RUN = ("trainer.default_hdfs_dir", "trainer.rollout_data_dir")
+"""Places that two runs cannot share."""
+OF_LAUNCHER = {"trainer.nnodes", "trainer.n_gpus_per_node"}
+"""Keys that the Slurm script sets."""
+NUM_SHOWN = 3
+_CHANGE_OF_DIRECTORY = re.compile(r"^cd .*\n", re.MULTILINE)
+_PLAIN = re.compile(r"[\w/][\w./=,+-]*")
+"""A text that YAML reads as itself."""
+
+Choice = tuple[str, tuple[str, ...]]
+"""A value in the name of a run, and the arguments that set it."""
+
+
+@dataclass(frozen=True)
+class SweptRun:
+    """A run of the sweep."""
+
+    name: str
+    directory: Path
+    argv: tuple[str, ...]  # of `megarl train`
+
+    @property
+    def command(self) -> str:
+        """The command line that a person would type."""
+        return shlex.join(["megarl", "train", *self.argv])
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+    """Run the sweep, or what `--dry-run` and `--slurm` do instead; return the exit code."""
+    options = parse(SWEEP, argv)
+    show_on_console(rank=0)
+    configuration: tuple[str, ...] = options["configuration"]
+    try:
+        if detect(os.environ):
+            raise UserError("start megarl sweep without a launcher: every run starts its own ranks")
+        out = options["out"] or Path(read(Config, configuration)[0].trainer.default_local_dir)
+        runs = list(combine(configuration, choices(options["over"], options["seeds"]), out))
+        left = check(runs, on_cluster=options["slurm"])
+        if options["dry_run"]:
+            print("".join(f"{visible(redact(run.command))}\n" for run in left), end="")
+        elif options["slurm"] and left:
+            write_script(left, out / SCRIPT)
+        else:
+            return run_all(runs, left, out)
+    except ConfigError as error:
+        print_message(str(error))
+        return 2
+    except UserError as error:
+        print_error(error)
+        return 1
+    return 0
+
+
+def choices(over: Sequence[tuple[str, Mapping[str, str]]], num_seeds: int | None) -> list[list[Choice]]:
+    """Return the choices of each key, and of the seeds.
+
+    Raises:
+        ConfigError: there is no key, a key stands twice, or the sweep sets it.
+    """
+    keys = [*(key for key, _ in over), *([SEED] if num_seeds else [])]
+    own = (*OWN_KEYS, *(SEEDS if num_seeds else ()))
+    faults = [Fault(key, "is given twice with --over") for key in {*keys} if keys.count(key) > 1]
+    faults += [Fault(key, "cannot stand in --over: the sweep sets it for each run") for key in {*keys} & {*own}]
+    if not keys:
+        faults.append(Fault("--over", "is missing: write --over KEY=VALUE,VALUE... or --seeds N"))
+    if faults:
+        raise ConfigError(faults)
+    found = [
+        [(f"{short_name(key, keys)}={name}", (f"{key}={written}",)) for name, written in values.items()]
+        for key, values in over
+    ]
+    if num_seeds:
+        found.append([(f"{SEED}={seed}", tuple(f"{key}={seed}" for key in SEEDS)) for seed in range(1, num_seeds + 1)])
+    return found
+
+
+def short_name(key: str, keys: Sequence[str]) -> str:
+    """Return the last parts of a key, as many as no other of the `keys` ends with."""
+    parts = key.split(".")
+    ends = (".".join(parts[first:]) for first in reversed(range(len(parts))))
+    others = [f".{other}" for other in keys if other != key]
+    return next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), key)
+
+
+def combine(configuration: Sequence[str], axes: Sequence[Sequence[Choice]], out: Path) -> Iterator[SweptRun]:
+    """Yield a run for each combination of choices."""
+    for chosen in product(*axes):
+        name = file_name(",".join(file_name(value.replace(",", ";")) for value, _ in chosen))
+        words = [*configuration, *(word for _, arguments in chosen for word in arguments)]
+        experiment = read(Config, words)[0].trainer.experiment_name
+        directory = out / name
+        own = dict(zip(OWN_KEYS, (str(directory), f"{experiment}-{name}"), strict=True))
+        yield SweptRun(name, directory, (*words, *(_argument(key, value) for key, value in own.items())))
+
+
+def _argument(key: str, value: str) -> str:
+    return f"{key}={value if _PLAIN.fullmatch(value) else json.dumps(value)}"
+
+
+def check(runs: Sequence[SweptRun], *, on_cluster: bool) -> list[SweptRun]:
+    """Check all runs as their commands do before they start; return the runs that are not finished.
+
+    Raises:
+        ConfigError: has the faults of all runs, each with the names of its runs.
+    """
+    names: dict[Fault, list[str]] = {}
+    users: dict[tuple[str, str], list[str]] = {}  # of a key and its place
+    left: list[SweptRun] = []
+    for run in runs:
+        try:
+            config = load_config(run.argv, world_size=None)
+            if unfit := list(_unfit(config, on_cluster=on_cluster)):
+                raise ConfigError(unfit)
+            if not is_finished(run.directory, config):
+                left.append(run)
+                list(try_out(config) if on_cluster else try_here(config))
+        except ConfigError as error:
+            for fault in error.faults:
+                names.setdefault(fault, []).append(run.name)
+            continue
+        for key in OF_ONE_RUN:
+            users.setdefault((key, getattr(config.trainer, key.rpartition(".")[2]) or run.name), []).append(run.name)
+    for (key, place), found in users.items():
+        if len(found) > 1:
+            names[Fault(key, f"{place} is the place of several runs: write ${{trainer.experiment_name}} in it")] = found
+    if names:
+        raise ConfigError(
+            [replace(fault, message=f"{fault.message} ({_among(of, runs)})") for fault, of in names.items()]
+        )
+    return left
+
+
+def _unfit(config: Config, *, on_cluster: bool) -> Iterator[Fault]:
+    """Yield faults of a configuration that could start, but not in a sweep."""
+    trainer = config.trainer
+    if trainer.resume_mode != "auto":
+        yield Fault("trainer.resume_mode", "must be auto in a sweep, so that the same command continues it")
+    if trainer.val_only:
+        yield Fault("trainer.val_only", "must be false in a sweep: megarl evaluate scores a run")
+    if trainer.nnodes > 1 and not on_cluster:
+        yield Fault("trainer.nnodes", "must be 1 in a sweep on this machine; --slurm writes a script for several nodes")
+
+
+def _among(names: Sequence[str], runs: Sequence[SweptRun]) -> str:
+    if len(names) == len(runs):
+        return "in all runs"
+    more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
+    return f"in {' and '.join(names[:NUM_SHOWN])}{more}"
+
+
+def is_finished(directory: Path, config: Config) -> bool:
+    """Return whether a run finished with this configuration. If it had another one, `megarl train` decides."""
+    if read_mapping(directory / STATUS_FILE).get("state") != "finished":
+        return False
+    kept = read_mapping(directory / CONFIG_FILE, yaml.safe_load)
+    return bool(kept) and between([to_dict(config), kept]).keys() <= OF_LAUNCHER
+
+
+def run_all(runs: Sequence[SweptRun], left: Sequence[SweptRun], out: Path) -> int:
+    """Start the runs that are left one after another, and compare all that have not failed; return the exit code."""
+    failed: dict[SweptRun, int] = {}
+    for number, run in enumerate(left, 1):
+        print(visible(redact(f"run {number} of {len(left)}: {run.name} in {run.directory}")), flush=True)
+        code = complete([*PROGRAM, *run.argv])
+        if code == early.EXIT_CODE:
+            print_message(visible(redact(f"megarl: a signal stopped the sweep; continue it with\n  {typed()}")))
+            return code
+        if code:
+            failed[run] = code
+    done = [str(run.directory) for run in runs if run not in failed]
+    if done:
+        compare.main(done)
+        print(visible(redact(f"these tables  {shlex.join(['megarl', 'compare', *done])}")))
+        page = str(out / REPORT_FILE)
+        print(visible(redact(f"one page      {shlex.join(['megarl', 'report', *done, '--out', page])}")), flush=True)
+    if failed:
+        listed = "".join(f"\n  exit code {code}: {run.directory}" for run, code in failed.items())
+        again = f"repeat only these with\n  {typed()}"
+        print_message(visible(redact(f"megarl: {len(failed)} of {len(runs)} runs failed{listed}\n{again}")))
+    return 1 if failed else 0
+
+
+def complete(command: Sequence[str]) -> int:
+    """Run a command, to which signals of this process are forwarded; return its exit code, 75 after a signal."""
+    process: subprocess.Popen[bytes] | None = None
+    is_stopped = False
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal is_stopped
+        if process is None:
+            early.end_at_once(number, frame)
+        is_stopped = True
+        process.send_signal(number)
+
+    for number in early.SIGNALS:
+        signal.signal(number, forward)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        process_group=0,  # a terminal would send Ctrl-C to the command too, and a second signal ends a run at once
+        preexec_fn=partial(die_with_parent, signal.SIGKILL, parent=os.getpid()),
+    )
+    code = process.wait()
+    early.install_signal_handlers()
+    return early.EXIT_CODE if is_stopped else code
+
+
+def write_script(runs: Sequence[SweptRun], path: Path) -> None:
+    """Write `scripts/launch_slurm.sh` as an array with a job for each run.
+
+    Raises:
+        UserError: this is no checkout, an argument has a secret, or the file cannot be written.
+    """
+    if not LAUNCHER.is_file():
+        raise UserError(f"--slurm needs {LAUNCHER}, which only a checkout has: run megarl from its checkout")
+    cases = "\n".join(f"{index}) set -- {shlex.join(run.argv)} ;;" for index, run in enumerate(runs))
+    if redact(cases) != cases:
+        raise UserError(f"{path} would show a secret of the command line: put it into the environment")
+    options, work = _CHANGE_OF_DIRECTORY.split(LAUNCHER.read_text(encoding="utf-8"), maxsplit=1)
+    options = options[options.index("#SBATCH") :].replace("%j", "%A_%a")
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# {len(runs)} runs of megarl sweep. Options given to sbatch override those below;",
+        f"# --array=0-{len(runs) - 1}%2 runs two at a time.",
+        f"#SBATCH --array=0-{len(runs) - 1}",
+        options,
+        f"cd {shlex.quote(str(Path.cwd()))}",
+        f"PYTHON=${{PYTHON:-{shlex.quote(sys.executable)}}}",
+        f"case $SLURM_ARRAY_TASK_ID in\n{cases}\nesac",
+        work,
+    ]
+    with explained(str(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "\n".join(lines).encode())
+    print(visible(shlex.join(["sbatch", str(path)])))
+
+
+if __name__ == "__main__":
+    guard_output()
+    sys.exit(main())
