@@ -242,8 +242,7 @@ def complete(command: Sequence[str]) -> int:
         is_stopped = True
         process.send_signal(number)
 
-    for number in early.SIGNALS:
-        signal.signal(number, forward)
+    before = {number: signal.signal(number, forward) for number in early.SIGNALS}
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -251,7 +250,8 @@ def complete(command: Sequence[str]) -> int:
         preexec_fn=partial(die_with_parent, signal.SIGKILL, parent=os.getpid()),
     )
     code = process.wait()
-    early.install_signal_handlers()
+    for number, handler in before.items():
+        signal.signal(number, handler)
     return early.EXIT_CODE if is_stopped else code
 
 

@@ -1,6 +1,7 @@
 """Names in the stores of trackers: accepted by the store, and never the same for different names."""
 
 import math
+import re
 from itertools import combinations
 
 import pytest
@@ -8,11 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name, _validate_param_name
 
-from megarl.platform.safe_names import mlflow_key, mlflow_title, tensorboard_tag, wandb_key, wandb_project
+from megarl.platform.safe_names import file_name, mlflow_key, mlflow_title, tensorboard_tag, wandb_key, wandb_project
 
 ALPHABET = st.characters(codec=None) | st.sampled_from("a@_/. :-\ud800\x00\n")
 NAMES = st.text(ALPHABET, max_size=400)
-RULES = [mlflow_key, mlflow_title, tensorboard_tag, wandb_key, wandb_project]
+RULES = [file_name, mlflow_key, mlflow_title, tensorboard_tag, wandb_key, wandb_project]
 
 
 def near(name: str) -> set[str]:
@@ -52,6 +53,7 @@ def test_every_name_is_accepted(name: str) -> None:
     project = wandb_project(name)
     assert 0 < len(project) <= 128 and not set("/\\#?%:") & set(project)
     assert not wandb_key(name).startswith("_")
+    assert re.fullmatch(r"[A-Za-z0-9_+=,-][A-Za-z0-9_.+=,-]{0,119}", file_name(name))
     for rule in RULES:
         assert not any(letter < " " for letter in rule(name).encode().decode())
 
