@@ -90,6 +90,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             print("".join(f"{visible(redact(run.command))}\n" for run in left), end="")
         elif options["slurm"] and left:
             write_script(left, out / SCRIPT)
+            show_commands(runs, out)
         else:
             return run_all(runs, left, out)
     except ConfigError as error:
@@ -217,17 +218,23 @@ def run_all(runs: Sequence[SweptRun], left: Sequence[SweptRun], out: Path) -> in
             return code
         if code:
             failed[run] = code
-    done = [str(run.directory) for run in runs if run not in failed]
+    done = [run for run in runs if run not in failed]
     if done:
-        compare.main(done)
-        print(visible(redact(f"these tables  {shlex.join(['megarl', 'compare', *done])}")))
-        page = str(out / REPORT_FILE)
-        print(visible(redact(f"one page      {shlex.join(['megarl', 'report', *done, '--out', page])}")), flush=True)
+        compare.main([str(run.directory) for run in done])
+        show_commands(done, out)
     if failed:
         listed = "".join(f"\n  exit code {code}: {run.directory}" for run, code in failed.items())
         again = f"repeat only these with\n  {typed()}"
         print_message(visible(redact(f"megarl: {len(failed)} of {len(runs)} runs failed{listed}\n{again}")))
     return 1 if failed else 0
+
+
+def show_commands(runs: Sequence[SweptRun], out: Path) -> None:
+    """Print the commands that show runs side by side."""
+    directories = [str(run.directory) for run in runs]
+    print(visible(redact(f"in tables    {shlex.join(['megarl', 'compare', *directories])}")))
+    report = ["megarl", "report", *directories, "--out", str(out / REPORT_FILE)]
+    print(visible(redact(f"on one page  {shlex.join(report)}")), flush=True)
 
 
 def complete(command: Sequence[str]) -> int:
@@ -282,7 +289,7 @@ def write_script(runs: Sequence[SweptRun], path: Path) -> None:
     with explained(str(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "\n".join(lines).encode())
-    print(visible(shlex.join(["sbatch", str(path)])))
+    print(visible(f"submit       {shlex.join(['sbatch', str(path)])}"))
 
 
 if __name__ == "__main__":
