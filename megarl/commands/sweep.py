@@ -48,8 +48,6 @@ LAUNCHER = Path(__file__).parents[2] / "scripts" / "launch_slurm.sh"
 SEEDS = ("data.seed", "actor_rollout_ref.actor.megatron.seed", "actor_rollout_ref.rollout.seed")
 SEED = "seed"
 """The keys that `--seeds` sets, and their name in the names of runs."""
-OF_ONE_RUN = ("trainer.default_hdfs_dir", "trainer.rollout_data_dir")
-"""Places that two runs cannot share."""
 OF_LAUNCHER = {"trainer.nnodes", "trainer.n_gpus_per_node"}
 """Keys that the Slurm script sets."""
 NUM_SHOWN = 3
@@ -111,7 +109,7 @@ def choices(over: Sequence[tuple[str, Mapping[str, str]]], num_seeds: int | None
     keys = [*(key for key, _ in over), *([SEED] if num_seeds else [])]
     own = (*OWN_KEYS, *(SEEDS if num_seeds else ()))
     faults = [Fault(key, "is given twice with --over") for key in {*keys} if keys.count(key) > 1]
-    faults += [Fault(key, "cannot stand in --over: the sweep sets it for each run") for key in {*keys} & {*own}]
+    faults += [Fault(key, "cannot be in --over: the sweep sets it for each run") for key in {*keys} & {*own}]
     if not keys:
         faults.append(Fault("--over", "is missing: write --over KEY=VALUE,VALUE... or --seeds N"))
     if faults:
@@ -136,7 +134,8 @@ def short_name(key: str, keys: Sequence[str]) -> str:
 def combine(configuration: Sequence[str], axes: Sequence[Sequence[Choice]], out: Path) -> Iterator[SweptRun]:
     """Yield a run for each combination of choices."""
     for chosen in product(*axes):
-        name = file_name(",".join(file_name(value.replace(",", ";")) for value, _ in chosen))
+        values = [file_name(value.replace(",", ";")) for value, _ in chosen]  # a comma separates values
+        name = file_name(",".join(values))
         words = [*configuration, *(word for _, arguments in chosen for word in arguments)]
         experiment = read(Config, words)[0].trainer.experiment_name
         directory = out / name
@@ -155,12 +154,11 @@ def check(runs: Sequence[SweptRun], *, on_cluster: bool) -> list[SweptRun]:
         ConfigError: has the faults of all runs, each with the names of its runs.
     """
     names: dict[Fault, list[str]] = {}
-    users: dict[tuple[str, str], list[str]] = {}  # of a key and its place
     left: list[SweptRun] = []
     for run in runs:
         try:
             config = load_config(run.argv, world_size=None)
-            if unfit := list(_unfit(config, on_cluster=on_cluster)):
+            if unfit := list(_unfit(run, config, on_cluster=on_cluster)):
                 raise ConfigError(unfit)
             if not is_finished(run.directory, config):
                 left.append(run)
@@ -168,12 +166,6 @@ def check(runs: Sequence[SweptRun], *, on_cluster: bool) -> list[SweptRun]:
         except ConfigError as error:
             for fault in error.faults:
                 names.setdefault(fault, []).append(run.name)
-            continue
-        for key in OF_ONE_RUN:
-            users.setdefault((key, getattr(config.trainer, key.rpartition(".")[2]) or run.name), []).append(run.name)
-    for (key, place), found in users.items():
-        if len(found) > 1:
-            names[Fault(key, f"{place} is the place of several runs: write ${{trainer.experiment_name}} in it")] = found
     if names:
         raise ConfigError(
             [replace(fault, message=f"{fault.message} ({_among(of, runs)})") for fault, of in names.items()]
@@ -181,7 +173,7 @@ def check(runs: Sequence[SweptRun], *, on_cluster: bool) -> list[SweptRun]:
     return left
 
 
-def _unfit(config: Config, *, on_cluster: bool) -> Iterator[Fault]:
+def _unfit(run: SweptRun, config: Config, *, on_cluster: bool) -> Iterator[Fault]:
     """Yield faults of a configuration that could start, but not in a sweep."""
     trainer = config.trainer
     if trainer.resume_mode != "auto":
@@ -190,6 +182,12 @@ def _unfit(config: Config, *, on_cluster: bool) -> Iterator[Fault]:
         yield Fault("trainer.val_only", "must be false in a sweep: megarl evaluate scores a run")
     if trainer.nnodes > 1 and not on_cluster:
         yield Fault("trainer.nnodes", "must be 1 in a sweep on this machine; --slurm writes a script for several nodes")
+    for key, place in (
+        ("trainer.default_hdfs_dir", trainer.default_hdfs_dir),
+        ("trainer.rollout_data_dir", trainer.rollout_data_dir),
+    ):
+        if place and run.name not in place:
+            yield Fault(key, f"{place} may be the place of several runs: write ${{trainer.experiment_name}} in it")
 
 
 def _among(names: Sequence[str], runs: Sequence[SweptRun]) -> str:
@@ -238,7 +236,7 @@ def show_commands(runs: Sequence[SweptRun], out: Path) -> None:
 
 
 def complete(command: Sequence[str]) -> int:
-    """Run a command, to which signals of this process are forwarded; return its exit code, 75 after a signal."""
+    """Run a command and forward signals of this process to it; return its exit code, or 75 after a signal."""
     process: subprocess.Popen[bytes] | None = None
     is_stopped = False
 

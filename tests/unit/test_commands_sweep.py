@@ -1,4 +1,4 @@
-"""`megarl sweep`: names, checks and processes of its runs; a short program stands in for `megarl train`."""
+"""`megarl sweep`: names, checks and processes of its runs; a short program replaces `megarl train`."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a configuration that can start, and a stand-in for `megarl train`."""
+    """A working directory with a configuration that can start, and a program instead of `megarl train`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "model").symlink_to(model)
@@ -163,8 +163,8 @@ def test_names_of_long_values_differ() -> None:
     [
         ([], None, "--over: is missing"),
         (["a=1", "a=2"], None, "a: is given twice"),
-        (["trainer.experiment_name=x,y"], None, "trainer.experiment_name: cannot stand in --over"),
-        (["data.seed=1,2"], 2, "data.seed: cannot stand in --over"),
+        (["trainer.experiment_name=x,y"], None, "trainer.experiment_name: cannot be in --over"),
+        (["data.seed=1,2"], 2, "data.seed: cannot be in --over"),
     ],
 )
 def test_keys_that_cannot_be_swept(over: list[str], seeds: int | None, words: str) -> None:
@@ -185,9 +185,11 @@ def test_faults_of_all_runs_are_named(here: Path, capsys: Captured) -> None:
     assert "trainer.nnodes: must be 1 in a sweep on this machine" in printed
     assert main(["run.yaml", "--seeds", "2", arguments[1]]) == 2
     printed = capsys.readouterr().err
-    assert "trainer.rollout_data_dir: samples is the place of several runs" in printed
+    assert "trainer.rollout_data_dir: samples may be the place of several runs" in printed
     assert "(in all runs)" in printed
     assert not Path("runs").exists()
+    own = "trainer.rollout_data_dir=samples/${trainer.experiment_name}"
+    assert main(["run.yaml", "--seeds", "2", own, "--dry-run"]) == 0
 
 
 def test_dry_run_prints_commands(here: Path, capsys: Captured) -> None:

@@ -124,13 +124,14 @@ SWEEP = Command(
         shell_complete=completion.of("train"),
         help="A key and its values, the items of a YAML list; may repeat, for all combinations.",
     ),
-    click.Option(["--seeds"], type=click.IntRange(min=1), metavar="N", help="Run each combination with N seeds."),
+    click.Option(
+        ["--seeds"], type=click.IntRange(min=1), metavar="N", help="Run each combination with the seeds 1 to N."
+    ),
     click.Option(
         ["--out"], type=PATH, metavar="DIR", help="Place of the runs' directories  [default: trainer.default_local_dir]"
     ),
     click.Option(["--slurm"], is_flag=True, help="Write a script for sbatch instead: an array of jobs, one a run."),
     click.Option(["--dry-run"], is_flag=True, help="Check all runs, print their commands and start none."),
-    _log_level(),
     module="megarl.commands.sweep",
     section=TRAINS,
     text="Run `megarl train` with several values of keys, one run after another, and compare the runs.\n\nChecks all "
