@@ -60,7 +60,8 @@ def end(number, frame):
 signal.signal(signal.SIGALRM, lambda *_: os._exit(75))
 signal.signal(signal.SIGTERM, end)
 signal.signal(signal.SIGINT, end)
-Path("started").write_text(f"{os.getpid()}")
+Path("started.part").write_text(f"{os.getpid()} {os.getpgrp()}")
+Path("started.part").rename("started")
 while True:
     signal.pause()
 """
@@ -241,15 +242,18 @@ def test_ctrl_c_reaches_run_once(here: Path, monkeypatch: pytest.MonkeyPatch) ->
     job.type(CTRL_C)
     assert job.end()[0] == EXIT_CODE
     assert Path("signals").read_text().split() == ["2"]
+    process, group = Path("started").read_text().split()
+    assert process == group  # else the terminal would send the signal too
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_run_ends_with_killed_sweep(here: Path) -> None:
     (here / "program.py").write_text(WAITS)
     with subprocess.Popen([sys.executable, "-c", SWEEP, "run.yaml", "--seeds", "2"]) as process:
-        wait_for(lambda: Path("started").exists() and bool(Path("started").read_text()) or process.poll() is not None)
+        wait_for(lambda: Path("started").exists() or process.poll() is not None)
         process.kill()
-    wait_for(lambda: not Path(f"/proc/{Path('started').read_text()}").exists())
+    pid = Path("started").read_text().split()[0]
+    wait_for(lambda: not Path("/proc", pid).exists())
 
 
 def test_sweep_refuses_a_launcher(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
