@@ -114,7 +114,7 @@ def choices(over: Sequence[tuple[str, Mapping[str, str]]], num_seeds: int | None
         faults.append(Fault("--over", "is missing: write --over KEY=VALUE,VALUE... or --seeds N"))
     if faults:
         raise ConfigError(faults)
-    found = [
+    found: list[list[Choice]] = [
         [(f"{short_name(key, keys)}={name}", (f"{key}={written}",)) for name, written in values.items()]
         for key, values in over
     ]

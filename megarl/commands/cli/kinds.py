@@ -72,11 +72,12 @@ def values_of_key(text: str) -> tuple[str, dict[str, str]]:
     key, _, listed = text.lstrip("+").partition("=")
     items = f"[{listed}]"
     try:
-        nodes = yaml.compose(items, yaml.SafeLoader).value if key else []
+        sequence = yaml.compose(items, yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise click.BadParameter(
             f"{text!r} has no list of values: quote a value that has a comma, a bracket or a brace"
         ) from error
+    nodes = sequence.value if key and isinstance(sequence, yaml.SequenceNode) else []
     written = [items[node.start_mark.index : node.end_mark.index] for node in nodes]
     pairs = zip(nodes, written, strict=True)
     names = [node.value if isinstance(node, yaml.ScalarNode) else item for node, item in pairs]
