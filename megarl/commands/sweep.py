@@ -34,7 +34,7 @@ from megarl.platform.errors import UserError
 from megarl.platform.files import explained, write_whole
 from megarl.platform.log import show_on_console
 from megarl.platform.processes import die_with_parent
-from megarl.platform.safe_names import file_name
+from megarl.platform.safe_names import FILE_LONGEST, file_name, with_digest
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import print_message, typed, visible
 from megarl.report.differences import OWN_KEYS, between
@@ -134,8 +134,8 @@ def short_name(key: str, keys: Sequence[str]) -> str:
 def combine(configuration: Sequence[str], axes: Sequence[Sequence[Choice]], out: Path) -> Iterator[SweptRun]:
     """Yield a run for each combination of choices."""
     for chosen in product(*axes):
-        values = [file_name(value.replace(",", ";")) for value, _ in chosen]  # a comma separates values
-        name = file_name(",".join(values))
+        name = ",".join(file_name(value.replace(",", ";")) for value, _ in chosen)
+        name = name if len(name) <= FILE_LONGEST else with_digest(name, name, FILE_LONGEST)
         words = [*configuration, *(word for _, arguments in chosen for word in arguments)]
         experiment = read(Config, words)[0].trainer.experiment_name
         directory = out / name

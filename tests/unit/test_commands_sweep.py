@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -152,9 +153,10 @@ def test_every_combination_is_a_run_of_its_own(here: Path) -> None:
 
 
 def test_names_of_long_values_differ() -> None:
-    over = [values_of_key(f"a.b={'x' * 300},{'x' * 301},x/y,x_y"), values_of_key("a.c=1,2")]
+    over = [values_of_key(f"a.b={'x' * 300},{'x' * 301},x/y,x_y,'x,y'"), values_of_key("a.c=1,2")]
     names = [run.name for run in combine([], choices(over, None), Path())]
-    assert len(set(names)) == 8
+    assert len(set(names)) == 10
+    assert re.fullmatch(r"b=x_y-[0-9a-f]{12},c=1", names[4])
     assert max(map(len, names)) <= 120
     assert not any("/" in name for name in names)
 
