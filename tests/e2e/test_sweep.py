@@ -28,8 +28,8 @@ def test_two_runs_are_trained_and_compared(workspace: Workspace, tmp_path: Path)
     first, second = (metrics_of(run)[1] for run in runs)
     assert first["critic/score/mean"] == second["critic/score/mean"]  # of the same model
     assert first["actor/lr"] == pytest.approx(10 * second["actor/lr"])
-    names = {run.info.run_name for run in mlflow_runs(runs[0], "megarl_examples")[1]}
-    assert names == {"run-lr=1e-3", "run-lr=1e-4"}
+    names = [run.info.run_name for directory in runs for run in mlflow_runs(directory)[1]]
+    assert names == ["run-lr=1e-3", "run-lr=1e-4"]
     assert f"megarl compare {runs[0]} {runs[1]}" in printed
     again = succeed(*command, timeout_s=120)
     assert "run 1 of" not in again
