@@ -9,27 +9,41 @@ from typing import Any
 import yaml
 
 from megarl.checkpoint.contents import Contents
+from megarl.data.origins import hub_datasets
 from megarl.models.lora import Lora
+from megarl.platform.hub import CARD_FILE, downloaded
+from megarl.platform.uri import local_path
 from megarl.tracking.names import LEARNT, REWARD, validation_of
 from megarl.tracking.protocol import Row
 
-CARD_FILE = "README.md"
+LICENSE = ("license", "license_name", "license_link")
+"""The fields of a card that state the licence: its id, and for the id `other` name and address."""
 RANKS_OF_VLLM = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's option --max-lora-rank."""
 
 
-def card(contents: Contents, history: Sequence[Row], out: Path, *, scores: bool, adapters: Lora | None = None) -> str:
+def card(
+    contents: Contents,
+    history: Sequence[Row],
+    place: Path | str,
+    *,
+    scores: bool,
+    adapters: Lora | None = None,
+    license_id: str | None = None,
+) -> str:
     """Return the text of the card.
 
     Args:
         contents: the small files of the checkpoint.
         history: the metrics of the run.
-        out: the directory of the exported model.
+        place: the directory of the exported model, or the id that it gets on the Hugging Face hub.
         scores: whether the model is a reward model, which scores texts, and no language model.
         adapters: those that were exported without their model.
+        license_id: None: that of the base model, if it is known.
     """
     config: Mapping[str, Any] = contents.config or {}
     base = base_model(config)
+    datasets = hub_datasets(config.get("data", {}).get("train_files"))
     front = {
         "library_name": "peft" if adapters else "transformers",
         "pipeline_tag": "text-classification" if scores else "text-generation",
@@ -39,13 +53,15 @@ def card(contents: Contents, history: Sequence[Row], out: Path, *, scores: bool,
             *(["lora"] if adapters else []),
         ],
         **({"base_model": base} if base and is_hub_id(base) else {}),
+        **({"datasets": datasets} if datasets else {}),
+        **({"license": license_id} if license_id else license_of(base)),
     }
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
-        f"# {out.resolve().name}",
+        f"# {Path(place).resolve().name}",
         f"Trained from `{base or 'an unknown model'}` for {contents.state.step} steps. {training(config)}"
         f"{adapted(config, adapters)}",
-        f"```python\n{loading(out, scores=scores, adapters=adapters)}\n```",
+        f"```python\n{loading(place, scores=scores, adapters=adapters)}\n```",
         _table("## Scores", ("metric", "first", "at this step"), _scores(history, contents.state.step)),
         _table("## Data", ("key", "files"), _files(config)),
         _table("## Versions", ("package", "version"), list((contents.versions or {}).items())),
@@ -54,7 +70,7 @@ def card(contents: Contents, history: Sequence[Row], out: Path, *, scores: bool,
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def loading(out: Path, *, scores: bool, adapters: Lora | None = None) -> str:
+def loading(place: Path | str, *, scores: bool, adapters: Lora | None = None) -> str:
     """Return the lines of Python that load an exported model, or adapters with their base."""
     kind = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
     if adapters:
@@ -62,11 +78,11 @@ def loading(out: Path, *, scores: bool, adapters: Lora | None = None) -> str:
         return (
             f"from peft import PeftModel\nfrom transformers import {kind}\n"
             f'model = {kind}.from_pretrained("{adapters.base}"{labels})\n'
-            f'model = PeftModel.from_pretrained(model, "{out}")'
+            f'model = PeftModel.from_pretrained(model, "{place}")'
         )
-    lines = [f'from transformers import {kind}; model = {kind}.from_pretrained("{out}")']
+    lines = [f'from transformers import {kind}; model = {kind}.from_pretrained("{place}")']
     if not scores:
-        lines.append(f'from vllm import LLM; engine = LLM("{out}")')
+        lines.append(f'from vllm import LLM; engine = LLM("{place}")')
     return "\n".join(lines)
 
 
@@ -103,6 +119,26 @@ def _model_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def is_hub_id(path: str) -> bool:
     """Return whether a model is on the Hugging Face hub, as far as its name shows."""
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not path.startswith(".") and not Path(path).exists()
+
+
+def license_of(base: str | None) -> dict[str, str]:
+    """Return the fields on the licence of a base model, from the card in its directory or in the cache of the hub."""
+    from huggingface_hub import hf_hub_url  # takes half a second
+    from huggingface_hub.repocard import metadata_load
+
+    place = local_path(base) if base else None
+    if base and place and not place.is_dir():
+        place = downloaded(base, [CARD_FILE])
+    try:
+        known = (metadata_load(place / CARD_FILE) if place else None) or {}
+    except (OSError, ValueError, yaml.YAMLError):  # a card that cannot be read says nothing
+        return {}
+    found = {name: str(known[name]) for name in LICENSE if isinstance(known.get(name), str)}
+    link = found.get("license_link", "://")
+    if "://" not in link:  # a file next to the base
+        del found["license_link"]
+        return found | ({"license_link": hf_hub_url(base, link)} if base and is_hub_id(base) else {})
+    return found
 
 
 def training(config: Mapping[str, Any]) -> str:

@@ -2,13 +2,14 @@
 
 CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest checkpoint, or with `--best` for that of its best
 validation. Writes the actor, or the reward model of a run of `megarl train-reward`. `transformers` and vLLM load the
-result. Adapters are merged into their base, or with `--adapter` written alone for PEFT. Under torchrun, mpirun or srun
-the model is split over all ranks, so it need not fit into one process.
+result. Adapters are merged into their base, or with `--adapter` written alone for PEFT. `--push-to` uploads the result
+to the Hugging Face hub. Under torchrun, mpirun or srun the model is split over all ranks, so it need not fit into one
+process.
 """
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import indent
@@ -16,19 +17,24 @@ from typing import TYPE_CHECKING
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import HUGGINGFACE, STEP_PREFIX, saved_steps
+from megarl.checkpoint.publish import check_name, create_repository, upload
 from megarl.checkpoint.state import best_checkpoint
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import EXPORT
 from megarl.commands.entry import run
-from megarl.config.faults import ConfigError, Fault
+from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.distributed.place import Launch
 from megarl.platform.errors import UserError
 from megarl.platform.files import WriteError, check_writable, write_whole
+from megarl.platform.hub import CARD_FILE
 from megarl.reshard.headers import ADAPTERS_CONFIG
 from megarl.tracking.config import TrainerSection
 
 if TYPE_CHECKING:
     from megarl.models.lora import Lora
+
+UPLOAD_S = 7 * 86400.0
+"""Seconds until an upload counts as hanging; the other ranks wait for its end."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,9 @@ class ExportArguments:
     world_size: int
     adapter: bool = False  # write the adapters alone
     base: str | None = None  # the model that the adapters belong to; None: as the checkpoint says
+    license: str | None = None  # None: that of the base model
+    push_to: str | None = None  # a repository of the Hugging Face hub
+    private: bool = False  # a new repository is private
     trust_remote_code: bool = False
 
     @property
@@ -47,20 +56,22 @@ class ExportArguments:
         """The section that gives the number of ranks, and the directory of the run."""
         is_run = bool(saved_steps(self.checkpoint))
         run_dir = self.checkpoint if is_run else self.checkpoint.resolve().parent
-        return TrainerSection(n_gpus_per_node=1, default_local_dir=str(run_dir))
+        section = TrainerSection(n_gpus_per_node=1, default_local_dir=str(run_dir))
+        return replace(section, phase_timeout_s=UPLOAD_S) if self.push_to else section
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Write the actor, or the reward model, of a checkpoint."""
-    run("megarl.commands.export", argv, read_arguments, write, imports=("megarl.learner.imported",))
+    imports = ("megarl.learner.imported",)
+    run("megarl.commands.export", argv, read_arguments, write, trial=find_repository, imports=imports)
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> ExportArguments:
     """Parse the command line.
 
     Raises:
-        ConfigError: there is no best checkpoint, the checkpoint has no adapters, or the directory to write takes no
-            files.
+        ConfigError: there is no best checkpoint, the checkpoint has no adapters, the directory to write takes no
+            files, or the repository to upload to has no possible name.
     """
     typed = parse(EXPORT, argv)
     faults = []
@@ -77,9 +88,28 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> ExportArgu
         check_writable(typed["out"], "OUT")
     except WriteError as error:
         faults.append(Fault("OUT", str(error).removeprefix("OUT=")))
+    faults += repository_faults(typed["push_to"], private=typed["private"])
     if faults:
         raise ConfigError(faults)
     return ExportArguments(**typed, world_size=world_size or 1)
+
+
+def repository_faults(name: str | None, *, private: bool) -> Iterator[Fault]:
+    """Yield the faults of a repository's name. Asks no host."""
+    if private and not name:
+        yield Fault("--private", "nothing is uploaded: name the repository with --push-to")
+    try:
+        if name:
+            check_name(name)
+    except UserError as error:
+        yield Fault("--push-to", str(error))
+
+
+def find_repository(arguments: ExportArguments) -> None:
+    """Create the repository to upload to, if there is none. Raises ConfigError if that is impossible."""
+    if arguments.push_to:
+        with fault_of("--push-to"):
+            create_repository(arguments.push_to, private=arguments.private)
 
 
 def has_adapters(path: Path) -> bool:
@@ -88,7 +118,7 @@ def has_adapters(path: Path) -> bool:
 
 
 def write(arguments: ExportArguments, launch: Launch) -> None:
-    """Load the model on all ranks and write it. Raises what `intact_checkpoint` and `base_of` do."""
+    """Load the model on all ranks, write and upload it. Raises what `intact_checkpoint`, `base_of` and `upload` do."""
     from megarl.checkpoint.huggingface import POLICY_ROLE, VALUE_ROLE, export_adapters, export_model
     from megarl.learner.checkpoint import load_learner
     from megarl.learner.config import MegatronSection
@@ -124,7 +154,9 @@ def write(arguments: ExportArguments, launch: Launch) -> None:
     else:
         export_model(learner, source, tokenizer, arguments.out, launch)
     if launch.rank == 0:
-        describe(checkpoint, arguments.out, scores=source.architecture.scalar_head, adapters=alone)
+        describe(checkpoint, arguments, scores=source.architecture.scalar_head, adapters=alone)
+        if arguments.push_to:
+            print(f"uploaded to {upload(arguments.out, arguments.push_to)}")
 
 
 def base_of(lora: "Lora", checkpoint: Path) -> tuple[Path, bool]:
@@ -145,21 +177,28 @@ def base_of(lora: "Lora", checkpoint: Path) -> tuple[Path, bool]:
         ) from error
 
 
-def describe(checkpoint: Path, out: Path, *, scores: bool, adapters: "Lora | None" = None) -> None:
+def describe(checkpoint: Path, arguments: ExportArguments, *, scores: bool, adapters: "Lora | None" = None) -> None:
     """Write the model card, and print what was written and how it is loaded.
 
     Args:
         checkpoint: the exported checkpoint.
-        out: the directory that was written.
+        arguments: of the command; `out` was written.
         scores: whether the model is a reward model.
         adapters: those that were written alone; None: a model was written.
     """
-    from megarl.checkpoint.card import CARD_FILE, card, loading, serving
+    from megarl.checkpoint.card import card, loading, serving
     from megarl.checkpoint.contents import Contents
     from megarl.report.read import read_curves
 
-    contents = Contents.read(checkpoint)
-    text = card(contents, read_curves(checkpoint.resolve().parent), out, scores=scores, adapters=adapters)
+    out = arguments.out
+    text = card(
+        Contents.read(checkpoint),
+        read_curves(checkpoint.resolve().parent),
+        arguments.push_to or out,
+        scores=scores,
+        adapters=adapters,
+        license_id=arguments.license,
+    )
     write_whole(out / CARD_FILE, text.encode())
     files = [path for path in out.iterdir() if path.is_file()]
     num_bytes = sum(path.stat().st_size for path in files)

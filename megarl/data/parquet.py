@@ -30,9 +30,12 @@ def read_own(path: Path, what: str) -> Any:
         raise Damage(path, f"cannot be read as {what}: {error}") from error
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows, all with the same keys, to a parquet file, completely or not at all; make a missing directory."""
-    table = pa.Table.from_pylist(list(rows))
+def write_rows(path: Path, rows: Sequence[Mapping[str, object]], note: Mapping[bytes, bytes] | None = None) -> None:
+    """Write rows, all with the same keys, to a parquet file, completely or not at all; make a missing directory.
+
+    `note` is metadata of the file.
+    """
+    table = pa.Table.from_pylist(list(rows)).replace_schema_metadata(note)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         pq.write_table(table, file)

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.fields import Fields
 from megarl.platform.errors import UserError, placed
-from megarl.platform.hub import matching, small_files, snapshot
+from megarl.platform.hub import CARD_FILE, matching, small_files, snapshot
 from megarl.platform.remote import RemoteDirectory, RemoteFile, remote_directory
 from megarl.platform.uri import is_uri, local_path
 from megarl.reshard.headers import CONFIG, INDEX, SINGLE, read_index
@@ -47,7 +47,7 @@ def local_directory(path: str, *, with_code: bool = False) -> Path:
 
         kind = f"model{' with code' * with_code}"
         return local_copy(path, kind, partial(needed_files, with_code=with_code))
-    return snapshot(path, [*small_files(with_code=with_code), WEIGHTS])
+    return snapshot(path, [*small_files(with_code=with_code), WEIGHTS, CARD_FILE])  # the card states the licence
 
 
 def config_place(path: str) -> ModelDirectory:

@@ -4,12 +4,14 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megarl.platform.errors import UserError
 
 DATA = ("*.json", "*.model", "*.jinja", "*.txt")
 CODE = "*.py"
+CARD_FILE = "README.md"
+SCHEME = "hf://"
 Kind = Literal["model", "dataset"]
 
 
@@ -21,6 +23,30 @@ def small_files(*, with_code: bool) -> tuple[str, ...]:
 def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     """Return the names that match one of the patterns."""
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+class Address(NamedTuple):
+    """The parts of `hf://[datasets/]OWNER/NAME[@REVISION][/FILE]`."""
+
+    kind: str  # model, dataset, ...
+    id: str
+    revision: str | None  # None: the newest
+    file: str  # '': the repository
+
+
+@cache
+def parse_uri(name: str) -> Address | None:
+    """Return the parts of a URI of the hub; None if `name` is no such URI."""
+    if not name.startswith(SCHEME):
+        return None
+    from huggingface_hub.errors import HfUriError
+    from huggingface_hub.utils import parse_hf_uri  # type: ignore[attr-defined] # a lazy export
+
+    try:
+        uri = parse_hf_uri(name)
+    except HfUriError:  # opening it reports why
+        return None
+    return Address(uri.type, uri.id, uri.revision, uri.path_in_repo)
 
 
 def snapshot(name: str, patterns: Sequence[str], kind: Kind = "model") -> Path:

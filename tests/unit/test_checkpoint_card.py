@@ -9,6 +9,8 @@ import yaml
 from megarl.checkpoint.card import card, loading, training
 from megarl.checkpoint.contents import Contents
 from megarl.checkpoint.state import State
+from megarl.data.origins import as_note
+from megarl.data.parquet import write_rows
 
 RL = {
     "data": {"train_files": ["a.parquet", "b.parquet"], "val_files": "c.parquet"},
@@ -69,3 +71,60 @@ def test_the_lines_that_load_it_are_python(tmp_path: Path) -> None:
     for scores in (False, True):
         compile(loading(tmp_path, scores=scores), "card", "exec")
     assert "vllm" not in loading(tmp_path, scores=True)
+
+
+def front_of(config: dict[str, Any], place: Path | str = "out", **options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(card(contents(config), [], place, scores=False, **options).split("---\n")[1])
+    return found
+
+
+def test_published_card_names_id_not_directory() -> None:
+    text = card(contents(RL), [], "ann/mine", scores=False)
+    assert "# mine\n" in text
+    assert 'from_pretrained("ann/mine")' in text and 'LLM("ann/mine")' in text
+
+
+def test_datasets_are_hub_ids_of_training_files(tmp_path: Path) -> None:
+    rows = [{"prompt": "1 + 1 ="}]
+    write_rows(tmp_path / "noted.parquet", rows, as_note(["openai/gsm8k", "ann/sums"]))
+    write_rows(tmp_path / "own.parquet", rows)
+    (tmp_path / "own.jsonl").write_text("{}")
+    files = [str(tmp_path / name) for name in ("noted.parquet", "own.parquet", "own.jsonl", "gone.parquet")]
+    hub = ["hf://datasets/ann/sums@v1/train.parquet", "hf://datasets/bob/more/x/y.jsonl", "hf://buckets/bob/b/y.jsonl"]
+    config = {"data": {"train_files": [*files, *hub, "s3://bucket/a/b.parquet"]}}
+    assert front_of(config)["datasets"] == ["openai/gsm8k", "ann/sums", "bob/more"]
+    assert "datasets" not in front_of({"data": {"train_files": files[1]}})
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        ("license: mit\ntags: [a]", {"license": "mit"}),
+        ("license: other\nlicense_name: mine\nlicense_link: https://x.org/L", {"license_link": "https://x.org/L"}),
+        ("license: other\nlicense_name: mine\nlicense_link: LICENSE", {"license": "other", "license_name": "mine"}),
+        ("license: [mit, apache-2.0]", {}),
+        ("tags: [a]", {}),
+        ("license: {", {}),
+    ],
+)
+def test_licence_is_that_of_local_base(known: str, expected: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{known}\n---\n# a model\n")
+    found = front_of({"model": {"path": str(tmp_path)}})
+    assert expected.items() <= found.items()
+    assert ("license" in found) == ("license" in known and bool(expected))
+    assert ("license_link" in found) == ("://" in known)
+    named = front_of({"model": {"path": str(tmp_path)}}, license_id="gpl-3.0")
+    assert named["license"] == "gpl-3.0" and "license_name" not in named
+
+
+def test_licence_of_hub_base_is_in_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "models--ann--base"
+    (snapshot := repository / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    (snapshot / "README.md").write_text("---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\n---\n")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    found = front_of({"model": {"path": "ann/base"}})
+    assert (found["license"], found["license_name"]) == ("other", "mine")
+    assert found["license_link"].endswith("/ann/base/resolve/main/LICENSE")
+    assert "license" not in front_of({"model": {"path": "ann/unknown"}})

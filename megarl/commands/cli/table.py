@@ -168,6 +168,15 @@ EXPORT = Command(
         metavar="DIR_OR_ID",
         help="The model that the adapters belong to, if its place has changed.",
     ),
+    click.Option(
+        ["--license"], metavar="ID", help="The licence on the model card, such as apache-2.0  [default: the base's]"
+    ),
+    click.Option(
+        ["--push-to"],
+        metavar="OWNER/NAME",
+        help="Upload OUT to this repository of the Hugging Face hub; needs HF_TOKEN or `hf auth login`.",
+    ),
+    click.Option(["--private"], is_flag=True, help="Let only you and your organisation see the repository."),
     click.Option(["--trust-remote-code"], is_flag=True, help="Let a tokenizer's own Python code run."),
     _log_level(),
     module="megarl.commands.export",

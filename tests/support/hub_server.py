@@ -1,0 +1,156 @@
+"""A server on this machine that speaks as much of the Hugging Face hub's API as the hub's own client asks for."""
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha1
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+TOKEN = "hf_" + "t" * 34
+COMMIT = "0" * 40
+_API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(.*))?")
+_FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+
+
+@dataclass
+class Repository:
+    """The files of a model or a data set, by revision and name."""
+
+    revisions: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {}})
+    private: bool = False
+    writable: bool = True
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The files of the branch main."""
+        return self.revisions["main"]
+
+
+@dataclass
+class Hub:
+    """The repositories by kind and id, as `models/OWNER/NAME`, and the requests so far."""
+
+    address: str
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)  # method and path
+    fails_at: str = "nothing"  # a part of the path of the requests that are refused
+
+    def add(self, name: str, files: dict[str, bytes], revision: str = "main") -> None:
+        """Add a revision of `models/OWNER/NAME` or `datasets/OWNER/NAME`."""
+        self.repositories.setdefault(name, Repository()).revisions[revision] = files
+
+    def answer(self, method: str, path: str, token: str | None, body: bytes) -> tuple[int, Any]:
+        """Return the status and the content of an answer: bytes of a file, or a value of JSON."""
+        self.asked.append(f"{method} {path}")
+        if self.fails_at in path:
+            return 403, {"error": "refused"}
+        if token != f"Bearer {TOKEN}" and (token or method == "POST"):
+            return 401, {"error": "Invalid username or password."}
+        if path == "/api/repos/create":
+            return self._create(json.loads(body))
+        if path == "/api/validate-yaml":
+            return 200, {"errors": [], "warnings": []}
+        if found := _FILE.fullmatch(path):
+            kind, name, revision, file = found.groups()
+            return self._read(f"{kind or 'models/'}{name}", revision, file)
+        if found := _API.fullmatch(path):
+            repository = self.repositories.get(f"{found[1]}/{found[2]}")
+            return self._about(repository, found[2], found[3] or "", body) if repository else (404, {})
+        return 404, {}
+
+    def _create(self, wanted: dict[str, Any]) -> tuple[int, Any]:
+        name = f"{wanted['organization']}/{wanted['name']}"
+        made = {"url": f"{self.address}/{name}"}
+        if f"models/{name}" in self.repositories:
+            return 409, made
+        self.repositories[f"models/{name}"] = Repository(private=wanted.get("visibility") == "private")
+        return 200, made
+
+    def _read(self, name: str, revision: str, file: str) -> tuple[int, Any]:
+        repository = self.repositories.get(name, Repository())
+        files = repository.files if revision == COMMIT else repository.revisions.get(unquote(revision), {})
+        return (200, files[file]) if file in files else (404, {})
+
+    def _about(self, repository: Repository, name: str, question: str, body: bytes) -> tuple[int, Any]:
+        topic, _, rest = question.partition("/")
+        revision, _, folder = rest.partition("/")
+        files = repository.revisions.get(unquote(revision) or "main")
+        if topic == "auth-check":
+            return (200, {}) if repository.writable else (403, {"error": "You may not write here"})
+        if topic == "preupload":
+            wanted = json.loads(body)["files"]
+            modes = {"uploadMode": "regular", "shouldIgnore": False}
+            return 200, {"files": [{"path": file["path"], **modes} for file in wanted]}
+        if topic == "commit":
+            for part in map(json.loads, body.splitlines()):
+                if part["key"] == "file":
+                    repository.files[part["value"]["path"]] = base64.b64decode(part["value"]["content"])
+            return 200, {"commitUrl": f"{self.address}/{name}/commit/{COMMIT}", "commitOid": COMMIT}
+        if files is None:
+            return 404, {"error": f"Invalid rev id: {revision}"}
+        if topic == "tree":
+            prefix = f"{unquote(folder)}/" if folder else ""
+            return 200, [_entry(path, files[path]) for path in sorted(files) if path.startswith(prefix)]
+        siblings = [{"rfilename": path} for path in files]
+        return 200, {"id": name, "sha": COMMIT, "private": repository.private, "siblings": siblings}
+
+
+def _entry(path: str, content: bytes) -> dict[str, Any]:
+    return {"type": "file", "path": path, "oid": sha1(content, usedforsecurity=False).hexdigest(), "size": len(content)}
+
+
+@contextmanager
+def hub_server(monkeypatch: pytest.MonkeyPatch, home: Path, *, token: str | None = TOKEN) -> Iterator[Hub]:
+    """Serve an empty hub, which programs that start in the block ask, with a cache of their own at `home`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            path = urlsplit(self.path).path
+            status, content = hub.answer(self.command, path, self.headers.get("Authorization"), body)
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            begin, end = 0, len(data)
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            if asked and status == 200:
+                status, begin, end = 206, int(asked[1]), min(end, int(asked[2]) + 1)
+            self.send_response(status)
+            self.send_header("Content-Length", str(end - begin))
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("ETag", f'"{sha1(data, usedforsecurity=False).hexdigest()}"')
+            if status == 404:
+                self.send_header("X-Error-Code", _missing(path))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(data[begin:end])
+
+        do_HEAD = do_POST = do_GET  # noqa: N815 - the server looks for these names
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    def _missing(path: str) -> str:
+        if found := _FILE.fullmatch(path):
+            return "EntryNotFound" if f"{found[1] or 'models/'}{found[2]}" in hub.repositories else "RepoNotFound"
+        found = _API.fullmatch(path)
+        known = found and f"{found[1]}/{found[2]}" in hub.repositories
+        return "RevisionNotFound" if known else "RepoNotFound"
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        hub = Hub(f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        monkeypatch.setenv("HF_HOME", str(home))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        if token:
+            monkeypatch.setenv("HF_TOKEN", token)
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield hub
+        server.shutdown()
