@@ -11,7 +11,7 @@ import yaml
 from megarl.checkpoint.contents import Contents
 from megarl.data.origins import hub_datasets
 from megarl.models.lora import Lora
-from megarl.platform.hub import CARD_FILE, downloaded
+from megarl.platform.hub import CARD_FILE, downloaded, repository
 from megarl.platform.uri import local_path
 from megarl.tracking.names import LEARNT, REWARD, validation_of
 from megarl.tracking.protocol import Row
@@ -43,6 +43,7 @@ def card(
     """
     config: Mapping[str, Any] = contents.config or {}
     base = base_model(config)
+    base_id = hub_id(base)
     datasets = hub_datasets(config.get("data", {}).get("train_files"))
     front = {
         "library_name": "peft" if adapters else "transformers",
@@ -52,7 +53,7 @@ def card(
             "reinforcement-learning" if "algorithm" in config else "fine-tuned",
             *(["lora"] if adapters else []),
         ],
-        **({"base_model": base} if base and is_hub_id(base) else {}),
+        **({"base_model": base_id} if base_id else {}),
         **({"datasets": datasets} if datasets else {}),
         **({"license": license_id} if license_id else license_of(base)),
     }
@@ -74,10 +75,11 @@ def loading(place: Path | str, *, scores: bool, adapters: Lora | None = None) ->
     """Return the lines of Python that load an exported model, or adapters with their base."""
     kind = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
     if adapters:
-        labels = ", num_labels=1" if scores else ""
+        base, revision = repository(adapters.base)
+        options = (f', revision="{revision}"' if revision else "") + ", num_labels=1" * scores
         return (
             f"from peft import PeftModel\nfrom transformers import {kind}\n"
-            f'model = {kind}.from_pretrained("{adapters.base}"{labels})\n'
+            f'model = {kind}.from_pretrained("{base}"{options})\n'
             f'model = PeftModel.from_pretrained(model, "{place}")'
         )
     lines = [f'from transformers import {kind}; model = {kind}.from_pretrained("{place}")']
@@ -92,7 +94,8 @@ def serving(out: Path, adapters: Lora | None = None) -> str:
         return f"vllm serve {shlex.quote(str(out))}"
     most = next((rank for rank in RANKS_OF_VLLM if rank >= adapters.rank), adapters.rank)
     name = shlex.quote(f"{out.resolve().name}={out}")
-    base = shlex.quote(adapters.base)
+    base, revision = repository(adapters.base)
+    base = shlex.quote(base) + (f" --revision {shlex.quote(revision)}" if revision else "")
     return f"vllm serve {base} --enable-lora --max-lora-rank {most} --lora-modules {name}"
 
 
@@ -116,9 +119,11 @@ def _model_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return section
 
 
-def is_hub_id(path: str) -> bool:
-    """Return whether a model is on the Hugging Face hub, as far as its name shows."""
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not path.startswith(".") and not Path(path).exists()
+def hub_id(path: str | None) -> str | None:
+    """Return the id of a model of the Hugging Face hub; None if its name shows that it is elsewhere."""
+    name, _ = repository(path or "")
+    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)
+    return name if is_id and not (path and Path(path).exists()) else None
 
 
 def license_of(base: str | None) -> dict[str, str]:
@@ -137,7 +142,8 @@ def license_of(base: str | None) -> dict[str, str]:
     link = found.get("license_link", "://")
     if "://" not in link:  # a file next to the base
         del found["license_link"]
-        return found | ({"license_link": hf_hub_url(base, link)} if base and is_hub_id(base) else {})
+        base_id = hub_id(base)
+        return found | ({"license_link": hf_hub_url(base_id, link)} if base_id else {})
     return found
 
 

@@ -13,6 +13,7 @@ from megarl.models.hub import ModelDirectory, place_of, read_config, read_model,
 from megarl.models.overrides import unread_overrides
 from megarl.platform.errors import UserError
 from megarl.platform.files import similar
+from megarl.platform.hub import is_hub_model
 from megarl.platform.remote import RemoteDirectory, remote_directory
 from megarl.platform.uri import is_uri, local_path
 from megarl.reshard.headers import ADAPTERS_CONFIG, CONFIG, has_weights
@@ -43,7 +44,8 @@ def model_faults(
     try:
         place = place_of(model.path)
         if isinstance(place, Path) and not place.exists():
-            if is_uri(model.path) or not _HF_ID.fullmatch(model.path) or model.path.startswith("."):
+            is_id = _HF_ID.fullmatch(model.path) and not model.path.startswith(".")
+            if not is_id and not is_hub_model(model.path):
                 remedy = similar(place) or ": give a HF directory, its URI or a HF id"
                 yield Fault(key, f"no directory {model.path}{remedy}")
         elif not (place / CONFIG).is_file():

@@ -5,7 +5,7 @@ from itertools import chain
 from pathlib import Path
 
 from megarl.platform.errors import UserError
-from megarl.platform.hub import matching, small_files, snapshot
+from megarl.platform.hub import is_hub_model, matching, small_files, snapshot
 from megarl.platform.remote import RemoteDirectory, split_uri
 from megarl.platform.uri import local_path
 
@@ -28,7 +28,8 @@ def find_tokenizer(path: str, *, with_code: bool) -> Path | None:
     if place is None or place.exists():
         return place
     is_file = place.suffix == ".model"
-    if is_file or str(place).startswith(("/", ".", "~")) or str(place).count("/") > 1:
+    is_path = is_file or path.startswith(("/", ".", "~")) or path.count("/") > 1
+    if is_path and not is_hub_model(path):
         raise UserError(f"no such file{'' if is_file else ' or directory'}: {place}")
     return snapshot(path, small_files(with_code=with_code))
 

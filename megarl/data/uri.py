@@ -4,6 +4,8 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pyarrow.fs import FSSpecHandler
+
 from megarl.platform.errors import UserError
 from megarl.platform.uri import open_filesystem, out_of_reach
 
@@ -32,9 +34,25 @@ class Location:
         try:
             return self.filesystem.open_input_file(self.path)
         except FileNotFoundError as error:
-            raise UserError(f"no such data file: {self.name}") from error
+            raise UserError(f"no such data file: {self.name}{self._why_missing()}") from error
         except Exception as error:  # each filesystem has errors of its own
             raise out_of_reach(self.name, error) from error
+
+    def _why_missing(self) -> str:
+        """Return what fsspec reports about a missing file, which pyarrow hides.
+
+        Raises:
+            UserError: the file is not missing, but out of reach.
+        """
+        handler = getattr(self.filesystem, "handler", None)
+        try:
+            if isinstance(handler, FSSpecHandler):
+                handler.fs.info(self.path)
+        except FileNotFoundError as error:
+            return str(error).partition(self.path)[2]
+        except Exception as error:  # each filesystem has errors of its own
+            raise out_of_reach(self.name, error) from error
+        return ""
 
     def fingerprint(self) -> Fingerprint:
         """Read the fingerprint of the file. Raises UserError if it is missing or unreachable."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from megarl.models.architecture import Architecture
 from megarl.models.config import ModelSection
@@ -13,6 +14,7 @@ from megarl.models.hub import read_json
 from megarl.models.lora import ALL_LINEAR, Lora, adapted_projections
 from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
+from megarl.platform.hub import SCHEME, repository
 from megarl.reshard.headers import ADAPTERS
 from megarl.reshard.headers import ADAPTERS_CONFIG as CONFIG
 
@@ -99,8 +101,15 @@ def read_adapters(directory: Path, *, base: str | None = None) -> Lora:
         alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha),  # divides by the root of the rank
         targets=_names(config.get("target_modules") or ALL_LINEAR),
         excluded=_names(config.get("exclude_modules")),
-        base=base_name(base or str(config.get("base_model_name_or_path") or "")),
+        base=base_name(base or _base_of(config)),
     )
+
+
+def _base_of(config: Mapping[str, Any]) -> str:
+    """Return the model that an `adapter_config.json` names; '' if it names none."""
+    name = str(config.get("base_model_name_or_path") or "")
+    revision = config.get("revision")
+    return f"{SCHEME}{name}@{quote(revision, safe='')}" if revision and not Path(name).exists() else name
 
 
 def require_known(directory: Path, names: Collection[str], known: Collection[str]) -> None:
@@ -121,10 +130,12 @@ def write_adapter_config(directory: Path, lora: Lora, architecture: Architecture
 def adapter_config(lora: Lora, architecture: Architecture) -> dict[str, Any]:
     """Return the content of `adapter_config.json`."""
     scores = architecture.scalar_head
+    base, revision = repository(lora.base)
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
-        "base_model_name_or_path": lora.base,
+        "base_model_name_or_path": base,
+        "revision": revision,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,

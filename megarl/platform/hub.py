@@ -49,8 +49,20 @@ def parse_uri(name: str) -> Address | None:
     return Address(uri.type, uri.id, uri.revision, uri.path_in_repo)
 
 
+def repository(name: str) -> tuple[str, str | None]:
+    """Return the id and the revision that a name means; a name other than a URI of the hub is itself an id."""
+    address = parse_uri(name)
+    return (address.id, address.revision) if address else (name, None)
+
+
+def is_hub_model(name: str) -> bool:
+    """Return whether a name is `hf://OWNER/NAME[@REVISION]`, which means the same as an id of the hub."""
+    address = parse_uri(name)
+    return bool(address and address.kind == "model" and not address.file)
+
+
 def snapshot(name: str, patterns: Sequence[str], kind: Kind = "model") -> Path:
-    """Download files of a Hugging Face id, once in a process.
+    """Download files of a Hugging Face id or of `hf://ID[@REVISION]`, once in a process.
 
     A hub that cannot be reached is asked once: retries take half a minute.
 
@@ -75,9 +87,10 @@ def downloaded(name: str, files: Sequence[str]) -> Path | None:
     """Return the newest snapshot of a Hugging Face id on this machine that has one of `files`. Asks no host."""
     from huggingface_hub import try_to_load_from_cache
 
+    repo_id, revision = repository(name)
     for file in files:
         try:
-            found = try_to_load_from_cache(name, file)
+            found = try_to_load_from_cache(repo_id, file, revision=revision)
         except ValueError:  # no id of the hub
             return None
         if isinstance(found, str):
@@ -89,4 +102,5 @@ def downloaded(name: str, files: Sequence[str]) -> Path | None:
 def _download(name: str, patterns: tuple[str, ...], kind: Kind) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns)))
+    repo_id, revision = repository(name)
+    return Path(snapshot_download(repo_id, repo_type=kind, revision=revision, allow_patterns=list(patterns)))

@@ -23,7 +23,8 @@ NUM_QUERIES = 16
 """Queries of a store at the same time."""
 WITH_TAGS = ("abfs", "gcs", "s3")
 """The file systems of pyarrow that give files an ETag."""
-MARKS = ("ETag", "etag", "md5Hash", "checksum", "Last-Modified", "LastModified", "mtime", "updated", "created")
+TAGS = ("ETag", "etag", "md5Hash", "checksum", "blob_id")
+MARKS = (*TAGS, "Last-Modified", "LastModified", "mtime", "updated", "created")
 """Attributes of files in file systems of fsspec that change with the content, the best first."""
 
 

@@ -13,6 +13,7 @@ from fsspec.core import url_to_fs
 from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
 
 from megarl.platform.errors import UserError
+from megarl.platform.hub import is_hub_model
 from megarl.platform.secrets import redact
 
 ARROW_SCHEMES = ("abfs", "abfss", "file", "gcs", "gs", "hdfs", "s3", "viewfs")
@@ -41,6 +42,8 @@ REMEDIES = MappingProxyType(
         "s3": "keys and region come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION or from ~/.aws, a "
         "server other than Amazon's from AWS_ENDPOINT_URL",
         "hdfs": _HADOOP,
+        "hf": "what is private or gated needs HF_TOKEN; without a network, download it on another machine and name its "
+        "path",
         "viewfs": _HADOOP,
     }
 )
@@ -52,12 +55,12 @@ T = TypeVar("T")
 
 
 def is_uri(name: str) -> bool:
-    """Return whether the name of a file or a directory is a URI, not a path."""
-    return "://" in name
+    """Return whether the name of a file or a directory is a URI, not a path or a model of the Hugging Face hub."""
+    return "://" in name and not is_hub_model(name)
 
 
 def local_path(name: str) -> Path | None:
-    """Return the local path of a path or a `file://` URI; None for any other URI."""
+    """Return the local path of a path or a `file://` URI, for a Hugging Face id a missing path; None for other URIs."""
     if not is_uri(name):
         return Path(name).expanduser()
     return Path(open_filesystem(name)[1]) if name.startswith("file://") else None

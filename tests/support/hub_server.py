@@ -16,7 +16,6 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 TOKEN = "hf_" + "t" * 34
-COMMIT = "0" * 40
 _API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(.*))?")
 _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
@@ -33,6 +32,20 @@ class Repository:
     def files(self) -> dict[str, bytes]:
         """The files of the branch main."""
         return self.revisions["main"]
+
+    def at(self, revision: str) -> dict[str, bytes] | None:
+        """Return the files of a revision, which its name or its commit names; None if there is none."""
+        named = (files for name, files in self.revisions.items() if revision in (name, commit_of(name)))
+        return next(named, None)
+
+
+def commit_of(revision: str) -> str:
+    """Return the commit of a revision."""
+    return revision if re.fullmatch("[0-9a-f]{40}", revision) else _digest(revision.encode())
+
+
+def _digest(content: bytes) -> str:
+    return sha1(content, usedforsecurity=False).hexdigest()
 
 
 @dataclass
@@ -76,14 +89,14 @@ class Hub:
         return 200, made
 
     def _read(self, name: str, revision: str, file: str) -> tuple[int, Any]:
-        repository = self.repositories.get(name, Repository())
-        files = repository.files if revision == COMMIT else repository.revisions.get(unquote(revision), {})
+        files = self.repositories.get(name, Repository()).at(unquote(revision)) or {}
         return (200, files[file]) if file in files else (404, {})
 
     def _about(self, repository: Repository, name: str, question: str, body: bytes) -> tuple[int, Any]:
         topic, _, rest = question.partition("/")
         revision, _, folder = rest.partition("/")
-        files = repository.revisions.get(unquote(revision) or "main")
+        revision = unquote(revision) or "main"
+        files = repository.at(revision)
         if topic == "auth-check":
             return (200, {}) if repository.writable else (403, {"error": "You may not write here"})
         if topic == "preupload":
@@ -94,18 +107,18 @@ class Hub:
             for part in map(json.loads, body.splitlines()):
                 if part["key"] == "file":
                     repository.files[part["value"]["path"]] = base64.b64decode(part["value"]["content"])
-            return 200, {"commitUrl": f"{self.address}/{name}/commit/{COMMIT}", "commitOid": COMMIT}
+            return 200, {"commitUrl": f"{self.address}/{name}/commit/1", "commitOid": commit_of(revision)}
         if files is None:
             return 404, {"error": f"Invalid rev id: {revision}"}
         if topic == "tree":
             prefix = f"{unquote(folder)}/" if folder else ""
             return 200, [_entry(path, files[path]) for path in sorted(files) if path.startswith(prefix)]
         siblings = [{"rfilename": path} for path in files]
-        return 200, {"id": name, "sha": COMMIT, "private": repository.private, "siblings": siblings}
+        return 200, {"id": name, "sha": commit_of(revision), "private": repository.private, "siblings": siblings}
 
 
 def _entry(path: str, content: bytes) -> dict[str, Any]:
-    return {"type": "file", "path": path, "oid": sha1(content, usedforsecurity=False).hexdigest(), "size": len(content)}
+    return {"type": "file", "path": path, "oid": _digest(content), "size": len(content)}
 
 
 @contextmanager
@@ -124,8 +137,9 @@ def hub_server(monkeypatch: pytest.MonkeyPatch, home: Path, *, token: str | None
                 status, begin, end = 206, int(asked[1]), min(end, int(asked[2]) + 1)
             self.send_response(status)
             self.send_header("Content-Length", str(end - begin))
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("ETag", f'"{sha1(data, usedforsecurity=False).hexdigest()}"')
+            if file := _FILE.fullmatch(path):
+                self.send_header("X-Repo-Commit", commit_of(unquote(file[3])))
+            self.send_header("ETag", f'"{_digest(data)}"')
             if status == 404:
                 self.send_header("X-Error-Code", _missing(path))
             self.end_headers()
@@ -148,6 +162,7 @@ def hub_server(monkeypatch: pytest.MonkeyPatch, home: Path, *, token: str | None
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         monkeypatch.setenv("HF_HOME", str(home))
+        monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         monkeypatch.delenv("HF_TOKEN", raising=False)
         if token:
             monkeypatch.setenv("HF_TOKEN", token)

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.checkpoint.card import card, loading, training
+from megarl.checkpoint.card import card, loading, serving, training
 from megarl.checkpoint.contents import Contents
 from megarl.checkpoint.state import State
 from megarl.data.origins import as_note
 from megarl.data.parquet import write_rows
+from megarl.models.lora import Lora
 
 RL = {
     "data": {"train_files": ["a.parquet", "b.parquet"], "val_files": "c.parquet"},
@@ -76,6 +77,15 @@ def test_the_lines_that_load_it_are_python(tmp_path: Path) -> None:
 def front_of(config: dict[str, Any], place: Path | str = "out", **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(card(contents(config), [], place, scores=False, **options).split("---\n")[1])
     return found
+
+
+def test_base_of_revision_is_named_by_id() -> None:
+    base = "hf://ann/base@v1"
+    assert front_of({"model": {"path": base}})["base_model"] == "ann/base"
+    adapters = Lora(rank=4, alpha=8, base=base)
+    lines = loading("ann/mine", scores=False, adapters=adapters)
+    assert 'AutoModelForCausalLM.from_pretrained("ann/base", revision="v1")' in lines
+    assert serving(Path("out"), adapters).startswith("vllm serve ann/base --revision v1 --enable-lora")
 
 
 def test_published_card_names_id_not_directory() -> None:

@@ -10,6 +10,7 @@ from threading import Thread
 
 import pytest
 
+from tests.support.hub_server import hub_server
 from tests.support.programs import run_program
 
 ASK = """
@@ -89,3 +90,45 @@ def test_available_hub_is_asked_once_per_process(tmp_path: Path, monkeypatch: py
     assert code == 0, output
     assert '{"model_type": "llama"} True' in output
     assert asked.count(REVISION) == 1
+
+
+OPEN = """
+import sys
+from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
+from megarl.data.remote_tokenizer import find_tokenizer
+from megarl.models.config import ModelSection
+from megarl.models.hub import config_place, local_directory
+from megarl.platform.hub import downloaded
+for name in sys.argv[1:]:
+    section = ModelSection(path=name)
+    assert not [*model_faults(section, "model.path"), *tokenizer_faults(name, "data.tokenizer", "")]
+    assert read_sizes(section) is None  # the configuration is checked without the hub
+    files = sorted(path.name for path in local_directory(name).iterdir())
+    print((config_place(name) / "config.json").read_text(), files)
+    assert find_tokenizer(name, with_code=False) == downloaded(name, ["tokenizer.json"]) == local_directory(name)
+"""
+
+
+def test_uri_of_hub_means_id_and_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("org/model", "hf://org/model", "hf://org/model@v1")
+    rest = {"tokenizer.json": b"{}", "model.safetensors": b"", "README.md": b"---\nlicense: mit\n---\n"}
+    with hub_server(monkeypatch, tmp_path / "home") as served:
+        served.add("models/org/model", {"config.json": b'{"new": 1}', "model.py": b"", "model.bin": b"", **rest})
+        served.add("models/org/model", {"config.json": b'{"old": 1}', **rest}, "v1")
+        code, printed = run_program(sys.executable, "-c", OPEN, *names, timeout_s=120)
+    assert code == 0, printed
+    files = ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    assert printed.splitlines() == [f'{{"{age}": 1}} {files}' for age in ("new", "new", "old")]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run_program(sys.executable, "-c", OPEN, *names, timeout_s=120) == (0, printed)
+
+
+@pytest.mark.parametrize("name", ["hf://org/none", "hf://org/model@v9"])
+def test_missing_revision_names_the_remedy(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub_server(monkeypatch, tmp_path / "home") as served:
+        served.add("models/org/model", {"config.json": b"{}"})
+        asked = ASK.format(module="models.hub", function="config_place").replace("org/model", name)
+        code, output = run_program(sys.executable, "-c", asked, timeout_s=120)
+    assert code == 0, output
+    assert f"said: {name} is no local directory, and as a Hugging Face id it failed: " in output
+    assert "what is behind a licence needs HF_TOKEN" in output

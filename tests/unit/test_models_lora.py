@@ -21,8 +21,10 @@ from megarl.models.lora import (
     adapter_shapes,
     require_targets,
 )
+from megarl.models.peft import adapter_config, read_adapters
 from megarl.models.trainer import parameter_shapes
 from megarl.platform.errors import UserError
+from megarl.platform.hub import repository
 from tests.support.tiny import SIZES, VARIANTS
 
 QUERY = ("model.layers.1.self_attn.q_proj", "decoder.layers.1.self_attention.linear_qkv")
@@ -51,6 +53,14 @@ def test_targets_are_those_of_peft(targets: Any, excluded: Any, query: bool, dow
 
 def test_scale_is_alpha_by_rank() -> None:
     assert Lora(rank=8, alpha=16.0).scale == 2.0
+
+
+@pytest.mark.parametrize("base", ["ann/base", "hf://ann/base@v1", "hf://ann/base@refs/pr/3"])
+def test_adapters_keep_revision_of_base(base: str, tmp_path: Path) -> None:
+    config = adapter_config(Lora(rank=8, alpha=16.0, base=base), architecture("llama"))
+    assert config["base_model_name_or_path"] == "ann/base"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert repository(read_adapters(tmp_path).base) == repository(base)
 
 
 def architecture(variant: str) -> Any:

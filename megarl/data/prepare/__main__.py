@@ -12,6 +12,7 @@ import megarl
 from megarl.data.columns import Needs, PromptColumns
 from megarl.data.config import DataSection
 from megarl.data.messages import as_read, as_written, encode_prompt
+from megarl.data.origins import as_note
 from megarl.data.parquet import write_rows
 from megarl.data.prepare import (
     check,
@@ -22,6 +23,7 @@ from megarl.data.prepare import (
     preferences,
     reasoning_gym,
 )
+from megarl.data.prepare.hub_data import HubData
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.table import DataRow
 from megarl.platform.arguments import Arguments
@@ -75,9 +77,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.tokenizer:
             _find(arguments.tokenizer)
         splits = arguments.build(arguments)
+        note = as_note(_hub_datasets(arguments))
         for split, rows in splits.items():
             path = arguments.out / f"{split}.parquet"
-            write_rows(path, rows)
+            write_rows(path, rows, note)
             print(f"{path}: {len(rows)} rows")
         _show(splits, arguments.tokenizer)
     except UserError as error:
@@ -149,6 +152,13 @@ def parser() -> Arguments:
 def _example(task: str) -> str:
     arguments = f"{NEEDED[task]} " if task in NEEDED else ""
     return f"megarl prepare {task} {arguments}--out data/{task}"
+
+
+def _hub_datasets(arguments: argparse.Namespace) -> list[str]:
+    """Return the ids of the data sets of the hub that the training rows come from."""
+    names = [*getattr(arguments, "files", []), *([arguments.source] if hasattr(arguments, "source") else [])]
+    found = (HubData.named(str(name)) for name in names)
+    return [data.id for data in found if data]
 
 
 def _find(tokenizer: str) -> None:

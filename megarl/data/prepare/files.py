@@ -10,12 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.data.prepare.hub_data import HubData
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError, placed
-from megarl.platform.hub import snapshot
 
 SPLITS = {"train": "train", "val": "test"}  # our name, and the name in the data sets
-KINDS = ("jsonl", "parquet", "json")
+KINDS = ("jsonl", "jsonl.gz", "parquet", "json")
 
 
 def add_source_arguments(parser: argparse.ArgumentParser, default: str) -> None:
@@ -25,7 +25,8 @@ def add_source_arguments(parser: argparse.ArgumentParser, default: str) -> None:
         dest="source",
         default=default,
         help="directory with files *train*.jsonl and *test*.jsonl (or .parquet, .json, or folders of such names with "
-        "one problem per .json), one such file, for training problems alone, or the id of a data set of the hub",
+        "one problem per .json), one such file, for training problems alone, or a data set of the hub, "
+        "OWNER/NAME[:CONFIG] or hf://datasets/OWNER/NAME[@REVISION][/FILE]",
     )
     parser.add_argument("--train", type=int, default=None, help="most training problems")
     parser.add_argument("--val", type=int, default=None, help="most validation problems")
@@ -48,13 +49,13 @@ def rows_of(
 
     Raises UserError if files are missing or cannot be read, and the hub has no such data set.
     """
+    data = HubData.named(arguments.source)
     place = Path(arguments.source)
-    if not place.exists():
-        with placed("--from: "):
-            place = snapshot(arguments.source, [f"*.{kind}" for kind in KINDS], "dataset")
+    is_file = place.is_file() or bool(data and data.file)
     rows = {}
-    for split, name in {"train": ""}.items() if place.is_file() else SPLITS.items():
-        files = [place] if place.is_file() else _files_of(place, name)
+    for split, name in {"train": ""}.items() if is_file else SPLITS.items():
+        with placed("--from: "):
+            files = data.files(name, KINDS) if data else [place] if is_file else _files_of(place, name)
         problems = islice(((file, i, row) for file in files for i, row in problems_of(file)), getattr(arguments, split))
         rows[split] = [
             make_row(problem, f"{file}, row {i}", split, index) for index, (file, i, problem) in enumerate(problems)
@@ -69,6 +70,8 @@ def _files_of(directory: Path, split: str) -> list[Path]:
         main = [path for path in found if path.parent.name == "main"]
         if found:
             return main or found
+    if not directory.is_dir():
+        raise UserError(f"no such file or directory: {directory}")
     folders = sorted(directory.rglob(f"{split}/**/*.json"))
     if not folders:
         raise UserError(f"{directory} has no file *{split}*.jsonl, *{split}*.parquet or *{split}*.json")
@@ -88,8 +91,9 @@ def problems_of(file: Path) -> Iterator[tuple[int, DataRow]]:
 
 
 def _json(file: Path) -> list[Any]:
-    text = file.read_text(encoding="utf-8")
-    if file.suffix == ".jsonl":
+    with pa.input_stream(str(file)) as source:  # decompresses
+        text = source.read().decode()
+    if ".jsonl" in file.suffixes:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     found = json.loads(text)
     return found if isinstance(found, list) else [found]

@@ -1,4 +1,4 @@
-"""Your own rows: JSON, CSV, parquet or Arrow files, or a saved Hugging Face data set, with columns of any names."""
+"""Your own rows: JSON, CSV, parquet or Arrow files, or a Hugging Face data set, with columns of any names."""
 
 import argparse
 import random
@@ -20,7 +20,8 @@ PLACE = "{prompt}"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this task."""
     parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl, .json, .csv, .tsv, .parquet, .arrow, or a "
-                        "directory that `Dataset.save_to_disk` wrote")  # fmt: skip
+                        "directory that `Dataset.save_to_disk` wrote, or a data set of the hub, OWNER/NAME[:CONFIG] or "
+                        "hf://datasets/OWNER/NAME[@REVISION][/FILE]")  # fmt: skip
     parser.add_argument(
         "--prompt",
         default="prompt",
@@ -54,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{MOST_VALIDATION_ROWS})",
     )
     parser.add_argument("--val-from", action="append", default=[], metavar="FILE", help="file for validation instead")
+    parser.add_argument("--split", default="train", help="split of a data set of the hub that FILE names")
+    parser.add_argument("--val-split", default="test", metavar="SPLIT", help="the same for --val-from")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument(
         "--sft", action="store_true", help="write prompts and responses, for `megarl sft`; the answer is the response"
@@ -70,9 +73,9 @@ def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
         raise UserError(f"--template {arguments.template!r} has no {PLACE}: write it at the place of the prompt")
     if arguments.plain and arguments.system:
         raise UserError("--system is a message, and --plain writes texts: leave out --system or --plain")
-    train = list(_rows(arguments, arguments.files, "train"))
+    train = list(_rows(arguments, arguments.files, "train", arguments.split))
     if arguments.val_from:
-        val = list(_rows(arguments, arguments.val_from, "val"))
+        val = list(_rows(arguments, arguments.val_from, "val", arguments.val_split))
     else:
         train, val = _divide(train, arguments.val, seed=arguments.seed)
     return {"train": train[: arguments.train], "val": val} if val else {"train": train[: arguments.train]}
@@ -88,12 +91,12 @@ def _divide(rows: list[DataRow], num_val: int | None, *, seed: int) -> tuple[lis
     return [row for i, row in enumerate(rows) if i not in drawn], val
 
 
-def _rows(arguments: argparse.Namespace, files: Sequence[str], split: str) -> Iterator[DataRow]:
+def _rows(arguments: argparse.Namespace, files: Sequence[str], split: str, hub_split: str) -> Iterator[DataRow]:
     columns = [arguments.prompt, *([arguments.answer] if arguments.answer else []), *arguments.keep]
     remedies = {arguments.prompt: "--prompt names another", arguments.answer or "": "--answer names another"}
     kinds: dict[str, type] = {}
     names: set[str] = set()
-    for index, record in enumerate(records_of(files, columns, remedies)):
+    for index, record in enumerate(records_of(files, columns, remedies, split=hub_split)):
         row = _row(arguments, record, split, index)
         names = names or {*row}
         if names != {*row}:

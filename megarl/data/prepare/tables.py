@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.ipc
 
+from megarl.data.prepare.hub_data import HubData
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow, WantedColumns
 from megarl.platform.errors import UserError
@@ -24,17 +25,19 @@ class Record(NamedTuple):
     values: DataRow
 
 
-def records_of(files: Sequence[str], columns: Sequence[str], remedies: Mapping[str, str]) -> Iterator[Record]:
+def records_of(
+    files: Sequence[str], columns: Sequence[str], remedies: Mapping[str, str], *, split: str
+) -> Iterator[Record]:
     """Yield the rows of files and directories in order, with only the columns named.
 
     Values of a .csv or .tsv file are texts. In a directory that `DatasetDict.save_to_disk` wrote, the split `train`
-    counts.
+    counts, and in a data set of the hub `split`.
 
     Raises:
         UserError: a file is missing, cannot be read, is empty or lacks a column.
     """
     wanted = WantedColumns(required=tuple(columns), remedies=remedies)
-    for file in chain.from_iterable(map(_files_of, files)):
+    for file in chain.from_iterable(_files_of(name, split) for name in files):
         suffix = Path(file).suffix.lower()
         if suffix not in (*SEPARATORS, *ARROW):
             rows = Rows(file, columns=columns, remedies=remedies)
@@ -53,13 +56,16 @@ def records_of(files: Sequence[str], columns: Sequence[str], remedies: Mapping[s
         yield from (Record(f"{file}, row {number}", row) for number, row in enumerate(found))
 
 
-def _files_of(name: str) -> list[str]:
-    """Return the files of a saved data set if `name` is a directory, else `name`."""
+def _files_of(name: str, split: str) -> list[str]:
+    """Return the files of a data set of the hub, those of a saved data set if `name` is a directory, else `name`."""
+    data = HubData.named(name)
+    if data:
+        return list(map(str, data.files(split)))
     directory = Path(name)
     if not directory.is_dir():
         return [name]
-    split = directory / "train"
-    found = sorted((split if split.is_dir() else directory).glob("*.arrow"))
+    train = directory / "train"
+    found = sorted((train if train.is_dir() else directory).glob("*.arrow"))
     if found:
         return list(map(str, found))
     for ending in ("parquet", "jsonl", "json", "csv"):
