@@ -17,7 +17,7 @@ from megarl.tracking.names import LEARNT, REWARD, validation_of
 from megarl.tracking.protocol import Row
 
 LICENSE = ("license", "license_name", "license_link")
-"""The fields of a card that state the licence: its id, and for the id `other` name and address."""
+"""The fields of a card that state the licence: its id, and with the id `other` its name and address."""
 RANKS_OF_VLLM = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's option --max-lora-rank."""
 

@@ -7,7 +7,7 @@ from megarl.platform.errors import UserError
 
 
 def check_name(name: str) -> None:
-    """Ask no host.
+    """Check the name of a repository, and ask no host.
 
     Raises:
         UserError: `name` is not OWNER/NAME in characters that the hub allows.
@@ -24,11 +24,11 @@ def check_name(name: str) -> None:
 
 
 def create_repository(name: str, *, private: bool) -> None:
-    """Create the repository of a model; an existing repository stays as it is.
+    """Create the repository of a model, unless it exists.
 
     Raises:
-        UserError: there is no token, the hub is out of reach, or it does not let the token write there; or the
-            repository is public, but shall be private.
+        UserError: there is no token, the hub is out of reach or refuses the token, or a repository that is to be
+            private is public.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -37,12 +37,12 @@ def create_repository(name: str, *, private: bool) -> None:
     api = HfApi()
     try:
         api.create_repo(name, private=private or None, exist_ok=True)
-        api.auth_check(name, write=True)  # somebody else's repository exists, too
+        api.auth_check(name, write=True)  # an existing repository may be somebody else's
         is_public = private and not api.model_info(name).private
     except Exception as error:  # the hub's client has errors of several libraries
         raise UserError(
-            f"{api.endpoint} gives no repository {name} to write to: {_reason(error)}; it takes a network, and a token "
-            "(HF_TOKEN, or `hf auth login`) that may write there"
+            f"{api.endpoint} gives no repository {name} to write to: {_reason(error)}; check the network, and that "
+            "the token (HF_TOKEN, or of `hf auth login`) may write there"
         ) from error
     if is_public:
         raise UserError(f"{name} exists and is public: make it private on its page, or leave out --private")

@@ -30,7 +30,7 @@ def _datasets_of(file: str) -> list[str]:
     path = local_path(file)
     try:
         metadata = pq.read_schema(path).metadata if path and path.is_file() else None
-    except (pa.ArrowException, OSError):  # no parquet: nobody noted anything
+        noted = json.loads((metadata or {}).get(_KEY, b"[]"))
+    except (pa.ArrowException, OSError, ValueError):  # megarl did not write it
         return []
-    found: list[str] = json.loads((metadata or {}).get(_KEY, b"[]"))
-    return found
+    return [name for name in noted if isinstance(name, str)] if isinstance(noted, list) else []

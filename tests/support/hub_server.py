@@ -122,7 +122,7 @@ def _entry(path: str, content: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def hub_server(monkeypatch: pytest.MonkeyPatch, home: Path, *, token: str | None = TOKEN) -> Iterator[Hub]:
+def hub_server(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Hub]:
     """Serve an empty hub, which programs that start in the block ask, with a cache of their own at `home`."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -163,9 +163,7 @@ def hub_server(monkeypatch: pytest.MonkeyPatch, home: Path, *, token: str | None
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         monkeypatch.setenv("HF_HOME", str(home))
         monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        if token:
-            monkeypatch.setenv("HF_TOKEN", token)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
         Thread(target=server.serve_forever, daemon=True).start()
         yield hub
         server.shutdown()

@@ -10,7 +10,7 @@ import pytest
 from megarl.checkpoint.state import State
 from megarl.commands import export
 from megarl.config.faults import ConfigError
-from tests.support.hub_server import hub_server
+from tests.support.hub_server import TOKEN, Repository, hub_server
 from tests.support.programs import PYTHON, run_program
 
 PUBLISH = """
@@ -76,25 +76,22 @@ def test_failed_upload_names_later_command(out: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("token", "is_up", "is_writable", "words"),
+    ("variable", "value", "words"),
     [
-        (None, True, True, "there is no token of the Hugging Face hub: set HF_TOKEN, or run `hf auth login`"),
-        ("hf_wrong", True, True, "401 Unauthorized"),
-        ("", False, True, "[Errno 111] Connection refused"),
-        ("", True, False, "You may not write here"),
+        ("HF_TOKEN", "", "there is no token of the Hugging Face hub: set HF_TOKEN, or run `hf auth login`"),
+        ("HF_TOKEN", "hf_wrong", "401 Unauthorized"),
+        ("HF_ENDPOINT", "http://127.0.0.1:9", "Connection refused"),
+        ("HF_HUB_OFFLINE", "1", "offline mode is enabled"),
+        ("HF_TOKEN", TOKEN, "You may not write here"),
     ],
 )
 def test_obstacles_are_found_before_the_work(
-    token: str | None, is_up: bool, is_writable: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, out = make_run(tmp_path / "run"), tmp_path / "out"
     with hub_server(monkeypatch, tmp_path / "home") as hub:
-        if token != "":
-            monkeypatch.delenv("HF_TOKEN") if token is None else monkeypatch.setenv("HF_TOKEN", token)
-        if not is_up:
-            monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-        hub.add("models/ann/model", {})
-        hub.repositories["models/ann/model"].writable = is_writable
+        monkeypatch.setenv(variable, value)
+        hub.repositories["models/ann/model"] = Repository(writable=False)
         code, printed = run_program(*PYTHON, "megarl", "export", run_dir, out, "--push-to", "ann/model", timeout_s=120)
     assert code == 2
     assert printed.startswith("1 fault in the configuration:\n  --push-to: "), printed

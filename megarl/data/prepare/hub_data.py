@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +50,17 @@ class HubData:
     def files(self, split: str, kinds: Sequence[str] = KINDS) -> list[Path]:
         """Download the files of a split, and return their paths in order.
 
-        The card of the data set declares the files, or else their names hold the name of the split.
+        The card of the data set declares the files; without such a card their names have the split in them.
 
         Raises:
             UserError: the hub has no such data set, configuration, split or file, or cannot be reached.
         """
-        if self.file:
-            patterns = [self.file]
-        else:
-            declared = self._declared(split)
-            patterns = declared or [f"*.{kind}" for kind in kinds]
+        declared = [escape(self.file)] if self.file else self._declared(split)
+        patterns = declared or [f"*.{kind}" for kind in kinds]
         place = snapshot(self.name, patterns, "dataset")
         paths = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
         found = matching(paths, patterns)
-        if not self.file and not declared:
+        if not declared:
             found = self._by_name(found, split, kinds)
         if not found:
             known = ", ".join(paths[:_SHOWN_FILES])
