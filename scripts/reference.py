@@ -32,8 +32,8 @@ def metrics() -> Iterator[str]:
         "(`trainer.logger`). SOURCE is a data source, N the number of responses to a prompt, K a power of two up to N. "
         "Metrics of an update are means over its mini-batches. A metric without a condition is recorded in every step. "
         "MLflow writes `@` as `_at_`. A name that a store refuses keeps its readable part, and a digest follows. "
-        "MLflow's tab of system metrics has processor, memory, disk, network and GPUs of the first rank's host, sampled "
-        "every ten seconds.",
+        "MLflow's tab of system metrics has processor, memory, disk, network and GPUs of the first rank's host, "
+        "sampled every ten seconds.",
         width=120,
         break_on_hyphens=False,
     )
