@@ -15,7 +15,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one rank has."""
+    """The device of a rank, or the rank's share of one."""
 
     name: str
     num_bytes: int  # of its memory
@@ -38,7 +38,7 @@ def choose_device(wanted: str, trainer: TrainerSection, dtype: str) -> Device:
         wanted: a key of `GPUS`, `here`, or `auto`: this machine if the run is for its CPU, if it has GPUs, or if the
             run has one rank; else an H100.
         trainer: the run's section.
-        dtype: name of the type of the trainer's weights, for which the speed of a CPU is measured, in seconds.
+        dtype: type of the trainer's weights, such as `bfloat16`. To measure a CPU's speed for it takes seconds.
     """
     if wanted in GPUS:
         return GPUS[wanted]
