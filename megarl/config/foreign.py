@@ -31,7 +31,7 @@ class ForeignRow:
     why: str = ""  # why these values change nothing
     least: Sequence[str] = ()  # the keys whose sum is the least of these values; `answer` is for smaller ones
     refuses: Sequence[Any] = ()  # the values to answer, of keys that megarl has
-    group: str = ""  # the entry points by which an installed package offers such a value
+    group: str = ""  # of the entry points under which an installed package may offer a value
     becomes: Mapping[Any, Any] = field(default_factory=dict)  # the values that have another name here
     to: str = ""  # the key here; {rest} is the part behind a pattern that ends in a star
     scale: float = 1.0  # of the value here, to that there
