@@ -195,8 +195,8 @@ PLAN = Command(
         type=click.Choice(["auto", "here", "h100", "h200", "b200"]),
         default="auto",
         show_default=True,
-        help="The device of a rank. here: this machine's GPU, or a share of its CPU, which is measured in seconds. auto: "
-        "here, if trainer.device=cpu, if this machine has GPUs, or if the run has one rank; else h100.",
+        help="The device of a rank. here: this machine's GPU, or a share of its CPU, which is measured in seconds. "
+        "auto: here, if trainer.device=cpu, if this machine has GPUs, or if the run has one rank; else h100.",
     ),
     click.Option(
         ["--gpu-memory"], type=amount, metavar="AMOUNT", help="Memory of a device  [default: as --device says]"
