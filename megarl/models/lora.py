@@ -202,8 +202,13 @@ def require_targets(architecture: Architecture, lora: Lora) -> None:
     """Check that the adapters select projections of a model.
 
     Raises:
-        UserError: a target or an exception selects none, or all targets are excepted.
+        UserError: a target or an exception selects none, all targets are excepted, or the rank exceeds the hidden size.
     """
+    if lora.rank > architecture.hidden_size:
+        raise UserError(
+            f"lora_rank: {lora.rank} exceeds the model's hidden size {architecture.hidden_size}: its matrices have no "
+            "larger rank; 16 is usual"
+        )
     known = _all_projections(architecture, lora)
     for key, names in (("target_modules", lora.targets), ("exclude_modules", lora.excluded)):
         for one in [names] if isinstance(names, str) else [(name,) for name in names]:

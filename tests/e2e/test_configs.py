@@ -133,7 +133,7 @@ def test_fits_the_devices_it_asks_for(path: Path, tmp_path: Path, capsys: pytest
         assert load([str(path)], world_size=None, check_paths=False)
         return
     config = load_config([str(path)], world_size=None, check_paths=False)
-    arguments = [str(path), "--json"]
+    arguments = [str(path), "--json", *([] if config.trainer.device == "cpu" else ["--device=h100"])]
     if not (ROOT / config.actor_rollout_ref.model.path).is_dir():
         model = SIZES.get(config.actor_rollout_ref.model.path, SMALL)
         (tmp_path / "config.json").write_text(json.dumps(model))

@@ -91,7 +91,7 @@ def test_foreign_key_gets_answer_instead_of_unknown_key(section: str) -> None:
         ("data.image_key=images", "not supported: prompts and responses are text"),
         ("actor_rollout_ref.rollout.quantization=fp8", "not supported: the engine has the actor's weights"),
         ("data.gen_batch_size=24", "batches for algorithm.filter_groups have data.train_batch_size"),
-        ("actor_rollout_ref.model.lora.type=dora", "not supported: adapters are those of LoRA"),
+        ("actor_rollout_ref.model.lora.type=dora", "not supported: adapters are those of LoRA, write lora"),
         ("actor_rollout_ref.model.lora.dropout=0.1", "other probabilities than those that were sampled"),
         ("trainer.logger=[swanlab]", "swanlab is not supported: write wandb, mlflow, tensorboard"),
     ],
@@ -139,6 +139,10 @@ RENAMED = [
     ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "actor_rollout_ref.actor.optim.lr_warmup_steps=null"),
     ("actor_rollout_ref.actor.clip_ratio_low=10", "actor_rollout_ref.actor.clip_ratio_low=1.0"),
     ("trainer.logger=[console,file]", "trainer.logger=[console,jsonl]"),
+    (
+        "actor_rollout_ref.model.lora.target_modules=[linear_q,linear_fc1_up]",
+        "actor_rollout_ref.model.target_modules=[q_proj,up_proj]",
+    ),
 ]
 
 
