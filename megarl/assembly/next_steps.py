@@ -34,6 +34,7 @@ def next_steps(config: Config | SupervisedConfig, ending: Ending) -> Iterator[tu
         yield "samples", str(samples)
     if trainer.rollout_data_dir:
         yield "all samples", trainer.rollout_data_dir
+        yield "browse them", shlex.join(["megarl", "report", str(run_dir), "--samples"])
     if "mlflow" in trainer.logger:
         uri = tracking_uri(trainer.mlflow_tracking_uri, run_dir)
         yield "MLflow", how_to_open(uri, known_run_id(run_dir / RUN_ID_FILE))

@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from megarl.platform.files import write_whole
 from megarl.platform.terminal import visible
+from megarl.report.browser import BROWSER_FILE
 from megarl.report.charts import figures
 from megarl.report.differences import between, from_default
 from megarl.report.read import Run
@@ -28,11 +29,12 @@ MOST_SAMPLES = 6  # in each direction
 
 def write_report(runs: Sequence[Run], path: Path) -> None:
     """Write the report of a run, or of several side by side, completely or not at all. OSError if the disk refuses."""
-    write_whole(path, render(runs).encode(errors="replace"))
+    has_browser = len(runs) == 1 and (path.parent / BROWSER_FILE).is_file()
+    write_whole(path, render(runs, browser=BROWSER_FILE if has_browser else None).encode(errors="replace"))
 
 
-def render(runs: Sequence[Run]) -> str:
-    """Return the page."""
+def render(runs: Sequence[Run], *, browser: str | None = None) -> str:
+    """Return the page, with a link to the page of all samples if there is one."""
     single = runs[0] if len(runs) == 1 else None
     better, worse = _changes(single) if single else ([], [])
     return _template().render(
@@ -47,6 +49,7 @@ def render(runs: Sequence[Run]) -> str:
         compared={} if single else between([run.config for run in runs]),
         history=[_event(row) for row in single.history] if single else [],
         versions=_versions(single) if single else {},
+        browser=browser,
         library=library(),
     )
 

@@ -13,6 +13,7 @@ become texts.
 
 import json
 import logging
+import re
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -109,6 +110,22 @@ def steps_in(directory: Path) -> dict[int, Path]:
     """Return the files of training steps in a directory by step, ascending."""
     numbers = {path: path.stem.removeprefix(STEP) for path in directory.glob(f"{STEP}*{SUFFIX}")}
     return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
+
+
+def stored_in(directory: Path) -> dict[str, Path]:
+    """Return the files of all steps and validations in a directory by name, in the order of the run."""
+    found = [
+        (int(path.stem.rpartition("_")[2]), path.stem, path)
+        for path in directory.glob(f"*{STEP}*{SUFFIX}")
+        if re.fullmatch(rf"(val_)?{STEP}\d+", path.stem)
+    ]
+    return {name: path for _, name, path in sorted(found)}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the samples in a file, or in all files of a directory, by columns. Raises Damage."""
+    rows: list[dict[str, Any]] = _read(path).to_pylist()
+    return rows
 
 
 def step_of(path: Path) -> int:

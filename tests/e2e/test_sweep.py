@@ -1,5 +1,6 @@
 """`megarl sweep` of two short runs: trained one after another, compared, and not repeated."""
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def test_two_runs_are_trained_and_compared(workspace: Workspace, tmp_path: Path)
     assert first["actor/lr"] == pytest.approx(10 * second["actor/lr"])
     names = [run.info.run_name for directory in runs for run in mlflow_runs(directory)[1]]
     assert names == ["run-lr=1e-3", "run-lr=1e-4"]
-    assert f"megarl compare {runs[0]} {runs[1]}" in printed
+    assert shlex.join(["megarl", "compare", *map(str, runs)]) in printed
     again = succeed(*command, timeout_s=120)
     assert "run 1 of" not in again
     assert again.strip() in printed

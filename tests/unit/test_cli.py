@@ -166,7 +166,7 @@ def completions(*words: str) -> list[tuple[str, str]]:
         (("prepare", "--check", "data/tr"), ("file", "data/tr")),
         (("prepare", "own", "mine.csv", "--prom"), ("plain", "--prompt")),
         (("report", "--o"), ("plain", "--out")),
-        (("report", "runs/a"), ("file", "runs/a")),
+        (("report", "runs/a"), ("dir", "runs/a")),
     ],
 )
 def test_shells_complete_commands_options_and_keys(words: tuple[str, ...], expected: tuple[str, str]) -> None:

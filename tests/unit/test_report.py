@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +15,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megarl.commands.report import main
 from megarl.platform.errors import UserError
 from megarl.report import page
-from megarl.report.__main__ import main
 from megarl.report.charts import CHARTS, figures, running_mean, thin
 from megarl.report.differences import between, from_default
 from megarl.report.page import library, render
@@ -30,6 +28,7 @@ from megarl.tracking import lines
 from megarl.tracking.history import History
 from megarl.tracking.jsonl import Jsonl, read_jsonl
 from megarl.tracking.metrics import describe
+from tests.support.browsers import BROWSER, browse
 from tests.support.runs import config_of, write_run
 
 SCORE = "critic/score/mean"
@@ -38,7 +37,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
     max_leaves=3,
 )
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def test_every_chart_metric_is_recorded_by_run() -> None:
@@ -374,13 +372,3 @@ def test_browser_reports_script_errors_and_forbidden_requests(tmp_path: Path) ->
     assert "The charts cannot be drawn" in dom
     assert any("violates the following Content Security Policy" in error for error in errors)
     assert any("Uncaught" in error for error in errors)
-
-
-def browse(page: Path) -> tuple[str, list[str]]:
-    """Return the document after its scripts have run, and the lines of the console."""
-    assert BROWSER
-    profile = page.parent / "profile"
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-    command += ["--enable-logging=stderr", "--virtual-time-budget=60000", "--dump-dom", page.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    return shown.stdout, [line for line in shown.stderr.splitlines() if "CONSOLE" in line]

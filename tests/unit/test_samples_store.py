@@ -20,7 +20,16 @@ from megarl.batch import Scored
 from megarl.distributed.sharded import Shares, shard
 from megarl.platform.small_files import Damage
 from megarl.samples.schema import COLUMNS, arrow_schema
-from megarl.samples.store import SampleStore, is_one_step, read_samples, step_of, steps_in, write_samples
+from megarl.samples.store import (
+    SampleStore,
+    is_one_step,
+    read_rows,
+    read_samples,
+    step_of,
+    steps_in,
+    stored_in,
+    write_samples,
+)
 from tests.support.ranks import world_of_one
 from tests.support.records import alone, answer, prompts
 
@@ -370,3 +379,15 @@ def test_pipe_in_place_of_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "step_1.parquet")
     with pytest.raises(Damage, match="something else is in the place"):
         read_samples(tmp_path / "step_1.parquet")
+
+
+def test_rows_of_all_files_in_the_order_of_the_run(tmp_path: Path) -> None:
+    for step, name in ((10, "step_10"), (2, "step_2"), (2, "val_step_2"), (3, "other_step_3"), (3, "step_x")):
+        write_samples(tmp_path / f"{name}.parquet", scored([1, 1]), None, step=step)
+    assert list(stored_in(tmp_path)) == ["step_2", "val_step_2", "step_10"]
+    record = as_episodes(scored([2, 1, 4, 3]))
+    write_samples(tmp_path / "step_4.parquet", record, None, step=4)
+    rows = read_rows(stored_in(tmp_path)["step_4"])
+    assert [row["response"] for row in rows] == record.texts
+    assert [sum(row["observed"]) for row in rows] == [0, 0, 2, 0]
+    assert stored_in(tmp_path / "nowhere") == {}

@@ -386,11 +386,25 @@ WATCH = Command(
     "a prompt's response at first and now. Reads the files of the run, also on another machine that sees them.",
     example="megarl watch checkpoints/countdown/ppo-qwen2.5-3b",
 )
-REPORT = Relay(
+REPORT = Command(
     "report",
-    module="megarl.report.__main__",
+    click.Argument(["runs"], nargs=-1, required=True, type=RunDirectory(), metavar="RUN_DIR..."),
+    click.Option(
+        ["--out"],
+        type=PATH,
+        metavar="FILE",
+        help="The page  [default: report.html in RUN_DIR, or here for several runs]",
+    ),
+    click.Option(
+        ["--samples"],
+        is_flag=True,
+        help="Write samples.html in RUN_DIR too: all samples that the run kept in trainer.rollout_data_dir.",
+    ),
+    module="megarl.commands.report",
     section=USES,
-    text="Write one page about a run, or about several side by side.",
+    text="Write one page about a run, or about several side by side.\n\nThe pages need no network.",
+    example="megarl report checkpoints/gsm8k/grpo --samples\n"
+    "megarl report checkpoints/gsm8k/grpo checkpoints/gsm8k/dapo --out both.html",
 )
 
 NEW = Command(

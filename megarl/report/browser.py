@@ -1,0 +1,93 @@
+"""Pages that show all samples that a run kept: one page, and beside it a script for each file of samples.
+
+A page that is opened from a disk may load scripts, but no data. So the samples are scripts.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from megarl.platform.files import write_whole
+from megarl.platform.terminal import visible
+from megarl.tracking.protocol import Row
+
+BROWSER_FILE = "samples.html"
+SCRIPTS = "samples_html"
+"""The directory of the scripts, next to the page."""
+FACTS = ("score", "accuracy", "answer", "failure", "truncated", "num_turns", "stop_reason", "fault")
+"""The columns that the page shows of each sample, if they have a value."""
+DIGITS = 3  # of a log-probability
+
+TextOf = Callable[[int], str]
+"""Returns the text of a token."""
+
+
+def write_browser(
+    title: str, files: Mapping[str, Callable[[], Sequence[Row]]], directory: Path, text_of: TextOf | None
+) -> Path:
+    """Write the page and its scripts, and return the page.
+
+    Args:
+        title: of the page.
+        files: name -> reads the samples of a file, as `samples/schema.py` describes their columns.
+        directory: of the page.
+        text_of: None: the tokens have no texts, and the page shows responses as a whole.
+
+    Raises:
+        OSError: the disk refuses a file.
+        Damage: a file cannot be read.
+    """
+    scripts = directory / SCRIPTS
+    scripts.mkdir(parents=True, exist_ok=True)
+    for number, (name, read) in enumerate(files.items()):
+        groups = [_group(list(rows), text_of) for _, rows in groupby(read(), key=lambda row: row["group"])]
+        write_whole(scripts / f"{number}.js", f"show({_script(name)}, {_script(groups)});\n".encode())
+    environment = Environment(
+        loader=PackageLoader("megarl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    template = environment.get_template("browser.html")
+    text = template.render(title=visible(title), names=_script(list(files)), scripts=SCRIPTS)
+    page = directory / BROWSER_FILE
+    write_whole(page, text.encode(errors="replace"))
+    return page
+
+
+def _script(value: object) -> str:
+    """Return a value as JSON that no text in it ends as a script."""
+    return json.dumps(value).replace("<", "\\u003c")
+
+
+def _group(rows: Sequence[Row], text_of: TextOf | None) -> dict[str, Any]:
+    first = rows[0]
+    return {
+        "prompt": visible(first["prompt"]),
+        "facts": _facts(first, ("ground_truth", "data_source", "index")),
+        "samples": [_sample(row, text_of) for row in rows],
+    }
+
+
+def _sample(row: Row, text_of: TextOf | None) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "facts": _facts(row, FACTS),
+        "response": visible(row["response"]),
+    }
+    if text_of:
+        found["tokens"] = [visible(text_of(token)) for token in row["response_ids"]]
+        found["logs"] = _rounded(row["rollout_log_probs"])
+        found["observed"] = row["observed"]
+        found["rewards"] = _rounded(row["turn_rewards"])
+    return found
+
+
+def _facts(row: Row, names: Sequence[str]) -> dict[str, Any]:
+    """Return the columns that have a value; control characters in texts are escaped."""
+    found = {name: row[name] for name in names if row[name] is not None}
+    return {name: visible(value) if isinstance(value, str) else value for name, value in found.items()}
+
+
+def _rounded(numbers: Iterable[float] | None) -> list[float] | None:
+    return None if numbers is None else [round(number, DIGITS) for number in numbers]
