@@ -101,7 +101,7 @@ def test_names_of_projections_select_them_alone() -> None:
     assert adapted_projections(sizes, first) == ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
 
 
-def test_a_rank_above_the_hidden_size_is_a_fault() -> None:
+def test_a_rank_above_the_hidden_size() -> None:
     model = architecture("llama")
     require_targets(model, Lora(rank=model.hidden_size, alpha=2.0))
     with pytest.raises(UserError, match="lora_rank: .* exceeds the model's hidden size"):

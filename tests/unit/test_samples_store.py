@@ -381,7 +381,7 @@ def test_pipe_in_place_of_file_does_not_block(tmp_path: Path) -> None:
         read_samples(tmp_path / "step_1.parquet")
 
 
-def test_rows_of_all_files_in_the_order_of_the_run(tmp_path: Path) -> None:
+def test_rows_of_all_files_in_order(tmp_path: Path) -> None:
     for step, name in ((10, "step_10"), (2, "step_2"), (2, "val_step_2"), (3, "other_step_3"), (3, "step_x")):
         write_samples(tmp_path / f"{name}.parquet", scored([1, 1]), None, step=step)
     assert list(stored_in(tmp_path)) == ["step_2", "val_step_2", "step_10"]
