@@ -294,21 +294,22 @@ def follow(kind: str, arguments: list[str]) -> bool:
 
 
 def explore(arguments: list[str]) -> bool:
-    """On the only rank: run `megarl train` and return whether every weight of the actor changed."""
+    """On the only rank: run `megarl train`; return whether each weight of the actor, or of its adapters, changed."""
     from megarl.assembly import run as build
 
     build_training, watched = build.build_training, {}
 
     def build_and_watch(*arguments: Any, **keywords: Any) -> Any:
         run = build_training(*arguments, **keywords)
-        watched["learner"] = run.job.actor.learner  # type: ignore[attr-defined]
-        with watched["learner"].weights() as weights:
+        learner = run.job.actor.learner  # type: ignore[attr-defined]
+        watched["weights"] = learner.adapters if learner.lora else learner.weights
+        with watched["weights"]() as weights:
             watched["before"] = {name: tensor.clone() for name, tensor in weights.items()}
         return run
 
     build.build_training = build_and_watch  # the trainer looks the function up when it starts
     train.main(arguments)
-    with watched["learner"].weights() as weights:
+    with watched["weights"]() as weights:
         return all(not tensor.equal(watched["before"][name]) for name, tensor in weights.items())
 
 
