@@ -33,7 +33,7 @@ def metrics() -> Iterator[str]:
         "Metrics of an update are means over its mini-batches. A metric without a condition is recorded in every step. "
         "MLflow writes `@` as `_at_`. A name that a store refuses keeps its readable part, and a digest follows. "
         "MLflow's tab of system metrics has processor, memory, disk, network and GPUs of the first rank's host, "
-        "sampled every ten seconds.",
+        "sampled every ten seconds, unless MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING is false.",
         width=120,
         break_on_hyphens=False,
     )

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlencode
 
 from mlflow import MlflowClient
 from mlflow.entities import LifecycleStage, Metric, Param
+from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING as SYSTEM_METRICS
 from mlflow.exceptions import InvalidUrlException, MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
@@ -94,8 +95,9 @@ class Store:
             self._client.update_run(self._run_id, status="RUNNING")
         else:
             self._open()
-        self._monitor = SystemMetricsMonitor(self._run_id, SAMPLED_S, resume_logging=True, tracking_uri=self._uri)
-        self._monitor.start()
+        if SYSTEM_METRICS.get() or not SYSTEM_METRICS.is_set():
+            self._monitor = SystemMetricsMonitor(self._run_id, SAMPLED_S, resume_logging=True, tracking_uri=self._uri)
+            self._monitor.start()
 
     def _open(self) -> None:
         """Create the run, unless an attempt created it whose reply was lost."""

@@ -446,6 +446,14 @@ def test_flatten_by_hand() -> None:
     }
 
 
+def test_host_metrics_can_be_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "false")
+    before = {*threading.enumerate()}
+    opened = tracker(tmp_path)
+    assert "SystemMetricsMonitor" not in [thread.name for thread in {*threading.enumerate()} - before]
+    opened.close()
+
+
 def test_host_metrics_fill_their_tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_store, "SAMPLED_S", 0.1)
     name = "system/cpu_utilization_percentage"
