@@ -238,7 +238,18 @@ def test_signal_reaches_run_and_ends_sweep(here: Path) -> None:
 
 def test_ctrl_c_reaches_run_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "program.py").write_text(WAITS)
-    inside = ["bash", "-c", f'cd {here} && exec "$@"', "bash", sys.executable, "-c", SWEEP, "run.yaml", "--seeds", "2"]
+    inside = [
+        "bash",
+        "-c",
+        f'cd {shlex.quote(str(here))} && exec "$@"',
+        "bash",
+        sys.executable,
+        "-c",
+        SWEEP,
+        "run.yaml",
+        "--seeds",
+        "2",
+    ]
     job = AtTerminal(inside, os.environ)
     wait_for(Path("started").exists)
     job.type(CTRL_C)
@@ -273,18 +284,19 @@ def test_slurm_script_runs_its_combination(here: Path, capsys: Captured, code: i
     options = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     assert {"#SBATCH --array=0-1", "#SBATCH --output=slurm-%A_%a.out", "#SBATCH --requeue"} <= set(options)
     for name, own in (("srun", code), ("scontrol", 0)):
-        (here / name).write_text(f'#!/bin/sh\necho "$(pwd) $(basename "$0") $*" >>{here}/calls\nexit {own}\n')
+        calls = shlex.quote(str(here / "calls"))
+        (here / name).write_text(f'#!/bin/sh\necho "$(pwd) $(basename "$0") $*" >>{calls}\nexit {own}\n')
         (here / name).chmod(0o755)
     slurm = {"JOB_ID": "8", "ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": "1", "JOB_NUM_NODES": "2", "NTASKS_PER_NODE": "8"}
     environ = {f"SLURM_{name}": value for name, value in slurm.items()} | {"PATH": f"{here}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", script], env=os.environ | environ, cwd="/", check=False)
-    calls = (here / "calls").read_text().splitlines()
+    called = (here / "calls").read_text().splitlines()
     assert done.returncode == code
     own = f"{LR}=1e-4 trainer.default_local_dir=runs/lr=1e-4 trainer.experiment_name=base-lr=1e-4"
-    assert calls[0].startswith(f"{here} srun ")
-    assert f"{sys.executable} -m megarl.commands.train run.yaml trainer.nnodes=2 {own} " in calls[0]
-    assert calls[0].endswith(" trainer.nnodes=2 trainer.n_gpus_per_node=8")
-    assert calls[1:] == ([f"{here} scontrol requeue 7_1"] if code else [])
+    assert called[0].startswith(f"{here} srun ")
+    assert f"{sys.executable} -m megarl.commands.train run.yaml trainer.nnodes=2 {own} " in called[0]
+    assert called[0].endswith(" trainer.nnodes=2 trainer.n_gpus_per_node=8")
+    assert called[1:] == ([f"{here} scontrol requeue 7_1"] if code else [])
 
 
 def test_slurm_script_holds_no_secret(here: Path, capsys: Captured) -> None:

@@ -13,7 +13,7 @@ from megarl.commands.new.tiny import write_model
 from megarl.platform.errors import UserError
 from megarl.platform.files import check_writable, write_whole
 from megarl.platform.secrets import guard_output
-from megarl.platform.terminal import visible
+from megarl.platform.terminal import print_message, visible
 
 TEMPLATES = Path(__file__).with_name("templates")
 ENDING = ".template"
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     for path in paths:
         print(visible(str(path)))
     if not typed["tiny"] and not any(Path("/dev").glob("nvidia[0-9]*")):
-        print(NO_GPU)
+        print_message(NO_GPU)
     print(visible(f"next: cd {shlex.quote(str(typed['directory']))}, and see README.md"))
     return 0
 
