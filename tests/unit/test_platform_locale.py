@@ -55,7 +55,7 @@ def test_commands_that_read_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"data": {"prompt_key": TEXT}}, allow_unicode=True), "utf-8")
     found = json.loads(run("-m", "megarl", "compare", *map(str, runs), "--json"))
     assert found["differences"] == {"data.prompt_key": [f"{TEXT}a", f"{TEXT}b"]}
-    run("-m", "megarl.report", str(runs[0]))
+    run("-m", "megarl", "report", str(runs[0]))
     assert TEXT.encode() in (runs[0] / "report.html").read_bytes()
     shown = run("-m", "megarl", "config", str(tmp_path / "mine.yaml"), "data.prompt_key", code=2)  # keys are missing
     assert "value    \\xe9\\u6f22\\U0001f642   (" in shown
