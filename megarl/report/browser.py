@@ -9,10 +9,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from megarl.platform.files import write_whole
 from megarl.platform.terminal import visible
+from megarl.report.templates import template
 from megarl.tracking.protocol import Row
 
 BROWSER_FILE = "samples.html"
@@ -46,11 +45,7 @@ def write_browser(
     for number, (name, read) in enumerate(files.items()):
         groups = [_group(list(rows), text_of) for _, rows in groupby(read(), key=lambda row: row["group"])]
         write_whole(scripts / f"{number}.js", f"show({_script(name)}, {_script(groups)});\n".encode())
-    environment = Environment(
-        loader=PackageLoader("megarl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    template = environment.get_template("browser.html")
-    text = template.render(title=visible(title), names=_script(list(files)), scripts=SCRIPTS)
+    text = template("browser.html").render(title=title, names=_script(list(files)), scripts=SCRIPTS)
     page = directory / BROWSER_FILE
     write_whole(page, text.encode(errors="replace"))
     return page

@@ -11,15 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-
 from megarl.platform.files import write_whole
-from megarl.platform.terminal import visible
 from megarl.report.browser import BROWSER_FILE
 from megarl.report.charts import figures
 from megarl.report.differences import between, from_default
 from megarl.report.read import Run
 from megarl.report.summary import faults, notes, score_of, summary
+from megarl.report.templates import template
 from megarl.tracking.names import PHASES, STEP_SECONDS, TIMING, phases_of, titled
 from megarl.tracking.protocol import Row
 from megarl.tracking.samples import Pair, pairs
@@ -37,7 +35,7 @@ def render(runs: Sequence[Run], *, browser: str | None = None) -> str:
     """Return the page, with a link to the page of all samples if there is one."""
     single = runs[0] if len(runs) == 1 else None
     better, worse = _changes(single) if single else ([], [])
-    return _template().render(
+    return template("page.html").render(
         title=", ".join(run.name for run in runs),
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
         runs=[_summary(run) for run in runs],
@@ -52,24 +50,6 @@ def render(runs: Sequence[Run], *, browser: str | None = None) -> str:
         browser=browser,
         library=library(),
     )
-
-
-@cache
-def _template() -> Template:
-    """Return the compiled template. A run writes its report many times."""
-    environment = Environment(
-        loader=PackageLoader("megarl.report", "."),
-        autoescape=True,
-        finalize=_shown,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
-    return environment.get_template("page.html")
-
-
-def _shown(value: object) -> Any:
-    """Return a text with escapes for control characters; the template's own markup stays as it is."""
-    return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 @cache
