@@ -143,6 +143,7 @@ def missing_bytes(source: Layout, destination: Layout, shapes: dict[str, tuple[i
 @pytest.mark.parametrize(
     ("variant", "engine_tp", "lora"),
     [("llama", 1, None), ("llama", 2, None), ("qwen2", 1, None), ("qwen2", 2, None), ("llama", 2, LORA)],
+    ids=["llama-1", "llama-2", "qwen2-1", "qwen2-2", "llama-2-adapters"],
 )
 def test_engine_has_the_trainers_weights_after_every_update(
     pool: RankPool, tmp_path: Path, variant: str, engine_tp: int, lora: Lora | None

@@ -142,6 +142,17 @@ def test_names_of_tests_are_short(trees: dict[Path, ast.Module]) -> None:
     assert names == set()
 
 
+def test_cases_that_the_makefile_names_exist(trees: dict[Path, ast.Module]) -> None:
+    """Pytest runs nothing if a case is missing."""
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)\[([^]]+)]", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert named
+    for path, name, case in named:
+        found = [function for function in functions(trees[Path(path)]) if function.name == name]
+        assert [function.name for function in found] == [name], path
+        ids = {node.value for node in ast.walk(found[0]) if isinstance(node, ast.Constant)}
+        assert case in ids, f"{path}::{name} has no case {case}"
+
+
 def test_no_class_name_is_given_twice(trees: dict[Path, ast.Module]) -> None:
     files: dict[str, list[str]] = {}
     for path, tree in trees.items():
