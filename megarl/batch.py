@@ -6,10 +6,11 @@ written twice. Records live in host memory. `Scored` is a `Rewarded` with texts 
 Shapes: `P` prompts, `B = P * n` samples (the `n` samples of prompt `p` are rows `p*n .. p*n + n - 1`),
 `N` tokens of all responses together. A column with a number for each token is `[N]`: the responses lie end to end, in
 the order of the samples, without padding. `rows` lays a column out as `[B, T]`, for `T` tokens of the longest response.
+`M` places: the tokens of prompts and responses together, except the last of each sample, which predicts nothing.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
@@ -19,14 +20,15 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+
+from megarl.columns import block_cuts, counted_from, cut, flat, in_rows, on_tokens, sample_sums, spans
 
 R = TypeVar("R", bound="Prompts")
 S = TypeVar("S", bound="Rollouts")
 PER_TOKEN = "per token"
 """The mark of fields with a number for each token."""
-BLOCK = 1 << 17
-"""Places in the rows of a block, which fit into the cache of a processor."""
+PER_PLACE = "per place"
+"""The mark of fields with a row for each place."""
 
 
 def int32(values: Iterable[int] = ()) -> "array[int]":
@@ -85,6 +87,8 @@ class Generation:
     token_ids: "array[int]"  # the stop token included
     log_probs: "array[float] | None"  # of each token, under the distribution it was drawn from; None = not requested
     truncated: bool  # reached the length limit before a stop token
+    routes: Tensor | None = field(default=None, compare=False)  # [tokens of prompt and response - 1, L, k], as in
+    # `Rollouts`, of the request that drew the last token; None: not requested, or not complete
     num_cached: int = 0  # tokens of the prompt whose keys were cached
     weight_versions: "array[int]" = field(default_factory=int32)  # of each token: finished steps at the sync of the
     # weights that drew it
@@ -224,6 +228,11 @@ def per_token(**settings: Any) -> Any:
     return field(metadata={PER_TOKEN: True}, **settings)
 
 
+def per_place(**settings: Any) -> Any:
+    """Declare a field with a row for each place of the samples, end to end: `[M, ...]`."""
+    return field(metadata={PER_PLACE: True}, **settings)
+
+
 def _itself(column: Tensor) -> Tensor:
     return column
 
@@ -246,6 +255,8 @@ class Rollouts(Prompts):
     # token more; None: the model reads the tokens of `prompts` and `responses`
     places: Tensor | None = per_token(default=None)  # int64: the last position in `sequences` that a reader sees before
     # each token
+    routes: Tensor | None = per_place(default=None)  # [M, L, k] uint8, or int16 of more than 256 experts: the k experts
+    # that the engine chose in each of L layers; None: the model that reads the samples chooses
     turn_rewards: Tensor | None = per_token(default=None)  # float32: the reward of each turn, on its last token; None:
     # there is no environment. The three below are None too then.
     num_turns: Tensor | None = None  # [B] int64
@@ -283,7 +294,7 @@ class Rollouts(Prompts):
         """The samples of each block, and their tokens."""
         lengths = self.num_tokens.tolist()
         ends = [0, *accumulate(lengths)]
-        return [(slice(first, last), slice(ends[first], ends[last])) for first, last in pairwise(_cuts(lengths))]
+        return [(slice(first, last), slice(ends[first], ends[last])) for first, last in pairwise(block_cuts(lengths))]
 
     def learnt_blocks(self, *columns: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yield the tokens of the policy in each block: how many each sample has, int64 `[b]`, and their columns."""
@@ -320,17 +331,11 @@ class Rollouts(Prompts):
 
     def spans(self, samples: Tensor) -> list[slice]:
         """Return the tokens of the given samples (int64 indices `[b]`), in their order: neighbours in one slice."""
-        if not len(samples):
-            return []
-        chosen = samples.numpy()
-        cuts = np.flatnonzero(np.diff(chosen) != 1) + 1
-        firsts, lasts = chosen[np.append(0, cuts)], chosen[np.append(cuts, len(chosen)) - 1]
-        ends = np.append(0, self.num_tokens.numpy().cumsum())
-        return [slice(*span) for span in zip(ends[firsts].tolist(), ends[lasts + 1].tolist(), strict=True)]
+        return spans(samples, self.num_tokens)
 
     def tokens_of(self, samples: Tensor, column: Tensor) -> Tensor:
         """Return the part of a column `[N]` that belongs to the given samples (int64 indices `[b]`), in their order."""
-        return column if self.are_all(samples) else _cut(column, self.spans(samples))
+        return column if self.are_all(samples) else cut(column, self.spans(samples))
 
     def on_tokens(self, numbers: Tensor) -> Tensor:
         """Return the column `[N]` with a number of each sample, `[B]`, on each of its tokens."""
@@ -371,6 +376,16 @@ class Rollouts(Prompts):
             return torch.tensor([len(sequence) for sequence in self.sequences])
         return self.prompt_lengths()[self.groups] + self.num_tokens
 
+    def num_places(self) -> Tensor:
+        """Return the number of places of each sample: `[B]` int64."""
+        return self.lengths() - 1
+
+    def routes_of(self, samples: Tensor) -> Tensor | None:
+        """Return the routes of the given samples (int64 indices `[b]`), in their order; None if there are none."""
+        if self.routes is None or self.are_all(samples):
+            return self.routes
+        return cut(self.routes, spans(samples, self.num_places()))
+
     def select(self, samples: Tensor) -> Self:
         """Return only the given samples (int64 indices `[b]`), in that order. Prompts are kept."""
         if self.are_all(samples):
@@ -379,9 +394,9 @@ class Rollouts(Prompts):
         listed = {"sequences": self.sequences, "stop_reasons": self.stop_reasons, "faults": self.faults}
         values: dict[str, Any] = {name: each and [each[sample] for sample in chosen] for name, each in listed.items()}
         values |= {name: numbers[samples] for name, numbers in self._per_sample()}
-        spans = self.spans(samples)
-        values |= {name: _cut(column, spans) for name, column in self.columns()}
-        return self._with(values)
+        tokens = self.spans(samples)
+        values |= {name: cut(column, tokens) for name, column in self.columns()}
+        return self._with(values | {"routes": self.routes_of(samples)})
 
     def of_prompts(self, places: Sequence[int]) -> Self:
         """Return only the prompts at `places`, ascending, with their samples."""
@@ -394,31 +409,36 @@ class Rollouts(Prompts):
         """Remove the response tokens of the given samples (bool `[B]`), so that nothing learns from them."""
         kept = (~samples).nonzero()[:, 0]
         columns = {name: self.tokens_of(kept, column) for name, column in self.columns()}
+        if self.routes is not None and len(kept) < len(self):
+            counts = self.num_places()
+            left = counts - self.num_tokens * samples
+            stays = counted_from(torch.zeros_like(counts), counts) < left.repeat_interleave(counts)
+            columns["routes"] = self.routes[stays]
         return self._with(columns | {"num_tokens": self.num_tokens * ~samples})
 
     def laid_out(self, move: Callable[[Tensor], Tensor]) -> Self:
         """Return the record that an objective receives: with what `move` makes of the rows `[B, T]` of each column.
 
-        The numbers of samples stay on the host.
+        The numbers of samples stay on the host, and routes are left out.
         """
-        return self._with({name: move(self.rows(column)) for name, column in self.columns()})
+        return self._with({name: move(self.rows(column)) for name, column in self.columns()} | {"routes": None})
 
     def _with(self, values: dict[str, Any]) -> Self:
         return replace(self, **values)
 
     def columns(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors with a number for each token, by name."""
-        return ((name, tensor) for name, tensor, is_per_token in self._tensors() if is_per_token)
+        return ((name, tensor) for name, tensor, marks in self._tensors() if PER_TOKEN in marks)
 
     def _per_sample(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors with a number for each sample, by name."""
-        return ((name, tensor) for name, tensor, is_per_token in self._tensors() if not is_per_token)
+        return ((name, tensor) for name, tensor, marks in self._tensors() if not marks)
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
+    def _tensors(self) -> Iterator[tuple[str, Tensor, Mapping[str, bool]]]:
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, Tensor):
-                yield each.name, value, PER_TOKEN in each.metadata
+                yield each.name, value, each.metadata
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -512,81 +532,13 @@ def merge(parts: Sequence[S], order: Tensor) -> S:
         of_parts = [getattr(part, each.name) for part in parts]
         if each.name == "prompts" or of_parts[0] is None:
             continue
-        if PER_TOKEN in each.metadata:
-            pieces = [piece for part, column in zip(parts, of_parts, strict=True) for piece in part.pieces(column)]
+        if each.metadata:
+            pieces = list[Tensor]()
+            for part, column in zip(parts, of_parts, strict=True):
+                counts = part.num_tokens if PER_TOKEN in each.metadata else part.num_places()
+                pieces += column.split(counts.tolist())
             values[each.name] = torch.cat([pieces[place] for place in chosen])
         else:
             joined = _joined(of_parts)
             values[each.name] = joined[order] if isinstance(joined, Tensor) else [joined[place] for place in chosen]
     return replace(parts[0], **values)
-
-
-def _cut(column: Tensor, spans: Sequence[slice]) -> Tensor:
-    """Return the given parts of a column, end to end."""
-    return torch.cat([column[:0], *(column[span] for span in spans)])
-
-
-def counted_from(starts: Tensor, counts: Tensor) -> Tensor:
-    """Return `starts[i], starts[i] + 1, ...`, `counts[i]` numbers for each `i`, end to end: int64."""
-    ends = counts.cumsum(0)
-    return torch.arange(int(counts.sum())) + (starts - ends + counts).repeat_interleave(counts)
-
-
-def reduced(reduce: np.ufunc, column: Tensor, counts: Tensor, *, dtype: type[np.generic] | None = None) -> Tensor:
-    """Reduce the numbers of each sample to one, `[b]`; zero without tokens. It depends on no other sample.
-
-    Args:
-        reduce: such as `numpy.maximum`.
-        column: `[n]`, in host memory.
-        counts: `[b]` int64, the tokens of each sample.
-        dtype: of the result; None: that of the column.
-    """
-    numbers, lengths = column.numpy(), counts.numpy()
-    starts = lengths.cumsum() - lengths
-    if len(lengths) and lengths.all():
-        return torch.from_numpy(reduce.reduceat(numbers, starts, dtype=dtype))
-    has_tokens = lengths > 0
-    found = np.zeros(len(lengths), dtype=dtype or numbers.dtype)
-    if len(numbers):
-        found[has_tokens] = reduce.reduceat(numbers, starts[has_tokens], dtype=dtype)
-    return torch.from_numpy(found)
-
-
-def sample_sums(column: Tensor, counts: Tensor) -> Tensor:
-    """Return the sum of the numbers of each sample, as `reduced` does: `[b]` float64."""
-    if column.dtype == torch.bool:
-        marks = column.numpy()
-        if marks.all() or not marks.any():
-            return counts.double() * bool(len(marks) and marks[0])
-        return reduced(np.add, column.view(torch.uint8), counts, dtype=np.int32).double()
-    return reduced(np.add, column.double(), counts)
-
-
-def on_tokens(numbers: Tensor, counts: Tensor) -> Tensor:
-    """Return the column `[n]` with a number of each sample, `[b]`, on each of its `counts` (int64 `[b]`) tokens."""
-    return torch.from_numpy(np.repeat(numbers.numpy(), counts.numpy()))
-
-
-def _cuts(lengths: Sequence[int]) -> list[int]:
-    """Return the first samples of blocks whose rows have at most `BLOCK` places, and the number of samples."""
-    cuts = [0]
-    width = 0
-    for place, length in enumerate(lengths):
-        width = max(width, length)
-        if place > cuts[-1] and width * (place + 1 - cuts[-1]) > BLOCK:
-            cuts.append(place)
-            width = length
-    return [*cuts, len(lengths)]
-
-
-def in_rows(column: Tensor, num_tokens: Tensor) -> Tensor:
-    """Lay a column `[N]` out as `[B, T]`, with zeros behind each sample's `num_tokens`. Keeps the gradient."""
-    if not len(num_tokens):
-        return column.view(0, 0)
-    return pad_sequence(column.split(num_tokens.tolist()), batch_first=True)
-
-
-def flat(rows: Tensor, num_tokens: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return the column `[N]` that is laid out in `rows` `[B, T]`, of samples of so many tokens; fill `out` with it."""
-    pieces = [row[:count] for row, count in zip(rows, num_tokens.tolist(), strict=True)]
-    return torch.cat([rows.new_empty(0), *pieces], out=out)

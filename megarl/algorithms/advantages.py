@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.masked import masked
-from megarl.batch import reduced
+from megarl.columns import reduced
 
 
 def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, num_tokens: Tensor, *, kl_coef: float) -> Tensor:

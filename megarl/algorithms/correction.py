@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.algorithms.kl import LOG_RATIO_LIMIT, bounded_exp
 from megarl.algorithms.masked import masked
-from megarl.batch import sample_sums
+from megarl.columns import sample_sums
 
 Level = Literal["token", "sequence", "geometric"]
 

@@ -91,6 +91,7 @@ def make_actor_learner(config: Config, source: Source, mesh: Mesh, *, last_step:
         balance=config.trainer.balance_batch,
         training=(actor.optim, actor.grad_clip, actor_updates(config, last_step)),
         lora=source.lora,
+        replays=policy.rollout.routing_replay == "engine",
     )
 
 
@@ -139,7 +140,8 @@ def make_reference(
         return None
     models = dict[str | None, Model[Any]]()
     if None not in config.teachers:
-        models[None] = make_frozen(config, actor.without_adapters() if actor.lora else _frozen(config, source, mesh))
+        start = actor.without_adapters() if actor.lora else _frozen(config, source, mesh, actor)
+        models[None] = make_frozen(config, start)
     for data_source, section in config.teachers.items():
         teacher = Source.read(section)
         theirs = teacher.tokenizer(trust_remote_code=section.trust_remote_code)
@@ -150,13 +152,13 @@ def make_reference(
                 f"{teacher.directory} (actor_rollout_ref.ref.{key}) has other tokens than the policy: {differing}. "
                 "A teacher reads the policy's tokens as they are: name a model that was trained with the same tokenizer"
             )
-        models[data_source] = make_frozen(config, _frozen(config, teacher, mesh))
+        models[data_source] = make_frozen(config, _frozen(config, teacher, mesh, actor))
     other = models.pop(None)
     return FrozenPolicies(PerDataSource(named={str(name): model for name, model in models.items()}, other=other))
 
 
-def _frozen(config: Config, source: Source, mesh: Mesh) -> Learner:
-    """Build this rank's part of a policy that never learns."""
+def _frozen(config: Config, source: Source, mesh: Mesh, actor: Learner) -> Learner:
+    """Build this rank's part of a policy that never learns. It replays routes if it has the actor's routers."""
     logger.info("starting: the reference")
     return make_learner(
         source.directory,
@@ -166,6 +168,7 @@ def _frozen(config: Config, source: Source, mesh: Mesh) -> Learner:
         role="policy",
         temperature=config.actor_rollout_ref.rollout.temperature,
         balance=config.trainer.balance_batch,
+        replays=actor.batching.replays and source.architecture.has_routers_of(actor.architecture),
     )
 
 

@@ -186,7 +186,8 @@ def build_replay(config: Config, launch: Launch, resources: ExitStack, recorded:
     resources.enter_context(occupy(Path(replay_config.trainer.default_local_dir)))
     resume_point = ResumePoint.find(config, continues=False)
     models, checkpoints = _make_models(config, launch, inputs, resume_point, mirrored=False)
-    samples = Replay.find(recorded, after=resume_point.state.step)
+    found = Replay.find(recorded, after=resume_point.state.step)
+    samples = replace(found, needs_routes=config.actor_rollout_ref.rollout.routing_replay == "engine")
     unrecorded = replace(resume_point, state=replace(resume_point.state, metrics={}))  # the run recorded the metrics
     tracker = run_tracker(replay_config, launch, unrecorded, last_step=samples.last_step)
     _log_sizes(config, resume_point, tracker, inputs)

@@ -10,6 +10,7 @@ from megarl.config.faults import Fault
 from megarl.config.keys import ACTOR, CRITIC_WARM_UP, LAYERS, MESH, POLICY, ROLLOUT, WORLD
 from megarl.config.learning_checks import learning_faults
 from megarl.config.mesh_checks import override_faults, size_faults
+from megarl.config.model_files import read_sizes
 from megarl.config.root import Config, SupervisedConfig, VerifyConfig
 from megarl.config.rule import CheckContext, Rule, rule
 from megarl.platform.errors import UserError
@@ -158,3 +159,12 @@ def _policy_cut(config: Config | VerifyConfig, context: CheckContext) -> Iterato
     policy = config.actor_rollout_ref
     yield from partition_faults(policy.model, POLICY, policy.actor.megatron, f"{ACTOR}.megatron")
     yield from engine_cut_faults(policy.model, policy.rollout)
+
+
+@rule(POLICY_RULES, POLICY, f"{ROLLOUT}.routing_replay")
+def _routing_replay(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+    """Only a mixture of experts has routes."""
+    policy = config.actor_rollout_ref
+    sizes = read_sizes(policy.model)
+    if policy.rollout.routing_replay != "none" and sizes and not sizes.experts:
+        yield Fault(f"{ROLLOUT}.routing_replay", f"{POLICY}.path has no experts to choose: leave it out")

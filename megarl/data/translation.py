@@ -39,12 +39,12 @@ class Translation:
         """
         if self._last is None or not _have_same_samples(self._last, batch):
             self._last = self._translated(batch)
-        return replace(batch, sequences=self._last.sequences, places=self._last.places)
+        return replace(batch, sequences=self._last.sequences, places=self._last.places, routes=None)
 
     def _translated(self, batch: R) -> R:
         read = [self._read(batch, row) for row in range(len(batch))]
         places = torch.tensor([place for _, of_row in read for place in of_row], dtype=torch.int64)
-        return replace(batch, sequences=[sequence for sequence, _ in read], places=places)
+        return replace(batch, sequences=[sequence for sequence, _ in read], places=places, routes=None)
 
     def _read(self, batch: Rollouts, sample: int) -> tuple[list[int], list[int]]:
         """Return the reader's tokens of a sample, and the place of the last one before each token of the response."""

@@ -4,6 +4,7 @@ One rank of each old share sends. One rank of each new share receives, and passe
 share along a tree. So a token crosses once from the ranks that drew it to the ranks that learn from it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import PER_TOKEN, Rollouts
+from megarl.batch import PER_PLACE, PER_TOKEN, Rollouts
 from megarl.distributed.exchange import host_group
 from megarl.distributed.sharded import Sharded, Shares, assembled
 
@@ -23,11 +24,12 @@ def route(samples: Sharded[Rollouts], record: type[R], owners: Tensor, shares: S
 
     Args:
         samples: `B` samples, as they are spread now.
-        record: the fields that travel. Only tensors do; other fields are None afterwards.
+        record: the fields that travel. Only tensors do, and no routes; other fields are None afterwards.
         owners: `[B]` int64, the new share of each sample.
         shares: the new shares.
     """
     index = samples.index
+    samples = samples.with_share(replace(samples.share, routes=None))
     layout = _Layout.of(samples.share, record)
     sending = _send(samples, layout, owners, shares)
     if shares.reports or samples.shares.number == 1:
@@ -39,7 +41,7 @@ def route(samples: Sharded[Rollouts], record: type[R], owners: Tensor, shares: S
             if shares.reports
             else torch.empty(layout.num_bytes(index.num_tokens[places]), dtype=torch.uint8)
         )
-        _pass_on(content, shares)
+        pass_on(content, shares.ranks[shares.here], shares.rank)
         share = layout.unpack(content, samples, places)
     for each in sending:
         each.wait()
@@ -58,7 +60,8 @@ class _Layout:
         found = {}
         for field in fields(record):
             value = getattr(example, field.name)
-            if isinstance(value, Tensor) and field.name not in ("groups", "num_tokens"):
+            known = field.name in ("groups", "num_tokens") or PER_PLACE in field.metadata
+            if isinstance(value, Tensor) and not known:
                 found[field.name] = (value.dtype, PER_TOKEN in field.metadata)
         return cls(record, dict(sorted(found.items(), key=lambda column: -column[1][0].itemsize)))
 
@@ -107,7 +110,7 @@ def _send(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares: S
     """Begin to send the samples of this rank's old share to the first rank of each new share that has none of them."""
     old = samples.shares
     sending = []
-    for share, local in _by_share(owners[samples.mine]) if old.reports else ():
+    for share, local in by_share(owners[samples.mine]) if old.reports else ():
         target = shares.ranks[share][0]
         if target not in old.ranks[old.here]:
             content = layout.pack(samples.share, local)
@@ -123,7 +126,7 @@ def _receive(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares
     kept = needed[index.owners[needed] == old.here]
     parts = [(kept, layout.keep(samples, kept))]  # also without a sample: the example
     coming: list[tuple[Tensor, Tensor, Any]] = []
-    for source, chosen in _by_share(index.owners[needed]):
+    for source, chosen in by_share(index.owners[needed]):
         if source != old.here:
             places = needed[chosen]
             content = torch.empty(layout.num_bytes(index.num_tokens[places]), dtype=torch.uint8)
@@ -134,7 +137,7 @@ def _receive(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares
     return parts
 
 
-def _by_share(owners: Tensor) -> list[tuple[int, Tensor]]:
+def by_share(owners: Tensor) -> list[tuple[int, Tensor]]:
     """Return the shares among `owners`, int64 `[b]`, ascending, each with its places, int64 and ascending.
 
     The cost depends on the given samples alone, and not on the number of shares.
@@ -144,10 +147,12 @@ def _by_share(owners: Tensor) -> list[tuple[int, Tensor]]:
     return list(zip(found.tolist(), places, strict=True))
 
 
-def _pass_on(content: Tensor, shares: Shares) -> None:
-    """Bring the bytes of a share from its first rank to its others: rank `i` gets them from `i` less its first bit."""
-    ranks = shares.ranks[shares.here]
-    place = ranks.index(shares.rank)
+def pass_on(content: Tensor, ranks: Sequence[int], rank: int) -> None:
+    """Bring bytes from the first of these ranks to the others: number `i` gets them from `i` less its first bit.
+
+    `rank` is this rank.
+    """
+    place = ranks.index(rank)
     if not len(content):
         return
     if place:

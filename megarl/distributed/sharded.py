@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import Prompt, Rollouts, counted_from, join, merge
+from megarl.batch import Prompt, Rollouts, join, merge
+from megarl.columns import counted_from
 from megarl.distributed.exchange import host_group, together
 
 R_co = TypeVar("R_co", bound=Rollouts, covariant=True)

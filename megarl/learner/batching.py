@@ -1,7 +1,7 @@
 """Division of a global batch into shares of the data-parallel ranks, and of a share into micro-batches."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,13 +32,15 @@ class Budget:
 class Batching:
     """Division of global batches over data-parallel ranks and micro-batches, for one model.
 
-    With `balance`, shares have nearly equal numbers of tokens; without, nearly equal numbers of samples.
+    With `balance`, shares have nearly equal numbers of tokens; without, nearly equal numbers of samples. With
+    `replays`, rows have the routes of their samples.
     """
 
-    def __init__(self, mesh: Mesh, config: Any, device: torch.device, *, balance: bool) -> None:
+    def __init__(self, mesh: Mesh, config: Any, device: torch.device, *, balance: bool, replays: bool = False) -> None:
         self._mesh = mesh
         self._device = device
         self.balance = balance
+        self.replays = replays
         self._num_parts = mesh.tp_size if config.sequence_parallel else 1
 
     def owners(self, lengths: Tensor, groups: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ class Batching:
         """Lay each micro-batch out as the row of tokens that the model's layers take."""
         packed = partial(
             pack_samples,
-            share,
+            share if self.replays else replace(share, routes=None),
             device=self._device,
             num_parts=self._num_parts,
             cp_rank=self._mesh.cp_rank,

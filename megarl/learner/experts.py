@@ -12,18 +12,27 @@ a coefficient c adds to the loss
 f_e is the share of the choices that fell on expert e, and P_e its mean probability, both within a micro-batch; the mean
 over micro-batches is weighted by tokens. So the z-loss is the same under every split of the batch. The load-balancing
 loss depends on the samples that share a micro-batch: on the token budget and on the data-parallel size.
+
+Routing replay (Ma et al. 2025, arXiv 2510.11370; called R3): if a sample has routes, its tokens go to the experts that
+the engine chose. Their weights are computed from the router's own scores, with their gradients. So rounding that
+differs between engine and trainer changes weights a little, and never the experts.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megarl.distributed.exchange import host_group
 from megarl.learner.together import compute_together
 from megarl.models.experts import Experts
 from megarl.platform.errors import UserError
@@ -79,10 +88,15 @@ class Router(TopKRouter):
     """Megatron's router with the choice of experts and the losses of this module."""
 
     num_tokens: int = 1  # of the global batch
+    place: int = 0  # among the routers of this rank
 
     def __init__(self, *args: object, experts: Experts, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.experts = experts
+        self.is_in_forward = False  # False within a backward pass, which computes a checkpoint's activations again
+        self.routes: Tensor | None = None  # [N, k] int64, of the micro-batch in the forward pass; None: choose
+        self.postponed = deque[Tensor | None]()  # the routes of micro-batches that will be computed again
+        self.agreement: Tensor | float = 0.0  # [2] float64: replayed choices that are the router's own too, and all
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token.
@@ -95,17 +109,34 @@ class Router(TopKRouter):
             [N, num_experts] float32 weights, zero for experts that were not chosen; [N, num_experts] bool, the choice.
         """
         logits = logits.flatten(0, -2)
-        weights, chosen = choose_experts(logits, self.experts, self.expert_bias)
+        routes = self._next_routes()
+        weights, chosen = choose_experts(logits, self.experts, self.expert_bias, routes)
+        real = torch.ones_like(logits[:, 0]) if padding_mask is None else (~padding_mask.flatten()).float()
+        replayed = None if routes is None else chosen
         if self.training and torch.is_grad_enabled():
-            real = torch.ones_like(logits[:, 0]) if padding_mask is None else (~padding_mask.flatten()).float()
             # Adds the gradients of the losses to the gradient that the weights get from the objective.
-            weights = MoEAuxLossAutoScaler.apply(weights, self._losses(logits, real) / self.num_tokens)
+            weights = MoEAuxLossAutoScaler.apply(weights, self._losses(logits, real, replayed) / self.num_tokens)
             if self.expert_bias is not None:  # moe_router_bias_update_rate > 0 moves the bias by this
                 self.local_tokens_per_expert += real @ chosen.float()
+        if self.training and self.is_in_forward and replayed is not None:
+            _, own = choose_experts(logits.detach(), self.experts, self.expert_bias)
+            counts = torch.stack([(own & replayed).sum(-1) @ real.long(), real.long().sum() * self.topk])
+            self.agreement = self.agreement + counts.double()
         return weights, chosen
 
-    def _losses(self, logits: Tensor, real: Tensor) -> Tensor:
-        """Return this rank's part of both losses, times the tokens of the micro-batch; `real` [N] is 0 for padding."""
+    def _next_routes(self) -> Tensor | None:
+        """Return the routes of the micro-batch that is computed: in a backward pass, the oldest that was postponed."""
+        if not self.is_in_forward:
+            return self.postponed.popleft() if self.postponed else None
+        if self.training and not torch.is_grad_enabled():  # within a checkpoint of activations
+            self.postponed.append(self.routes)
+        return self.routes
+
+    def _losses(self, logits: Tensor, real: Tensor, replayed: Tensor | None) -> Tensor:
+        """Return this rank's part of both losses, times the tokens of the micro-batch.
+
+        `real` [N] is 0 for padding. `replayed` [N, num_experts] bool is a choice that is not the router's own.
+        """
         loss = logits.new_zeros(())
         coefficient = self.config.moe_z_loss_coeff
         if coefficient:
@@ -113,24 +144,35 @@ class Router(TopKRouter):
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if coefficient:
             counted, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+            counted = counted if replayed is None else replayed
             choices = reduce_from_tensor_model_parallel_region(real @ counted.float(), self.tp_cp_group)
             shares = choices / choices.sum().clamp(min=1)
             loss = loss + coefficient * len(shares) * (shares * (real @ scores)).sum()
         return loss
 
 
-def choose_experts(logits: Tensor, experts: Experts, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return weights and choice, as `Router.routing`, for [N, num_experts] logits; `bias` affects only the choice."""
+def choose_experts(
+    logits: Tensor, experts: Experts, bias: Tensor | None, routes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return weights and choice, as `Router.routing`, for [N, num_experts] logits; `bias` affects only the choice.
+
+    `routes` [N, k] int64 are the chosen experts of each token; None: the scores decide.
+    """
     scores = logits.sigmoid() if experts.score == "sigmoid" else logits.softmax(-1)
-    choice = scores.detach() if bias is None else scores.detach() + bias
-    if experts.top_k_groups < experts.num_groups:
-        choice = _within_best_groups(choice, experts)
-    places = choice.topk(experts.top_k).indices
+    places = _best(scores.detach(), experts, bias) if routes is None else routes
     weights = scores.gather(-1, places)
     if experts.normalize_top_k:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, places, True)
     return torch.zeros_like(scores).scatter(-1, places, weights * experts.scaling), chosen
+
+
+def _best(scores: Tensor, experts: Experts, bias: Tensor | None) -> Tensor:
+    """Return the experts of each token, [N, k] int64, by [N, num_experts] scores."""
+    choice = scores if bias is None else scores + bias
+    if experts.top_k_groups < experts.num_groups:
+        choice = _within_best_groups(choice, experts)
+    return choice.topk(experts.top_k).indices
 
 
 def _within_best_groups(choice: Tensor, experts: Experts) -> Tensor:
@@ -167,9 +209,52 @@ def mark_experts(module: torch.nn.Module) -> None:
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
-def share_batch_size(modules: Iterable[torch.nn.Module], num_tokens: int) -> None:
-    """Give all routers of `modules` the number of tokens in the global batch, before a backward pass."""
-    for module in modules:
-        for part in module.modules():
-            if isinstance(part, Router):
-                part.num_tokens = num_tokens
+def routers_of(chunk: Any) -> list[Router]:
+    """Return the routers of a chunk of a GPTModel, in the order of its layers."""
+    return [layer.mlp.router for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
+
+
+def number_routers(chunks: Sequence[Any], experts: Experts | None) -> list[int]:
+    """Give each router its place among those of this rank, by layer. Return their places among those of the model."""
+    routers = sorted((router for chunk in chunks for router in routers_of(chunk)), key=lambda each: each.layer_number)
+    for place, router in enumerate(routers):
+        router.place = place
+    return [router.layer_number - 1 - experts.first_dense_layers for router in routers] if experts else []
+
+
+def prepare_routers(chunks: Iterable[Any], num_tokens: int) -> None:
+    """Tell all routers the number of tokens in the global batch, before a forward and a backward pass of it."""
+    for chunk in chunks:
+        for router in routers_of(chunk):
+            router.num_tokens = num_tokens
+            router.postponed.clear()
+            router.agreement = 0.0
+
+
+@contextmanager
+def replayed(chunk: Any, routes: Tensor | None) -> Iterator[None]:
+    """Let the routers of a chunk take `routes`, as in `Packed`, in the forward pass within the block."""
+    routers = routers_of(chunk)
+    if routes is not None and chunk.config.sequence_parallel:
+        parts = routes.chunk(chunk.config.tensor_model_parallel_size)
+        routes = parts[parallel_state.get_tensor_model_parallel_rank()]
+    for router in routers:
+        router.is_in_forward = True
+        router.routes = None if routes is None else routes[:, router.place].long()
+    try:
+        yield
+    finally:
+        for router in routers:
+            router.is_in_forward = False
+            router.routes = None
+
+
+def router_agreement(chunks: Iterable[Any]) -> float:
+    """Return the share of the replayed choices since `prepare_routers` that are the routers' own. Collective."""
+    counts = torch.zeros(2, dtype=torch.float64)
+    for chunk in chunks:
+        for router in routers_of(chunk):
+            counts += torch.as_tensor(router.agreement, device="cpu")
+    dist.all_reduce(counts, group=host_group())
+    agreed, replayed_choices = counts.tolist()
+    return float(agreed / replayed_choices) if replayed_choices else 1.0

@@ -37,6 +37,7 @@ def make_learner(
     training: tuple[OptimSection, float, int] | None = None,
     lora: Lora | None = None,
     base: Learner | None = None,
+    replays: bool = False,
 ) -> Learner:
     """Build this rank's part of a model, and read its weights: each rank reads only its own slices.
 
@@ -54,6 +55,7 @@ def make_learner(
             does.
         lora: the adapters, which then learn instead of the weights. A new scalar head learns too.
         base: a model with adapters of the same checkpoint and split; both have their frozen weights in one memory.
+        replays: let the routers of experts take the routes of samples that have any.
 
     Raises:
         UserError: the checkpoint lacks a parameter, or a policy is asked of a checkpoint without an LM head.
@@ -92,6 +94,7 @@ def make_learner(
         device=local_device(),
         balance=balance,
         lora=lora,
+        replays=replays,
     )
 
 

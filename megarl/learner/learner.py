@@ -8,7 +8,7 @@ adds them.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megarl.batch import Rollouts
 from megarl.distributed.exchange import largest
+from megarl.distributed.routes import Holders
 from megarl.distributed.sharded import Sharded, shard
 from megarl.learner.batching import Batching, Budget
 from megarl.learner.contributions import add_metrics
-from megarl.learner.experts import share_batch_size
+from megarl.learner.experts import number_routers, prepare_routers, router_agreement
 from megarl.learner.finite import Buffers, GradientStatus, NotFinite, explain_not_finite
 from megarl.learner.forward import ForwardPass, ReferenceDivergence
 from megarl.learner.layout import source_layout, weights
@@ -74,6 +75,7 @@ class Learner:
         balance: bool = True,  # spread samples over data-parallel ranks by length; False: by number
         lora: Lora | None = None,  # the adapters of `models`
         uses_adapters: bool = True,  # False: compute with the frozen weights alone
+        replays: bool = False,  # routers take the routes of samples that have any
     ) -> None:
         self.models = models
         self.optimizer = optimizer
@@ -83,7 +85,8 @@ class Learner:
         self.device = device
         self.lora = lora
         self._head = OutputHead(self.modules[-1], architecture, mesh, temperature=temperature)
-        self.batching = Batching(mesh, self.modules[0].config, device, balance=balance)
+        self.batching = Batching(mesh, self.modules[0].config, device, balance=balance, replays=replays)
+        self.routed_layers = number_routers(self.modules, architecture.experts)
         self.forward = ForwardPass(
             models,
             self._head,
@@ -93,6 +96,11 @@ class Learner:
             device=device,
             uses_adapters=uses_adapters,
         )
+
+    @cached_property
+    def holders(self) -> Holders:
+        """The ranks that replay the same routes. Collective at its first use."""
+        return Holders.of(self.mesh.shares, tuple(self.routed_layers))
 
     @property
     def is_policy(self) -> bool:
@@ -116,6 +124,7 @@ class Learner:
             device=self.device,
             balance=self.batching.balance,
             uses_adapters=False,
+            replays=self.batching.replays,
         )
 
     def layout(self) -> Layout:
@@ -141,6 +150,8 @@ class Learner:
     def spread(self, record: R, *, num_together: int = 1) -> Sharded[R]:
         """Keep this rank's share of a record that every rank has. `num_together` neighbours stay together."""
         units = torch.arange(len(record)) // num_together
+        if record.routes is not None:
+            record = replace(record, routes=record.routes[:, self.routed_layers])
         return shard(record, self.batching.owners(record.lengths(), units), self.mesh.shares)
 
     def infer(
@@ -197,7 +208,7 @@ class Learner:
             model.train()
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        share_batch_size(self.modules, sum(int((term.batch.index.lengths - 1).sum()) for term in terms))
+        prepare_routers(self.modules, sum(int((term.batch.index.lengths - 1).sum()) for term in terms))
         buffers = Buffers(self.modules)
         losses: list[MicroLoss] = run_schedule(
             self.models,
@@ -209,6 +220,8 @@ class Learner:
         outputs = self._outputs_of_first(terms[0], micro_batches, losses) if with_outputs else None
         metrics = add_metrics([micro.metrics | {LOSS: micro.loss} for micro in losses], self.mesh, self.device)
         loss = metrics.pop(LOSS)
+        if self.batching.replays and terms[0].batch.share.routes is not None:
+            metrics["router_agreement"] = router_agreement(self.modules)
         self.offload.await_optimizer()
         with megatron_platform():
             norm = self.optimizer.grad_norm()

@@ -42,6 +42,8 @@ class Packed:
     targets: Tensor  # [R] int64, the response tokens, in the order of `predictors`
     scatter_index: Tensor  # [R] int64, the places of these tokens in a flat [b, T]
     shape: tuple[int, int]  # b, T
+    routes: Tensor | None = None  # [N, L, k] integers, the experts of each token in each of this rank's L layers that
+    # have a router; None: the routers choose
 
     def unpack(self, per_token: Tensor) -> Tensor:
         """Return [b, T] from [R] numbers of the response tokens, zero elsewhere; keeps the gradient."""
@@ -78,7 +80,7 @@ def pack_samples(
     if missing:
         used = torch.nn.functional.pad(used, (0, 1))
         lengths = torch.nn.functional.pad(lengths, (0, 1), value=missing)
-    whole = _laid_out(tokens[has_next], used, lengths)
+    whole = _laid_out(tokens[has_next], used, lengths, padding=tokens.new_zeros(()))
 
     mask = batch.mask
     starts = (lengths.cumsum(0) - lengths)[: len(samples)]
@@ -89,6 +91,10 @@ def pack_samples(
     mine = local >= 0
     mask = mask.masked_scatter(mask, mine)
     rows = batch.rows(mask)
+    routes = batch.routes
+    if routes is not None:
+        one_each = torch.arange(routes.shape[2], dtype=routes.dtype).expand(routes.shape[1:])
+        routes = to_device(_laid_out(routes, used, lengths, padding=one_each)[places], device)
     return Packed(
         samples=index,
         tokens=to_device(whole[places][None], device),
@@ -99,20 +105,22 @@ def pack_samples(
         targets=to_device(batch.responses[mask].to(torch.int64), device),
         scatter_index=to_device(rows.flatten().nonzero()[:, 0], device),
         shape=(rows.shape[0], rows.shape[1]),
+        routes=routes,
     )
 
 
-def _laid_out(tokens: Tensor, used: Tensor, lengths: Tensor) -> Tensor:
-    """Lay sequences out in one row; [N] int64.
+def _laid_out(values: Tensor, used: Tensor, lengths: Tensor, *, padding: Tensor) -> Tensor:
+    """Lay sequences out in one row, [N, ...].
 
     Args:
-        tokens: [sum(used)] int64, the sequences end to end.
+        values: [sum(used), ...], of the tokens of the sequences end to end.
         used: [S] int64, tokens of each sequence.
-        lengths: [S] int64, places of each sequence in the row; zeros fill the places behind its tokens.
+        lengths: [S] int64, places of each sequence in the row.
+        padding: [...], the value of the places behind the tokens of a sequence.
     """
     _, position = places_of(lengths, 0, 1)
-    row = torch.zeros_like(position)
-    row[position < used.repeat_interleave(lengths)] = tokens
+    row = padding.repeat(len(position), *[1] * padding.ndim)
+    row[position < used.repeat_interleave(lengths)] = values
     return row
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.platform import progress
 from megarl.batch import Rollouts
+from megarl.learner.experts import replayed
 from megarl.learner.outputs import LogitFactors
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
@@ -53,8 +54,10 @@ def run_schedule(
     def forward_step(remaining: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(remaining)
         row = micro_batch.row
-        padding_mask = _padding_mask(row, getattr(model, "module", model))
-        hidden = model(row.tokens, row.positions, None, packed_seq_params=row.sequences, padding_mask=padding_mask)
+        chunk = getattr(model, "module", model)
+        padding_mask = _padding_mask(row, chunk)
+        with replayed(chunk, row.routes):
+            hidden = model(row.tokens, row.positions, None, packed_seq_params=row.sequences, padding_mask=padding_mask)
 
         def read(hidden: Tensor, non_loss_data: bool = False) -> Any:
             return head(hidden, micro_batch)

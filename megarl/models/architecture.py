@@ -113,6 +113,16 @@ class Architecture:
         """Return the beginning of the names of a layer's parameters in the checkpoint."""
         return self.traits.parameter_name(f"model.layers.{layer}.")
 
+    @property
+    def route_bytes(self) -> int:
+        """The bytes of the experts that all layers choose for one token; 0 without experts."""
+        experts = self.experts
+        return (self.num_layers - experts.first_dense_layers) * experts.top_k * experts.number_bytes if experts else 0
+
+    def has_routers_of(self, other: "Architecture") -> bool:
+        """Return whether the routes of another model have a meaning in this one: layers and experts correspond."""
+        return (self.experts, self.num_layers) == (other.experts, other.num_layers)
+
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""
         return self.experts is not None and layer >= self.experts.first_dense_layers

@@ -28,6 +28,11 @@ class Experts:
     top_k_groups: int = 1
     router_bias: bool = False  # a bias per expert that affects the choice and not the weights
 
+    @property
+    def number_bytes(self) -> int:
+        """The bytes that hold the number of an expert."""
+        return 1 if self.num_experts <= 256 else 2
+
 
 def read_experts(config: Fields, traits: Family) -> Experts:
     """Return the experts of a family that has experts. Raises UserError if a size is missing or impossible."""

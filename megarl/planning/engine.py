@@ -19,6 +19,7 @@ class EngineMemory:
     activations: int
     budget: int  # all bytes that the engine may take
     bytes_per_token: int  # of the KV cache
+    route_bytes: int = 0  # of the routes of a token in the KV cache
 
     @property
     def kv_cache(self) -> int:
@@ -29,6 +30,11 @@ class EngineMemory:
     def num_tokens(self) -> int:
         """Return the number of tokens that the cache of one replica holds."""
         return self.kv_cache // self.bytes_per_token
+
+    @property
+    def routes(self) -> int:
+        """Return the bytes of the routes of all tokens in the cache."""
+        return self.num_tokens * self.route_bytes
 
     def shortfall(self, num_tokens: int) -> int:
         """Return the bytes missing for weights, the largest step and one sequence of `num_tokens`; 0 if they fit."""
@@ -44,6 +50,7 @@ def engine_memory(
         activations=step_bytes(architecture, section),
         budget=int(device_bytes * section.gpu_memory_utilization),
         bytes_per_token=cache_bytes_per_token(architecture, section),
+        route_bytes=architecture.route_bytes if section.routing_replay == "engine" else 0,
     )
 
 

@@ -60,6 +60,8 @@ def host_memory(workload: Workload, memory: RankMemory) -> HostMemory:
             parts[f"{model.name} optimizer"] = num_ranks * states.optimizer
     parts["copies for a save"] = _save_bytes(workload, memory, num_ranks=num_ranks)
     parts["records"] = num_ranks * record_bytes(workload.config, num_shares=workload.grid.dp)
+    if workload.config.actor_rollout_ref.rollout.routing_replay == "engine":
+        parts["routes"] = num_ranks * routes_bytes(workload)
     num_processes, most_gb = reward_processes(workload.config)
     return HostMemory(
         parts={name: num_bytes for name, num_bytes in parts.items() if num_bytes},
@@ -82,6 +84,19 @@ def record_bytes(config: Config, *, num_shares: int) -> int:
     responses = drawn // num_replicas + num_prompts * learning // num_shares
     prompts = (num_prompts + config.num_in_flight) * PROMPT_TOKEN_BYTES
     return responses * rollout.n * rollout.response_length + prompts * rollout.prompt_length
+
+
+def routes_bytes(workload: Workload) -> int:
+    """Return the bytes of the routes of a step on one rank, with the longest prompts and responses.
+
+    A rank of a replica has those of all layers, and a rank that learns those of its stage.
+    """
+    config, grid = workload.config, workload.grid
+    rollout = config.actor_rollout_ref.rollout
+    num_replicas = config.trainer.nnodes * config.trainer.n_gpus_per_node // rollout.tensor_model_parallel_size
+    places = config.data.train_batch_size * rollout.n * (rollout.prompt_length + rollout.response_length)
+    total = places * workload.policy.route_bytes
+    return total // num_replicas + total // (grid.dp * grid.pp)
 
 
 def reward_processes(config: Config) -> tuple[int, float]:

@@ -133,7 +133,7 @@ def engine_weights(workload: Workload) -> list[int]:
 def _moments(
     workload: Workload, stage: int, states: Mapping[str, States], engine: EngineMemory, *, bucket_bytes: int
 ) -> Iterator[Moment]:
-    parked: dict[str, int] = {}
+    parked = {"routes of the KV cache": engine.routes} if engine.routes else {}
     for model in workload.models:
         parked |= _parked(model, states[model.name])
     weights = {"engine weights": engine.weights}

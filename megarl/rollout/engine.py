@@ -7,7 +7,7 @@ Invariant: no token is generated from weights or cached keys of an earlier sync.
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
+from torch import Tensor
 
 from megarl.batch import Generation, Group, Prompt
 from megarl.distributed.exchange import together
@@ -29,6 +30,7 @@ from megarl.rollout.kv_cache import check_cache_tokens
 from megarl.rollout.release import check_release, installed_release
 from megarl.rollout.replica_queue import Finished, Replica, ReplicaQueue
 from megarl.rollout.requests import RequestParams
+from megarl.rollout.routes import RouteStore
 from megarl.rollout.sampling import Sampling
 from megarl.rollout.window import Window, exchange
 
@@ -111,7 +113,13 @@ class RolloutEngine:
             arguments = cache | arguments
         if not gc.get_freeze_count():
             gc.freeze()  # vLLM collects garbage several times as it starts, each time among everything ever imported
-        with patches.compilation(allowed=self._may_compile):
+        self._routes: RouteStore | None = None
+
+        def keep_routes(worker: Any) -> None:
+            self._routes = RouteStore(worker, architecture)
+
+        keeping = patches.cache_ready(keep_routes) if section.routing_replay == "engine" else nullcontext()
+        with patches.compilation(allowed=self._may_compile), keeping:
             self._llm = _start(arguments)
         self.room = self._room()
         worker: Any = self._llm.collective_rpc(lambda worker: worker)[0]
@@ -139,6 +147,11 @@ class RolloutEngine:
     def shares(self) -> Shares:
         """The shares of drawn samples: the ranks of a replica have the same."""
         return Shares.blocks(self.tp_size, group=self.host_group)
+
+    @property
+    def no_routes(self) -> Tensor | None:
+        """The routes of no place, `[0, L, k]`; None: the engine keeps none."""
+        return self._routes.nothing if self._routes else None
 
     @property
     def host_group(self) -> Any:
@@ -215,11 +228,12 @@ class RolloutEngine:
         log_probs: bool | None = None,
         on_finished: Finished | None = None,
         final_only: bool = True,
+        with_routes: bool = False,
     ) -> ReplicaQueue:
         """Return an empty queue of samples of this replica, up to `max_tokens` of each. Arguments as `generate`.
 
         Every use of it is collective over the ranks of the replica. `final_only` False keeps the tokens of samples that
-        are stopped.
+        are stopped. `with_routes` adds the routes of samples if the engine keeps them.
         """
         section = self._section
         params = RequestParams(
@@ -245,6 +259,7 @@ class RolloutEngine:
             step=step,
             weight_version=self._version,
             on_finished=on_finished,
+            routes=self._routes if with_routes else None,
         )
 
     def generate(

@@ -10,7 +10,7 @@ is counted when its tokens are there, and no batch stays in that queue when the 
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -18,6 +18,7 @@ from megarl.platform import progress
 from megarl.batch import Generation, Group, Prompt
 from megarl.rollout import patches
 from megarl.rollout.requests import Request, RequestParams, failure
+from megarl.rollout.routes import RouteStore
 from megarl.rollout.sampling import read_output
 
 Finished = Callable[[Prompt, Generation], None]
@@ -38,6 +39,7 @@ class Replica:
 class _OpenSample:
     """A sample that is not finished."""
 
+    name: str  # of the request
     number: int  # the same in each turn of an episode
     request: Request
     output: Any = None  # vLLM's last
@@ -55,6 +57,7 @@ class ReplicaQueue:
         step: int,
         weight_version: int,
         on_finished: Finished | None = None,
+        routes: RouteStore | None = None,
     ) -> None:
         """Draw with a `vllm.LLMEngine` that has no other requests.
 
@@ -66,6 +69,7 @@ class ReplicaQueue:
             weight_version: the version of the engine's weights.
             on_finished: receives a prompt and its sample as soon as the sample, or its turn, is finished, on one rank
                 of the replica.
+            routes: the routes of the engine, which samples get too; None: they get none.
         """
         self._engine = engine
         self._params = params
@@ -73,6 +77,9 @@ class ReplicaQueue:
         self._step = step
         self._version = weight_version
         self._on_finished = on_finished
+        self._routes = routes
+        if routes:
+            routes.forget()
         self._names = count()
         self._open = dict[str, _OpenSample]()  # by the name of the request
         self._numbers = dict[tuple[int, int], int]()  # by group and sample
@@ -96,7 +103,7 @@ class ReplicaQueue:
                 name = str(next(self._names))
                 number = self._numbers.setdefault(key, len(self._numbers))
                 self._engine.add_request(name, tokens_input(request.token_ids()), of_request)
-                self._open[name] = _OpenSample(number, request)
+                self._open[name] = _OpenSample(name, number, request)
 
     def run(self, num_steps: int | None = None) -> list[Generation]:
         """Step the engine `num_steps` times, or until all samples are finished. Return those that finish, in order.
@@ -111,7 +118,7 @@ class ReplicaQueue:
                 self.num_steps += 1
                 self.num_running += min(len(self._open), self._replica.num_slots)
                 for finished in self._take_step():
-                    generation = self._read(finished)
+                    generation = self._with_routes(self._read(finished), finished)
                     found.append(generation)
                     progress.advance()
                     if self._on_finished and finished.number % self._replica.tp_size == self._replica.tp_rank:
@@ -202,6 +209,16 @@ class ReplicaQueue:
             weight_version=self._version,
         )
         return each.request.started.then(sampled)
+
+    def _with_routes(self, generation: Generation, each: _OpenSample) -> Generation:
+        """Return a sample that has just ended with its routes, if these are asked for.
+
+        Its request computed all tokens before the last: also those that earlier steps drew, or read their cached keys.
+        """
+        if self._routes is None:
+            return generation
+        num_places = len(each.request.prompt.token_ids) + generation.num_tokens - 1
+        return replace(generation, routes=self._routes.of(each.name, num_places))
 
     @staticmethod
     def _prompts(samples: Collection[_OpenSample]) -> list[Prompt]:

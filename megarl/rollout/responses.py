@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.batch import Generation, Group, Prompt, Prompts, Rollouts, Sample, float32, int32
 from megarl.distributed.sharded import Index, Sharded, Shares
+from megarl.platform.errors import UserError
 
 MOST_NAMED = 8  # rows of the data set
 
@@ -27,15 +28,17 @@ def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[G
     return _record(prompts, places, generations, _Columns.of(generations))
 
 
-def of_groups(groups: Sequence[Group], shares: Shares) -> Sharded[Rollouts]:
+def of_groups(groups: Sequence[Group], shares: Shares, no_routes: Tensor | None = None) -> Sharded[Rollouts]:
     """Return the record of complete groups with equally many samples, in their order.
 
     Args:
         groups: the same on every rank, except that a rank has the tokens of its own replica alone.
         shares: of the engine replicas.
+        no_routes: `[0, L, k]`, the routes of no place; None: the record has no routes.
 
     Raises:
         RuntimeError: prompts have more or fewer samples; names their rows in the data set.
+        UserError: samples that an earlier job drew have no routes.
     """
     prompts = [group.prompt for group in groups]
     samples = [sample for group in groups for sample in group.samples]
@@ -58,6 +61,8 @@ def of_groups(groups: Sequence[Group], shares: Shares) -> Sharded[Rollouts]:
     drawn = (samples[place] for place in mine.tolist())
     generations = [sample for sample in drawn if isinstance(sample, Generation)]
     share = _record(Prompts(prompts=prompts), places[mine], generations, columns)
+    if no_routes is not None:
+        share = replace(share, routes=_routes(generations, no_routes))
     return Sharded(index=index, share=share, shares=shares)
 
 
@@ -109,6 +114,18 @@ def _record(prompts: Prompts, groups: Tensor, generations: Sequence[Generation],
         weight_versions=_joined(int32(), (generation.weight_versions for generation in generations)),
         **episodes,
     )
+
+
+def _routes(generations: Sequence[Generation], no_routes: Tensor) -> Tensor:
+    """Return the routes of samples, end to end."""
+    found = [generation.routes for generation in generations if generation.routes is not None]
+    if len(found) < len(generations):
+        raise UserError(
+            f"{len(generations) - len(found)} responses that an earlier job drew have no routes: resume with "
+            "actor_rollout_ref.rollout.partial.enable=false, which drops unfinished groups, or without "
+            "actor_rollout_ref.rollout.routing_replay"
+        )
+    return torch.cat([no_routes, *found])
 
 
 def _turns(generations: Sequence[Generation], num_tokens: Tensor) -> tuple[Tensor, Tensor]:

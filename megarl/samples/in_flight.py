@@ -20,7 +20,8 @@ from megarl.data.parquet import read_own
 from megarl.distributed.exchange import on_each_rank, on_first_rank, together
 from megarl.distributed.sharded import Shares
 from megarl.platform.errors import UserError
-from megarl.platform.small_files import Damage
+from megarl.platform.small_files import Damage, naming
+from megarl.samples.arrays import array_bytes, array_from
 
 IN_FLIGHT_FILE = "carried-{:05}.parquet"
 IN_FLIGHT_FILES = "carried*.parquet"
@@ -45,6 +46,7 @@ SCHEMA = pa.schema(
         ("truncated", pa.bool_()),
         ("token_ids", pa.list_(pa.int32())),
         ("log_probs", pa.list_(pa.float32())),
+        ("routes", pa.binary()),
         ("weight_versions", pa.list_(pa.int32())),
         ("turns", pa.list_(TURN)),
         ("stop_reason", pa.string()),
@@ -105,6 +107,7 @@ def to_bytes(groups: Mapping[int, Group], shares: Shares) -> bytes:
             "begun": group.started,
             **{name: getattr(sample, name) for name in SCHEMA.names[4:]},
             **{name: _numbers(getattr(sample, name)) for name in NUMBERS},
+            "routes": None if sample.routes is None else array_bytes(sample.routes),
             "turns": [asdict(turn) for turn in sample.turns],
         }
         for number, group in groups.items()
@@ -134,10 +137,11 @@ def rows_of(path: Path) -> list[SampleRow]:
     table = read_own(path, CONTENT)
     if not table.schema.equals(SCHEMA):
         raise Damage(path, f"cannot be read as {CONTENT}: its columns are {table.column_names}")
-    return [
-        SampleRow(path, row["group"], row["row"], row["num_prompt_tokens"], row["begun"], _sample(row))
-        for row in table.to_pylist()
-    ]
+    with naming(path):
+        return [
+            SampleRow(path, row["group"], row["row"], row["num_prompt_tokens"], row["begun"], _sample(row))
+            for row in table.to_pylist()
+        ]
 
 
 def read(
@@ -190,6 +194,7 @@ def _group(rows: Sequence[SampleRow], prompt: Prompt) -> Group:
 
 def _sample(row: dict[str, Any]) -> Generation:
     numbers = {name: row[name] if row[name] is None else of(row[name]) for name, of in NUMBERS.items()}
+    numbers["routes"] = row["routes"] and array_from(row["routes"])
     sample = Generation(prompt=0, **{name: row[name] for name in SCHEMA.names[4:]} | numbers)
     turns = tuple(Turn(**turn) for turn in row["turns"])
     return replace(sample, turns=turns, stop_reason=sample.stop_reason and StopReason(sample.stop_reason))

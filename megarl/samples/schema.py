@@ -43,6 +43,8 @@ SAMPLE_COLUMNS: Mapping[str, Column] = MappingProxyType(
         "response": Column(pa.string()),
         "response_ids": Column(TOKENS),
         "rollout_log_probs": Column(pa.list_(pa.float32()), null="in all rows or none", per_token=True),
+        # the experts that the engine chose: [tokens of prompt and response - 1, layers, experts of a token], as NPY
+        "routes": Column(pa.binary(), null="in all rows or none"),
         "truncated": Column(pa.bool_()),
         # of each token: finished steps at the sync of the weights that drew it
         "weight_versions": Column(TOKENS, null="in all rows or none", per_token=True),

@@ -16,7 +16,7 @@ import logging
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.sharded import Sharded
 from megarl.platform.files import remedy, replacing
 from megarl.platform.small_files import Damage, naming
+from megarl.samples.arrays import array_bytes, array_from
 from megarl.samples.schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow_schema, check
 
 logger = logging.getLogger(__name__)
@@ -166,6 +167,8 @@ def write_record(path: Path, batch: Rollouts) -> None:
     per_token = dict(batch.columns())
     for name in [field.name for field in fields(batch) if field.name != "prompts"]:
         match getattr(batch, name):
+            case Tensor() as values if name == "routes":
+                columns[name] = _arrays(values, batch.num_places())
             case Tensor() as values:
                 columns[name] = _lists(values, batch.num_tokens) if name in per_token else values.numpy()
             case None:
@@ -203,6 +206,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
         responses=responses,
         mask=torch.ones_like(responses, dtype=torch.bool) if observed is None else ~observed,
         rollout_log_probs=_column(table["rollout_log_probs"], torch.float32),
+        routes=None,
         truncated=torch.tensor(table["truncated"].to_pylist()),
         weight_versions=_column(table["weight_versions"], torch.int32),
         **({} if observed is None else _episodes(table)),
@@ -212,6 +216,8 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
         answers=None if answers.null_count == len(answers) else answers.to_pylist(),
         failures=None if failures.null_count == len(failures) else failures.to_pylist(),
     )
+    with naming(path):
+        scored = replace(scored, routes=_routes(table["routes"], scored.num_places()))
     return scored, None if baselines.null_count else torch.from_numpy(baselines.to_numpy().copy())
 
 
@@ -269,6 +275,7 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
         "response": list(scored.texts),
         "response_ids": per_token(scored.responses),
         "rollout_log_probs": per_token(scored.rollout_log_probs),
+        "routes": none if scored.routes is None else _arrays(scored.routes, scored.num_places()),
         "truncated": scored.truncated.tolist(),
         "weight_versions": per_token(scored.weight_versions),
         "observed": none if scored.turn_rewards is None else per_token(~scored.mask),
@@ -296,6 +303,29 @@ def _lists(column: Tensor, num_tokens: Tensor) -> Any:
     """Turn a column `[N]` into a list for each sample."""
     offsets = torch.nn.functional.pad(num_tokens.cumsum(0), (1, 0)).to(torch.int32)
     return pa.ListArray.from_arrays(offsets.numpy(), column.numpy())
+
+
+def _arrays(rows: Tensor, counts: Tensor) -> list[bytes]:
+    """Return the rows of each sample, which has so many, as bytes."""
+    return [array_bytes(part) for part in rows.split(counts.tolist())]
+
+
+def _routes(cells: Any, counts: Tensor) -> Tensor | None:
+    """Turn arrays of so many rows back into rows, end to end. None if a sample has no array.
+
+    Raises:
+        ValueError: an array is damaged, or has another shape.
+    """
+    if cells.null_count:
+        return None
+    try:
+        arrays = [array_from(cell) for cell in cells.to_pylist()]
+        routes = torch.cat(arrays)
+    except (ValueError, EOFError, RuntimeError) as error:
+        raise ValueError(f"column routes: {error}") from error
+    if [len(array) for array in arrays] != counts.tolist():
+        raise ValueError("column routes: its arrays are not as long as the prompts and responses")
+    return routes
 
 
 def _column(lists: Any, dtype: torch.dtype) -> Tensor | None:

@@ -19,7 +19,8 @@ from megarl.algorithms.correction import accepted, mismatch_means, mismatch_sums
 from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.masked import masked
 from megarl.algorithms.shaping import overlong_penalty
-from megarl.batch import Experience, Rewarded, flat, in_rows
+from megarl.batch import Experience, Rewarded
+from megarl.columns import flat, in_rows
 from megarl.distributed.sharded import Sharded
 from megarl.training.custom import CustomEstimator
 from megarl.training.interfaces import Metrics

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.algorithms.correction import token_mismatch
-from megarl.batch import Rollouts, in_rows, sample_sums
+from megarl.batch import Rollouts
+from megarl.columns import in_rows, sample_sums
 from megarl.distributed.exchange import together
 from megarl.distributed.selection import kth_largest
 from megarl.distributed.sharded import Index, Sharded

@@ -62,6 +62,7 @@ class Replay:
     """Samples of earlier steps, which need neither engine nor reward."""
 
     files: Mapping[int, Path]  # by step, counted from 1, without gaps
+    needs_routes: bool = False  # the actor replays those of the samples
 
     @classmethod
     def find(cls, path: Path, *, after: int) -> "Replay":
@@ -105,8 +106,11 @@ class Replay:
         return max(self.files)
 
     def collect(self, position: Position, timers: Timers, *, step: int, in_flight: InFlight = NOTHING) -> Collected:
-        """Return the samples of step `step`, counted from 0."""
+        """Return the samples of step `step`, counted from 0. Raises UserError if they lack routes."""
+        path = self.files[step + 1]
         with timers("gen"):
-            record, baselines = read_samples(self.files[step + 1])
+            record, baselines = read_samples(path)
+        if self.needs_routes and record.routes is None:
+            raise UserError(f"{path} has no routes: write actor_rollout_ref.rollout.routing_replay=none")
         scored = shard(record, torch.zeros_like(record.groups), Shares.everywhere())
         return Collected(scored=scored, baselines=baselines, position=position, metrics={})

@@ -14,6 +14,7 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Generation, Group, Prompt, Prompts, Rewarded, Rollouts
 from megarl.data.translation import Translation
 from megarl.distributed.exchange import on_each_rank
+from megarl.distributed.routes import bring_routes
 from megarl.distributed.routing import route
 from megarl.distributed.sharded import Sharded
 from megarl.environments.episodes import Environments
@@ -98,7 +99,11 @@ class Model(Generic[Outputs]):
         of_step = minibatches.samples(index.groups, len(index.prompts), step=step)
         for chosen in islice(of_step, num_minibatches):
             owners[chosen] = self.learner.batching.owners(index.lengths[chosen], index.groups[chosen])
-        return route(samples, Rewarded, owners, self.learner.mesh.shares)
+        taken = route(samples, Rewarded, owners, self.learner.mesh.shares)
+        if samples.share.routes is None:
+            return taken
+        routes = bring_routes(samples, owners, self.learner.holders)
+        return taken.with_share(replace(taken.share, routes=routes))
 
     def infer(self, batch: Sharded[Rollouts]) -> Outputs:
         """Return the model's outputs for the response tokens of this rank's share, `[N]` float32."""
@@ -209,11 +214,11 @@ class EngineSampler:
 
     def open(self, *, step: int, keeps_stopped: bool = False) -> SamplingSession:
         """Return a session that draws training samples, and keeps the tokens of stopped samples if so asked."""
-        return self._session(self._section, step=step, final_only=not keeps_stopped)
+        return self._session(self._section, step=step, final_only=not keeps_stopped, with_routes=True)
 
     def record(self, groups: Sequence[Group]) -> Sharded[Rollouts]:
-        """Return the record of complete groups."""
-        return of_groups(groups, self._engine.shares)
+        """Return the record of complete groups of training samples."""
+        return of_groups(groups, self._engine.shares, self._engine.no_routes)
 
     def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
         """Return new groups of training samples. A later `batch` has other samples of the same prompt."""
@@ -243,9 +248,11 @@ class EngineSampler:
     def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int) -> Sharded[Rollouts]:
         opened = self._opened(prompts)
         groups = [Group.new(prompt, range(sampling.n), started=step) for prompt in opened.prompts]
-        return self.record(_finish(self._session(sampling, step=step), groups))
+        return of_groups(_finish(self._session(sampling, step=step), groups), self._engine.shares)
 
-    def _session(self, sampling: Sampling, *, step: int, final_only: bool = True) -> SamplingSession:
+    def _session(
+        self, sampling: Sampling, *, step: int, final_only: bool = True, with_routes: bool = False
+    ) -> SamplingSession:
         max_tokens = self._section.response_length
         episodes = (
             self._environments.begin(max_tokens=max_tokens, group=self._engine.host_group)
@@ -258,6 +265,7 @@ class EngineSampler:
             step=step,
             on_finished=episodes.ask if episodes else self._tell,
             final_only=final_only,
+            with_routes=with_routes,
         )
         return SamplingSession(self._engine, queue, num_slots=self._section.max_num_seqs, episodes=episodes)
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.masked import masked
-from megarl.batch import Rollouts, on_tokens, reduced, sample_sums
+from megarl.batch import Rollouts
+from megarl.columns import on_tokens, reduced, sample_sums
 from megarl.distributed.sharded import Sharded
 from megarl.training.interfaces import Metrics
 

@@ -22,6 +22,7 @@ RUNS = {
         "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
         f"actor_rollout_ref.actor.megatron.override_transformer_config={{{ROUTER_LOSSES}}}",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.routing_replay=engine",
     ],
     "mixtral": [
         "critic.model.path={model}",

@@ -25,11 +25,13 @@ from tests.support.forked import Job
 from tests.support.outcomes import PASSING, metrics_of, mlflow_runs, samples_in
 from tests.support.programs import ROOT
 from tests.support.shards import tensors_of
+from tests.support.tiny import write_checkpoint
 from tests.support.workspace import Workspace, train_arguments, with_many_ends
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 RUN_S = 600
+TOKENIZER = "tokenizer.model"
 ENVIRONMENTS = ROOT / "tests" / "support" / "own_environments.py"
 NUM_STEPS, SAVED, RECORDED = 6, 3, 4  # steps in all; the last saved and the last recorded before the kill
 SPLITS = {
@@ -49,7 +51,8 @@ CASES = [(algorithm, split) for algorithm in ("ppo", "grpo") for split in SPLITS
 EPISODES, PARTIAL, PARTIAL_STEPS = ("episodes", "data"), ("partial", "data"), ("partial_steps", "tensor")
 PARTIAL_EPISODES = ("partial_episodes", "tensor")
 ADAPTERS = ("adapters", "tensor")
-CASES += [EPISODES, PARTIAL, PARTIAL_STEPS, PARTIAL_EPISODES, ADAPTERS]
+EXPERTS = ("experts", "tensor")
+CASES += [EPISODES, PARTIAL, PARTIAL_STEPS, PARTIAL_EPISODES, ADAPTERS, EXPERTS]
 LONG = {("grpo", "tensor"), PARTIAL_STEPS}  # PPO with the same split, and other ends of a step, are always tested
 GOES_ON = [
     "actor_rollout_ref.rollout.partial={enable: true, max_staleness: 3, stop_when: 0.5}",
@@ -87,6 +90,17 @@ def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str
             "critic.model.lora_rank=2",
             "actor_rollout_ref.actor.optim.lr=1e-2",
         ]
+    if name == "experts":
+        return [
+            *algorithm_arguments("adapters", workspace, root),
+            f"actor_rollout_ref.model.path={model_with_experts(workspace, root / 'experts')}",
+            f"critic.model.path={root / 'experts'}",
+            "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
+            "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1",
+            "actor_rollout_ref.rollout.routing_replay=engine",
+            *GOES_ON,
+            "data.max_response_length=48",
+        ]
     if name == "episodes":
         return [
             *algorithm_arguments("turns", workspace, root),
@@ -119,6 +133,13 @@ def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str
         f"actor_rollout_ref.actor.ptx_files={workspace.pairs}",
         "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.1, target_kl: 0.01, horizon: 100}",
     ]
+
+
+def model_with_experts(workspace: Workspace, path: Path) -> Path:
+    """Write a model with experts whose responses end at many tokens, with the tokenizer of the other tests."""
+    source = write_checkpoint(path.with_name("whole"), "qwen3_moe")
+    (source / TOKENIZER).write_bytes((workspace.model / TOKENIZER).read_bytes())
+    return with_many_ends(source, path)
 
 
 def placed(arguments: list[str], run_dir: Path) -> list[str]:
@@ -306,6 +327,16 @@ def test_finished_run_reports_nothing_left_to_do(runs: Runs, tmp_path: Path) -> 
         history = client.get_metric_history(run.info.run_id, name)
         assert [point.step for point in history] == list(range(1, NUM_STEPS + 1)), name
     assert mlflow_run(runs.killed)[1].info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("runs", [EXPERTS], indirect=True, ids="-".join)
+def test_trainer_takes_the_experts_of_the_engine(runs: Runs) -> None:
+    """Also those of tokens that an earlier step drew, before the run was killed."""
+    for line in metrics_of(runs.killed).values():
+        assert 0.5 < line["actor/router_agreement"] <= 1.0
+        assert line["training/rollout_probs_diff_max"] < 1e-4
+    rows = [row for file in in_flight_files(runs.killed) for row in pq.read_table(file).to_pylist()]
+    assert any(row["routes"] for row in rows)
 
 
 @pytest.mark.parametrize("runs", CASES[:1], indirect=True, ids="-".join)

@@ -8,13 +8,26 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from megarl.batch import Generation
 from megarl.platform.device import on_cuda
 from megarl.rollout.config import SamplingSection
-from tests.support.engines import PROMPTS, generating, start, tear_down, tensors_of, write_two_checkpoints
+from tests.support.engines import (
+    PROMPTS,
+    draw,
+    generating,
+    new_session,
+    start,
+    tear_down,
+    tensors_of,
+    write_two_checkpoints,
+)
 from tests.support.ranks import RankPool
+from tests.support.routes import chosen_by_transformers
 
 GREEDY = SamplingSection(n=1, do_sample=False)
+SAMPLED = SamplingSection(n=2, do_sample=True)
 MAX_TOKENS = 6
 ON_DEVICE = "HOLLOW_MAIL" in os.environ
 SETTINGS = [("", True), ("expandable_segments:True", True), ("", False)]  # of torch's allocator; without graphs
@@ -61,3 +74,28 @@ def test_greedy_responses_match_on_cpu_and_cuda(
     with RankPool("cuda" if ON_DEVICE else "cpu") as pool:
         [found] = pool.run(1, generate, write_two_checkpoints(tmp_path, variant), enforce_eager)
     assert found == TOKENS[variant]
+
+
+def samples_with_routes(paths: list[Path], enforce_eager: bool) -> list[Generation]:
+    """Return two samples of each prompt. Runs on every rank."""
+    first, _, bare = paths
+    settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2, "enforce_eager": enforce_eager}
+    engine = start(bare, tp_size=1, routing_replay="engine", **settings)
+    with generating(engine, tensors_of(first)):
+        groups = draw(
+            engine.open_queue(SAMPLED, max_tokens=MAX_TOKENS, step=0, with_routes=True), new_session(SAMPLED.n)
+        )
+    tear_down(engine)
+    return [each for group in groups for each in group.samples if isinstance(each, Generation)]
+
+
+@pytest.mark.skipif(not ON_DEVICE, reason="tests/ranks/test_rollout_routes.py is the same for the CPU's build")
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_routes_of_cuda_are_nearly_those_of_float32(tmp_path: Path, enforce_eager: bool) -> None:
+    """Those of other tokens would agree as often as chance has it: 2 of 8 experts in one of 28 places."""
+    paths = write_two_checkpoints(tmp_path, "qwen3_moe")
+    with RankPool("cuda") as pool:
+        [found] = pool.run(1, samples_with_routes, paths, enforce_eager)
+    assert any(each.num_cached for each in found)
+    same = [each.routes.sort(-1).values == chosen_by_transformers(paths[0], each) for each in found]
+    assert torch.cat([of_sample.flatten() for of_sample in same]).float().mean() > 0.9

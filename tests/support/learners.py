@@ -42,6 +42,7 @@ def make_test_learner(
     recompute: Any = False,
     lora: Any = None,
     base: Any = None,
+    replays: bool = False,
 ) -> Any:
     """Return this rank's part of a model whose MegatronSection has the fields `split`; without `optim` it only infers.
 
@@ -63,6 +64,7 @@ def make_test_learner(
         training=(optim, grad_clip, NUM_SCHEDULE_STEPS) if optim else None,
         lora=lora,
         base=base,
+        replays=replays,
     )
 
 

@@ -1,6 +1,7 @@
 """Records put together and taken apart: every field follows its samples, and every number its token."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.batch import Generation, Rollouts, float32, int32, join
+from megarl.batch import Generation, Rollouts, float32, int32, join, merge
 from megarl.rollout.responses import as_rollouts
 from tests.support.records import answer, in_rows, of_rows, prompts
 
@@ -215,3 +216,41 @@ def test_sample_tokens_are_prompt_then_response(data: st.DataObject) -> None:
         [*range(len(batch.prompt_of(sample).token_ids), len(tokens))]
         for sample, tokens in zip(chosen, expected, strict=True)
     ]
+
+
+def routed(lengths: Sequence[int]) -> Rollouts:
+    """Return responses of these lengths to three prompts, with routes that name the sample and the place."""
+    record = answer(prompts([2, 1, 3]), lengths)
+    places = [
+        [[[sample, place]] for place in range(count)] for sample, count in enumerate(record.num_places().tolist())
+    ]
+    return replace(record, routes=torch.tensor([row for rows in places for row in rows], dtype=torch.int16))
+
+
+def expected_routes(samples: Sequence[int], counts: Tensor) -> list[list[list[int]]]:
+    return [[[sample, place]] for sample, count in zip(samples, counts.tolist(), strict=True) for place in range(count)]
+
+
+def routes_in(record: Rollouts) -> list[list[list[int]]]:
+    assert record.routes is not None
+    found: list[list[list[int]]] = record.routes.tolist()
+    return found
+
+
+@given(
+    lengths=st.lists(st.integers(0, 4), min_size=6, max_size=6), order=st.permutations(range(6)), cut=st.integers(0, 6)
+)
+def test_routes_follow_their_samples(lengths: list[int], order: list[int], cut: int) -> None:
+    record = routed(lengths)
+    chosen = order[:cut]
+    selected = record.select(torch.tensor(chosen, dtype=torch.int64))
+    assert routes_in(selected) == expected_routes(chosen, selected.num_places())
+    parts = [record.select(torch.tensor(sorted(part), dtype=torch.int64)) for part in (order[:cut], order[cut:])]
+    places = torch.tensor([*sorted(order[:cut]), *sorted(order[cut:])])
+    assert routes_in(merge(parts, places.argsort())) == routes_in(record)
+    joined = join(parts)
+    assert routes_in(joined) == expected_routes(places.tolist(), joined.num_places())
+    removed = torch.tensor([sample in chosen for sample in range(6)])
+    left = record.without_responses(removed)
+    assert routes_in(left) == expected_routes(range(6), left.num_places())
+    assert record.laid_out(torch.clone).routes is None

@@ -79,8 +79,22 @@ def test_responses_that_continue_are_records_too() -> None:
 def test_every_field_of_tokens_is_counted() -> None:
     per_sample = {"groups", "num_tokens", "truncated", "scores", "num_turns"}
     with_another_tokenizer = {"places"}
+    per_place = {"routes"}  # counted on their own
     tensors = {field.name for field in fields(Experience) if "Tensor" in str(field.type)}
-    assert tensors - per_sample - with_another_tokenizer == {*COLLECTED_FIELDS, *EPISODE_FIELDS, *LEARNING_FIELDS}
+    assert tensors - per_sample - with_another_tokenizer - per_place == {
+        *COLLECTED_FIELDS,
+        *EPISODE_FIELDS,
+        *LEARNING_FIELDS,
+    }
+
+
+def test_routes_are_counted_per_place_and_layer() -> None:
+    """58 layers with 8 of 256 experts: 464 bytes a place on 64 replicas, and a 16th of them on 128 shares."""
+    found = plan(DEEPSEEK, "actor_rollout_ref.rollout.routing_replay=engine")
+    total = 2048 * 8 * (1024 + 7168) * 464
+    assert found.host.parts["routes"] == 8 * (total // 64 + total // (128 * 16))
+    routes = found.memory.engine.num_tokens * 464
+    assert found.memory.fullest["generate"].parts["routes of the KV cache"] == routes > 0
 
 
 def test_environment_adds_record_field_and_worker_processes() -> None:

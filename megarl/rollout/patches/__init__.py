@@ -3,6 +3,7 @@
 Importing this package does not import vLLM. Invariant: nothing here changes what vLLM means to compute.
 """
 
+from megarl.rollout.patches.blocks import cache_ready, note_freed_blocks
 from megarl.rollout.patches.draws import draw_together
 from megarl.rollout.patches.kernels import normalize_by_kernels
 from megarl.rollout.patches.process import (
@@ -18,11 +19,13 @@ from megarl.rollout.patches.router import choose_without_groups
 from megarl.rollout.patches.shared_memory import name_channels, name_message_queues
 
 __all__ = [
+    "cache_ready",
     "compilation",
     "draw_together",
     "frozen",
     "mend_cpu_build",
     "name_message_queues",
+    "note_freed_blocks",
     "prepare_environment",
     "random_state_kept",
     "start_isolated",

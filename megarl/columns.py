@@ -1,0 +1,99 @@
+"""Arithmetic on columns: the rows of all samples, end to end, in the order of the samples.
+
+`[n]` is a column of `b` samples, and `counts` `[b]` int64 are the rows of each.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+BLOCK = 1 << 17
+"""Places in the rows of a block, which fit into the cache of a processor."""
+
+
+def cut(column: Tensor, parts: Sequence[slice]) -> Tensor:
+    """Return the given parts of a column, end to end."""
+    return torch.cat([column[:0], *(column[part] for part in parts)])
+
+
+def spans(samples: Tensor, counts: Tensor) -> list[slice]:
+    """Return the rows of the given samples (int64 indices `[b]`), in their order: neighbours in one slice.
+
+    All samples lie end to end, and have `counts` rows, `[B]` int64.
+    """
+    if not len(samples):
+        return []
+    chosen = samples.numpy()
+    cuts = np.flatnonzero(np.diff(chosen) != 1) + 1
+    firsts, lasts = chosen[np.append(0, cuts)], chosen[np.append(cuts, len(chosen)) - 1]
+    ends = np.append(0, counts.numpy().cumsum())
+    return [slice(*span) for span in zip(ends[firsts].tolist(), ends[lasts + 1].tolist(), strict=True)]
+
+
+def counted_from(starts: Tensor, counts: Tensor) -> Tensor:
+    """Return `starts[i], starts[i] + 1, ...`, `counts[i]` numbers for each `i`, end to end: int64."""
+    ends = counts.cumsum(0)
+    return torch.arange(int(counts.sum())) + (starts - ends + counts).repeat_interleave(counts)
+
+
+def reduced(reduce: np.ufunc, column: Tensor, counts: Tensor, *, dtype: type[np.generic] | None = None) -> Tensor:
+    """Reduce the numbers of each sample to one, `[b]`; zero without tokens. It depends on no other sample.
+
+    Args:
+        reduce: such as `numpy.maximum`.
+        column: `[n]`, in host memory.
+        counts: `[b]` int64, the tokens of each sample.
+        dtype: of the result; None: that of the column.
+    """
+    numbers, lengths = column.numpy(), counts.numpy()
+    starts = lengths.cumsum() - lengths
+    if len(lengths) and lengths.all():
+        return torch.from_numpy(reduce.reduceat(numbers, starts, dtype=dtype))
+    has_tokens = lengths > 0
+    found = np.zeros(len(lengths), dtype=dtype or numbers.dtype)
+    if len(numbers):
+        found[has_tokens] = reduce.reduceat(numbers, starts[has_tokens], dtype=dtype)
+    return torch.from_numpy(found)
+
+
+def sample_sums(column: Tensor, counts: Tensor) -> Tensor:
+    """Return the sum of the numbers of each sample, as `reduced` does: `[b]` float64."""
+    if column.dtype == torch.bool:
+        marks = column.numpy()
+        if marks.all() or not marks.any():
+            return counts.double() * bool(len(marks) and marks[0])
+        return reduced(np.add, column.view(torch.uint8), counts, dtype=np.int32).double()
+    return reduced(np.add, column.double(), counts)
+
+
+def on_tokens(numbers: Tensor, counts: Tensor) -> Tensor:
+    """Return the column `[n]` with a number of each sample, `[b]`, on each of its `counts` (int64 `[b]`) tokens."""
+    return torch.from_numpy(np.repeat(numbers.numpy(), counts.numpy()))
+
+
+def block_cuts(lengths: Sequence[int]) -> list[int]:
+    """Return the first samples of blocks whose rows have at most `BLOCK` places, and the number of samples."""
+    cuts = [0]
+    width = 0
+    for place, length in enumerate(lengths):
+        width = max(width, length)
+        if place > cuts[-1] and width * (place + 1 - cuts[-1]) > BLOCK:
+            cuts.append(place)
+            width = length
+    return [*cuts, len(lengths)]
+
+
+def in_rows(column: Tensor, num_tokens: Tensor) -> Tensor:
+    """Lay a column `[N]` out as `[B, T]`, with zeros behind each sample's `num_tokens`. Keeps the gradient."""
+    if not len(num_tokens):
+        return column.view(0, 0)
+    return pad_sequence(column.split(num_tokens.tolist()), batch_first=True)
+
+
+def flat(rows: Tensor, num_tokens: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return the column `[N]` that is laid out in `rows` `[B, T]`, of samples of so many tokens; fill `out` with it."""
+    pieces = [row[:count] for row, count in zip(rows, num_tokens.tolist(), strict=True)]
+    return torch.cat([rows.new_empty(0), *pieces], out=out)

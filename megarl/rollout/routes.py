@@ -1,0 +1,80 @@
+"""The experts that vLLM chose for each token, in a store with the slots of the KV cache.
+
+The keys of a token lie in a slot of the cache. The experts that were chosen while the keys were computed lie in the
+same slot of the store. So a request that reads cached keys of its prompt has their routes too, and a request that vLLM
+interrupts and computes again has those of the second time, with which its later tokens are drawn.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.models.architecture import Architecture
+from megarl.platform.errors import UserError
+from megarl.rollout.patches import note_freed_blocks
+
+TYPES = {1: torch.uint8, 2: torch.int16}
+KEY = "actor_rollout_ref.rollout.routing_replay=engine"
+FIRST_RELEASE = "0.32"
+"""The first release of vLLM whose routers tell their choice on every device."""
+
+
+class RouteStore:
+    """The routes of all slots of this rank's KV cache."""
+
+    def __init__(self, worker: Any, architecture: Architecture) -> None:
+        """Keep the routes of the model of a worker that has its KV cache, from now on.
+
+        Raises:
+            UserError: this release of vLLM does not tell its choice, or the KV cache has layers of different kinds.
+        """
+        try:
+            from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+        except ImportError:
+            raise UserError(f"{KEY} needs vLLM {FIRST_RELEASE} or newer") from None
+        cache = worker.model_runner.kv_cache_config
+        if len(cache.kv_cache_groups) > 1:
+            raise UserError(f"{KEY}: vLLM caches the layers of this model in several ways, with slots of their own")
+        experts = architecture.experts
+        assert experts is not None, "a model without experts has no routes"
+        self._first_layer = experts.first_dense_layers
+        self._block_size = cache.kv_cache_groups[0].kv_cache_spec.block_size
+        self._blocks = dict[str, list[int]]()  # by the name of the request
+        num_slots = cache.num_blocks * self._block_size + 1  # the last is that of padding, whose slot is -1
+        shape = num_slots, architecture.num_layers - self._first_layer, experts.top_k
+        self._routes = torch.zeros(shape, dtype=TYPES[experts.number_bytes], device=worker.device)
+        note_freed_blocks(self._note)
+        bind_routed_experts_capturer(worker.get_model(), self)
+
+    @property
+    def nothing(self) -> Tensor:
+        """The routes of no place: `[0, L, k]`."""
+        return self._routes[:0].cpu()
+
+    def capture(self, layer: int, chosen: Tensor) -> None:
+        """Keep the experts `[n, k]` that the router of a layer chose for the tokens of an engine step.
+
+        Raises:
+            RuntimeError: a CUDA graph is captured that does not know the slots of its tokens.
+        """
+        from vllm.forward_context import get_forward_context
+
+        slots = next(iter(get_forward_context().slot_mapping.values()), None)  # every layer has the same
+        if slots is not None:
+            self._routes[slots[: len(chosen)], layer - self._first_layer] = chosen.to(self._routes.dtype)
+        elif self._routes.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{KEY}: a CUDA graph would lose routes; write rollout.enforce_eager=true")
+
+    def forget(self) -> None:
+        """Forget the requests that have ended."""
+        self._blocks.clear()
+
+    def of(self, request: str, num_places: int) -> Tensor:
+        """Return the routes of the first places of a request that has just ended: `[num_places, L, k]`."""
+        blocks = torch.tensor(self._blocks.pop(request))
+        slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[:num_places]
+        return self._routes[slots.to(self._routes.device)].cpu()
+
+    def _note(self, request: str, blocks: list[int]) -> None:
+        self._blocks[request.partition("-")[0]] = blocks  # vLLM appends a part of its own to a name

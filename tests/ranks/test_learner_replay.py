@@ -1,0 +1,177 @@
+"""Routers that take given experts compute what `transformers` computes with these experts, under every split."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megarl.algorithms.losses import Totals
+from megarl.batch import Experience
+from tests.support.learners import ACTOR, TEMPERATURE, TOLERANCE, make_test_learner, outputs_of_all, update
+from tests.support.ranks import RankPool
+from tests.support.records import experience
+from tests.support.references import gradient_norm, outputs_of
+
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+}
+NUM_ROUTERS = {"qwen3_moe": 2, "deepseek_v3": 1}
+NUM_EXPERTS, TOP_K = 8, 2
+
+
+def split(*, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, **fields: Any) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": tp,
+        "context_parallel_size": cp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1,
+        **fields,
+    }
+
+
+SPLITS: dict[str, tuple[int, dict[str, Any]]] = {  # world size, section
+    "dp2": (2, split()),
+    "ep2": (2, split(ep=2)),
+    "tp2": (2, split(tp=2)),
+    "pp2": (2, split(pp=2)),
+    "cp2": (2, split(cp=2)),
+    "tp2-pp2-ep2": (4, split(tp=2, pp=2, ep=2)),
+}
+RECOMPUTATIONS = (False, True, "selective")
+
+
+def random_routes(num_places: int, num_routers: int) -> Tensor:
+    """Return experts that no router would choose: [places, routers, k] uint8."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.rand(num_places, num_routers, NUM_EXPERTS, generator=generator).topk(TOP_K).indices.to(torch.uint8)
+
+
+def routed(num_routers: int) -> Experience:
+    """Return the experience of the other tests, with random routes."""
+    batch = experience()
+    return replace(batch, routes=random_routes(int(batch.num_places().sum()), num_routers))
+
+
+def replay(
+    checkpoint: Path, section: dict[str, Any], batch: Experience, max_tokens: int, recompute: Any = False
+) -> dict[str, Any]:
+    """On each rank: infer, update and infer again."""
+    from megarl.learner.batching import Budget
+
+    learner = make_test_learner(checkpoint, section, temperature=TEMPERATURE, recompute=recompute, replays=True)
+    budget = Budget(max_tokens=max_tokens, max_sequences=None)
+    before = outputs_of_all(learner, batch, budget, with_entropy=True)
+    metrics = update(learner, [batch], ACTOR, budget)
+    after = outputs_of_all(learner, batch, budget, with_entropy=True)
+    return {"before": before, "metrics": metrics, "after": after}
+
+
+def gates_of(model: Any) -> list[Any]:
+    return [layer.mlp.gate for layer in model.model.layers]
+
+
+def with_routes(model: Any, batch: Experience) -> None:
+    """Let the gates of a qwen3_moe of `transformers` take the routes of a batch, sequence by sequence."""
+    assert batch.routes is not None
+    of_samples = batch.routes.long().split(batch.num_places().tolist())
+
+    def taking(router: int) -> Callable[..., Any]:
+        remaining = iter(of_samples)
+
+        def take(gate: Any, inputs: Any, outputs: Any) -> Any:
+            logits = outputs[0]
+            routes = next(remaining)[:, router]
+            routes = torch.cat([routes, torch.arange(TOP_K)[None]])  # the last token predicts nothing
+            weights = logits.softmax(-1).gather(-1, routes)
+            return logits, weights / weights.sum(-1, keepdim=True), routes
+
+        return take
+
+    for number, gate in enumerate(gates_of(model)):
+        gate.register_forward_hook(taking(number))
+
+
+def test_one_rank_is_transformers_with_these_experts(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    batch = routed(2)
+    model, other = (
+        AutoModelForCausalLM.from_pretrained(checkpoints["qwen3_moe"], dtype=torch.float32) for _ in range(2)
+    )
+    with_routes(model, batch)
+    expected = outputs_of(model, batch, {None: other})
+    loss, _ = ACTOR(expected, batch, Totals.of(batch.num_learnt()))
+    loss.backward()
+    result = pool.run(1, replay, checkpoints["qwen3_moe"], {}, batch, 48)[0]
+    torch.testing.assert_close(result["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
+    assert result["metrics"]["grad_norm"] == pytest.approx(gradient_norm(model), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_no_split_shows(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
+    batch = routed(NUM_ROUTERS[name])
+    expected = pool.run(1, replay, checkpoints[name], {}, batch, 1000)[0]
+    assert 0.1 < expected["metrics"]["router_agreement"] < 0.5
+    for which, (world_size, section) in SPLITS.items():
+        for result in pool.run(world_size, replay, checkpoints[name], section, batch, 48):
+            torch.testing.assert_close(result["before"].log_probs, expected["before"].log_probs, **TOLERANCE)
+            assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6), which
+            torch.testing.assert_close(result["after"].log_probs, expected["after"].log_probs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("section", [{}, split(pp=2)], ids=["one", "pp2"])
+def test_recomputation_replays_too(pool: RankPool, checkpoints: dict[str, Path], section: dict[str, Any]) -> None:
+    """Several micro-batches are in flight before the first is computed again."""
+    batch = routed(2)
+    found = [
+        pool.run(1 + bool(section), replay, checkpoints["qwen3_moe"], section, batch, 24, recompute)[-1]
+        for recompute in RECOMPUTATIONS
+    ]
+    for result in found[1:]:
+        assert result["metrics"] == pytest.approx(found[0]["metrics"], rel=1e-6)
+        assert torch.equal(result["before"].log_probs, found[0]["before"].log_probs)
+
+
+def test_own_choice_changes_nothing(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["qwen3_moe"], dtype=torch.float32)
+    chosen: list[list[Tensor]] = [[], []]
+    for gate, of_gate in zip(gates_of(model), chosen, strict=True):
+        gate.register_forward_hook(lambda module, inputs, outputs, of_gate=of_gate: of_gate.append(outputs[2]))
+    batch = experience()
+    for sample in range(len(batch)):
+        model(torch.tensor([[*batch.prompt_of(sample).token_ids, *batch.response_ids(sample).tolist()][:-1]]))
+    own = torch.stack([torch.cat(of_gate) for of_gate in chosen], dim=1).to(torch.uint8)
+    without = pool.run(1, replay, checkpoints["qwen3_moe"], {}, batch, 48)[0]
+    result = pool.run(1, replay, checkpoints["qwen3_moe"], {}, replace(batch, routes=own), 48)[0]
+    torch.testing.assert_close(result["before"].log_probs, without["before"].log_probs, **TOLERANCE)
+    assert result["metrics"].pop("router_agreement") == 1.0
+    assert result["metrics"] == pytest.approx(without["metrics"], rel=1e-5)
+
+
+def router_bias_after(checkpoint: Path, section: dict[str, Any], batch: Experience) -> list[float]:
+    """Return how an update with replay moves the bias of the last router."""
+    from megarl.learner.batching import Budget
+
+    override = {"override_transformer_config": {"moe_router_bias_update_rate": 0.1}}
+    learner = make_test_learner(checkpoint, section | override, replays=True)
+    router = learner.modules[-1].decoder.layers[-1].mlp.router
+    before = router.expert_bias.clone()
+    update(learner, [batch], ACTOR, Budget(max_tokens=48, max_sequences=None))
+    return [round(move, 6) for move in (router.expert_bias - before).tolist()]
+
+
+def test_balancing_counts_the_replayed_experts(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    """The bias of an expert falls if it got more tokens than the mean, and rises if it got fewer."""
+    batch = experience()
+    routes = torch.tensor([0, 5], dtype=torch.uint8).expand(int(batch.num_places().sum()), 1, TOP_K)
+    expected = [-0.1, 0.1, 0.1, 0.1, 0.1, -0.1, 0.1, 0.1]
+    for world_size, section in ((1, {}), (2, split(ep=2)), (2, split(tp=2))):
+        moves = pool.run(
+            world_size, router_bias_after, checkpoints["deepseek_v3"], section, replace(batch, routes=routes)
+        )
+        assert moves[0] == expected

@@ -1,0 +1,53 @@
+"""The engine's routes are the experts that it chose for each token, also where it read cached keys."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.batch import Generation
+from megarl.rollout.config import SamplingSection
+from tests.support.engines import (
+    draw,
+    generating,
+    new_session,
+    start,
+    tear_down,
+    tensors_of,
+    write_two_checkpoints,
+)
+from tests.support.ranks import RankPool
+from tests.support.routes import chosen_by_transformers
+
+pytestmark = pytest.mark.ranks
+
+SAMPLED = SamplingSection(n=2, do_sample=True)
+RESPONSE = 12
+
+
+def drawn_with_routes(paths: list[Path], tp_size: int) -> tuple[list[Generation], list[Generation], list[Generation]]:
+    """On each rank: what its replica draws at once, and as far as it comes in 5 steps and then in others."""
+    first, _, bare = paths
+    engine = start(bare, tp_size=tp_size, dtype="float32", routing_replay="engine")
+    options: dict[str, Any] = {"max_tokens": RESPONSE, "step": 0, "with_routes": True}
+    with generating(engine, tensors_of(first)):
+        whole = draw(engine.open_queue(SAMPLED, **options), new_session(SAMPLED.n))
+        part = draw(engine.open_queue(SAMPLED, final_only=False, **options), new_session(SAMPLED.n), 5)
+        rest = draw(engine.open_queue(SAMPLED, final_only=False, **options), part)
+    tear_down(engine)
+    return tuple([each for group in groups for each in group.samples] for groups in (whole, part, rest))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_routes_are_those_of_transformers(pool: RankPool, tmp_path: Path, tp_size: int) -> None:
+    paths = write_two_checkpoints(tmp_path, "qwen3_moe")
+    for samples in pool.run(2, drawn_with_routes, paths, tp_size):
+        whole, part, rest = samples
+        assert any(each.num_cached for each in whole)
+        assert all(not each.complete and each.routes is None for each in part)
+        assert all(each.complete for each in rest)
+        for each in (*whole, *rest):
+            assert each.routes is not None and each.routes.dtype == torch.uint8
+            expected = chosen_by_transformers(paths[0], each)
+            assert torch.equal(each.routes.sort(-1).values, expected)
