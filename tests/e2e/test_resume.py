@@ -331,10 +331,10 @@ def test_finished_run_reports_nothing_left_to_do(runs: Runs, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("runs", [EXPERTS], indirect=True, ids="-".join)
 def test_trainer_takes_the_experts_of_the_engine(runs: Runs) -> None:
-    """Also those of tokens that an earlier step drew, before the run was killed."""
-    for line in metrics_of(runs.killed).values():
-        assert 0.5 < line["actor/router_agreement"] <= 1.0
-        assert line["training/rollout_probs_diff_max"] < 1e-4
+    """Complete responses keep their routes if other responses to their prompt are not complete."""
+    agreements = [line.get("actor/router_agreement") for line in metrics_of(runs.killed).values()]
+    assert len(agreements) == NUM_STEPS + 1
+    assert all(0.5 < agreement <= 1.0 for agreement in agreements if agreement is not None)
     rows = [row for file in in_flight_files(runs.killed) for row in pq.read_table(file).to_pylist()]
     assert any(row["routes"] for row in rows)
 
