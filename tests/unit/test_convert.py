@@ -129,6 +129,7 @@ MODEL=${{MODEL:-org/m}}
     ++actor_rollout_ref.rollout.mode=async \\
     ~trainer.nothing \\
     algorithm.adv_estimator=gae algorithm.use_kl_in_reward=False \\
+    actor_rollout_ref.model.lora.rank=8 \\
     actor_rollout_ref.model.lora.dropout=0.1 \\
     trainer.experiment_name=run-$(date +%s) \\
     trainer.project_name='a # b' $@
@@ -146,6 +147,10 @@ def test_every_key_is_in_file_or_comment(tmp_path: Path, capsys: pytest.CaptureF
     assert tree["trainer"]["project_name"] == "a" and "experiment_name" not in tree["trainer"]
     assert tree["actor_rollout_ref"]["actor"]["megatron"]["param_offload"] is True
     assert tree["actor_rollout_ref"]["actor"]["shuffle"] is False and "# verl's default" in text
+    assert (tree["actor_rollout_ref"]["model"]["lora_rank"], tree["actor_rollout_ref"]["model"]["lora_alpha"]) == (
+        8,
+        32,
+    )
     comments = [line for line in text.splitlines() if line.lstrip().startswith("#")]
     for key in (
         "lora.dropout=0.1",
