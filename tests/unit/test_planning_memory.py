@@ -29,8 +29,8 @@ GB = 10**9
 # quarter of 128,256 embeddings (64 x 4 divides them) and on the last the final norm.
 LLAMA_LAYER = 6_291_456 + 4_194_304 + 29_360_128 + 14_680_064 + 2 * 4_096
 LLAMA_FIRST_STAGE = 16 * LLAMA_LAYER + 32_064 * 4_096
-# Its adapters of rank 16: for each of Megatron's four matrices of a layer, the columns of an A for each projection in it,
-# and the rows of their B together.
+# Its adapters of rank 16: for each of Megatron's four matrices of a layer, the columns of an A for each projection in
+# it, and the rows of their B together.
 LLAMA_ADAPTERS = 16 * 16 * ((3 * 4_096 + 1_536) + (1_024 + 4_096) + (2 * 4_096 + 7_168) + (3_584 + 4_096))
 LLAMA_SPLIT = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
 
