@@ -18,6 +18,7 @@ from megarl.planning.engine import cache_bytes_per_token, engine_memory
 from megarl.planning.memory import Moment, RankMemory, fullest_rank, rank_memory
 from megarl.planning.states import States, frozen_states, trained_states
 from megarl.planning.workload import Workload, workload_of
+from megarl.platform.errors import UserError
 from megarl.rollout.config import RolloutSection
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -213,6 +214,11 @@ def test_adapters_learn_on_one_copy_of_weights() -> None:
 
     apart = moments(0, *ranks, "critic.model.override_config={rope_theta: 1.0}")["update", "actor"].parts
     assert apart["critic weights"] == 2 * (base + n)
+
+
+def test_adapters_of_nothing_are_not_planned() -> None:
+    with pytest.raises(UserError, match="gate selects no projection of the model"):
+        workload("actor_rollout_ref.model={lora_rank: 16, target_modules: [gate]}")
 
 
 def test_a_reward_model_answers_and_never_learns() -> None:
