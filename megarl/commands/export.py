@@ -81,7 +81,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> ExportArgu
     except UserError as error:
         faults.append(Fault("--best", str(error)))
     for option in ("adapter", "base"):
-        if typed[option] and not faults and not has_adapters(typed["checkpoint"]):
+        if typed[option] and not faults and not holds_adapters(typed["checkpoint"]):
             reason = f"{typed['checkpoint']} has no adapters, its weights learned: export it without this option"
             faults.append(Fault(f"--{option}", reason))
     try:
@@ -112,7 +112,7 @@ def find_repository(arguments: ExportArguments) -> None:
             create_repository(arguments.push_to, private=arguments.private)
 
 
-def has_adapters(path: Path) -> bool:
+def holds_adapters(path: Path) -> bool:
     """Return whether a checkpoint, or some checkpoint of a run, has adapters."""
     return any(any(path.glob(f"{begin}*/{ADAPTERS_CONFIG}")) for begin in ("", f"{STEP_PREFIX}*/"))
 
@@ -134,7 +134,7 @@ def write(arguments: ExportArguments, launch: Launch) -> None:
         tensor_model_parallel_size=arguments.world_size, dtype=source.hf_config["torch_dtype"], sequence_parallel=False
     )
     name, role = VALUE_ROLE if source.architecture.scalar_head else POLICY_ROLE
-    lora = read_adapters(checkpoint / name, base=arguments.base) if has_adapters(checkpoint) else None
+    lora = read_adapters(checkpoint / name, base=arguments.base) if holds_adapters(checkpoint) else None
     if arguments.adapter and lora is None:
         raise UserError(f"{checkpoint} has no adapters: export it without --adapter")
     base, scores = base_of(lora, checkpoint) if lora else (None, False)

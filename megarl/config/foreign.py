@@ -34,6 +34,7 @@ class ForeignRow:
     group: str = ""  # of the entry points under which an installed package may offer a value
     becomes: Mapping[Any, Any] = field(default_factory=dict)  # the values that have another name here
     to: str = ""  # the key here; {rest} is the part behind a pattern that ends in a star
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # verl's, of keys here, if this key is written
     scale: float = 1.0  # of the value here, to that there
     most: float | None = None  # the largest value here, which means the same as any larger one
 
@@ -80,7 +81,7 @@ class Remark:
     value: Any
     key: str | None  # the key here; None: it was dropped
     why: str  # that it changes nothing, or how its value is written here
-    row: ForeignRow | None = None  # if its values have a least one
+    row: ForeignRow | None = None  # that decided
 
     def too_small(self, values: Mapping[str, Any]) -> str | None:
         """Return the answer to a value that is less than the sum of other keys' `values`."""
@@ -139,7 +140,8 @@ def read_key(written: str, value: Any, known: Schema, *, converting: bool = Fals
     if renamed and renamed.target(written) in known and not (fixed and fixed.answer):
         target = renamed.target(written)
         ours = renamed.value_here(value)
-        remark = Remark(written=written, value=value, key=target, why=renamed.why if ours != value else "")
+        why = renamed.why if ours != value else ""
+        remark = Remark(written=written, value=value, key=target, why=why, row=renamed)
         return _read_value(target, ours, Reading(remark=remark))
     return _answer(written, value, fixed)
 
@@ -191,6 +193,11 @@ def _two_bounds(key: str, value: str) -> Reading:
     why = f"{value} bounds rollout/train there; here the ratio is train/rollout, so each bound is 1 / the other one"
     leaves = {key: float(f"{upper:.12g}"), f"{key}_lower": float(f"{lower:.12g}")}
     return Reading(leaves=leaves, remark=Remark(written=key, value=value, key=key, why=why))
+
+
+def defaults_beside(remarks: Iterable[Remark]) -> dict[str, Any]:
+    """Return verl's defaults that train otherwise than those of megarl, for a run with the keys of `remarks`."""
+    return {**DEFAULTS, **{key: value for one in remarks if one.row for key, value in one.row.defaults.items()}}
 
 
 def _answer(path: str, value: object, fixed: ForeignRow | None) -> Reading:

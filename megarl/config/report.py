@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megarl.config.checks import world_size
 from megarl.config.custom_functions import ESTIMATOR, LOSS
-from megarl.config.foreign import DEFAULTS, remarks_in_words
+from megarl.config.foreign import Remark, defaults_beside, remarks_in_words
 from megarl.config.links import shown
 from megarl.config.load import foreign_keys, written_keys
 from megarl.config.mesh_checks import data_parallel_size
@@ -214,29 +214,33 @@ def start_notes(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[s
     yield from remarks_in_words(foreign_keys(type(config), argv))
     yield from unread_keys(config, argv)
     yield from unsaved(config)
-    if isinstance(config, Config):
-        yield from unwritten_keys(config, argv)
+    yield from unwritten_keys(config, argv)
 
 
-def other_defaults(config: Config, written: Collection[str]) -> dict[str, tuple[object, object]]:
-    """Return the keys besides `written` that are read and whose default trains otherwise in verl, with both values."""
-    unwritten = DEFAULTS.keys() - set(written)
+def other_defaults(
+    config: Config | SFTConfig | RewardTrainConfig, written: Collection[str], remarks: Sequence[Remark]
+) -> dict[str, tuple[object, object]]:
+    """Return the keys whose default trains otherwise in verl, with both values, if they are read and not `written`.
+
+    Args:
+        config: the configuration.
+        written: the keys that the user wrote, in the names of megarl.
+        remarks: what became of those that have other names.
+    """
     values = dict(flatten(asdict(config)))
-    idle = reasons(config, unwritten)
-    return {
-        key: (values[key], theirs)
-        for key, theirs in DEFAULTS.items()
-        if key in unwritten and key not in idle and values[key] != theirs
-    }
+    defaults = {key: theirs for key, theirs in defaults_beside(remarks).items() if key in values.keys() - set(written)}
+    idle = reasons(config, defaults)
+    return {key: (values[key], theirs) for key, theirs in defaults.items() if key not in idle and values[key] != theirs}
 
 
-def unwritten_keys(config: Config, argv: Sequence[str]) -> Iterator[str]:
+def unwritten_keys(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each key that `argv` leaves out and whose default differs from that of other trainers."""
-    others = other_defaults(config, written_keys(Config, argv)) if foreign_keys(Config, argv) else {}
+    written, remarks = written_keys(type(config), argv), foreign_keys(type(config), argv)
+    others = other_defaults(config, written, remarks) if remarks else {}
     if others:
         listed = ", ".join(f"{key}={shown(ours)} (verl: {shown(theirs)})" for key, (ours, theirs) in others.items())
         yield f"some keys have verl's names; these are not written, and verl's defaults differ: {listed}"
-    if config.kl_of_reward and "algorithm.use_kl_in_reward" not in written_keys(Config, argv):
+    if isinstance(config, Config) and config.kl_of_reward and "algorithm.use_kl_in_reward" not in written:
         yield (
             "algorithm.use_kl_in_reward is not written and actor.use_kl_loss is off: the reward is reduced by "
             f"algorithm.kl_ctrl.kl_coef={config.algorithm.kl_ctrl.kl_coef:g} times the divergence from a reference; "

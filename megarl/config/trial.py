@@ -19,7 +19,7 @@ from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.rows import Rows
 from megarl.models.config import ModelSection
-from megarl.models.hub import ModelDirectory, config_place, read_model
+from megarl.models.hub import config_place, read_model
 from megarl.platform.errors import UserError
 from megarl.platform.log import show_printed
 from megarl.platform.secrets import beginning
@@ -91,16 +91,9 @@ def find_architectures(config: Config | SFTConfig | RewardTrainConfig | VerifyCo
         with fault_of(key):
             place = config_place(checkpoint.path)
             if isinstance(checkpoint, ModelSection) and checkpoint.has_adapters:
-                _find_targets(checkpoint, place)
+                from megarl.models.peft import lora_of  # imports torch
 
-
-def _find_targets(section: ModelSection, place: ModelDirectory) -> None:
-    from megarl.models.lora import require_targets  # imports torch
-    from megarl.models.peft import lora_of
-
-    lora = lora_of(section)
-    assert lora is not None, "the section asks for adapters"
-    require_targets(read_model(place, section.override_config)[1], lora)
+                lora_of(checkpoint, read_model(place, checkpoint.override_config)[1])
 
 
 def find_models(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> None:

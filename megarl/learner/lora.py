@@ -40,7 +40,7 @@ class Adapter(nn.Module):
     """The matrices A and B of one linear layer, or of one projection of all experts of this rank."""
 
     def __init__(
-        self, parts: Mapping[str, Adapted], lora: Lora, dtype: torch.dtype, *, is_stacked: bool = False
+        self, parts: Mapping[str, Adapted], lora: Lora, dtype: torch.dtype, mesh: Mesh, *, is_stacked: bool = False
     ) -> None:
         """Make adapters that add nothing: B is zero.
 
@@ -48,7 +48,8 @@ class Adapter(nn.Module):
             parts: the weights with these adapters, by name in the chunk: one, or one for each local expert.
             lora: rank and scale.
             dtype: of A and B.
-            is_stacked: whether A and B have a first dimension, one place for each part.
+            mesh: this rank's place.
+            is_stacked: whether A and B have a first dimension, one place for each part, all of experts.
         """
         super().__init__()
         self.parts = parts
@@ -56,13 +57,14 @@ class Adapter(nn.Module):
         self.scale = lora.scale
         self.is_stacked = is_stacked
         self.is_active = True
-        first = next(iter(parts.values()))
-        a, b = first.shapes(lora.rank)
+        self._mesh = mesh
+        self._part = next(iter(parts.values()))  # others have the same shapes, and are cut the same
+        a, b = self._part.shapes(lora.rank)
         stack = (len(parts),) if is_stacked else ()
         place: dict[str, Any] = {"dtype": dtype, "device": local_device()}
         self.lora_a = nn.Parameter(torch.zeros(*stack, *a, **place))
         self.lora_b = nn.Parameter(torch.zeros(*stack, *b, **place))
-        self._of_projection = _rows_of_projections(first, **place)
+        self._of_projection = _rows_of_projections(self._part, **place)
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
@@ -92,7 +94,17 @@ class Adapter(nn.Module):
             For each dimension that is cut: its number, the number of this rank's part, and the number of parts. Then
             the number of this rank among those with the same part in a group, and among the data-parallel groups.
         """
-        raise NotImplementedError
+        place = self._mesh.cut
+        if self.is_stacked:
+            shared, rank, size = [(0, place.ep_rank, place.ep_size)], place.etp_rank, place.etp_size
+            replica = parallel_state.get_expert_data_parallel_rank()
+        else:
+            shared, rank, size = [], place.tp_rank, place.tp_size
+            replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        if self._part.cuts_columns if matrix == "lora_a" else self._part.cuts_rows:
+            # The columns of [rows, columns], or the rows of [blocks, rows, rank].
+            return [*shared, (len(shared) + 1, rank, size)], 0, replica
+        return shared, rank, replica
 
     @torch.no_grad()
     def merged(self, weight: Tensor, place: int | None) -> Tensor:
@@ -117,24 +129,12 @@ class LinearAdapter(Adapter):
     def __init__(
         self, parts: Mapping[str, Adapted], lora: Lora, dtype: torch.dtype, mesh: Mesh, *, sequence_parallel: bool
     ) -> None:
-        super().__init__(parts, lora, dtype)
-        [part] = parts.values()
-        self._part = part
-        self._mesh = mesh
+        super().__init__(parts, lora, dtype, mesh)
         self._group = mesh.tp_group if mesh.tp_size > 1 else None
         self._sequence_parallel = sequence_parallel
-        for matrix, is_cut in ((self.lora_a, part.cuts_columns), (self.lora_b, part.cuts_rows)):
+        for matrix, is_cut in ((self.lora_a, self._part.cuts_columns), (self.lora_b, self._part.cuts_rows)):
             matrix.tensor_model_parallel = is_cut  # type: ignore[attr-defined]
             matrix.sequence_parallel = sequence_parallel and not is_cut  # type: ignore[attr-defined]
-
-    def cut(self, matrix: str) -> tuple[list[tuple[int, int, int]], int, int]:
-        """See `Adapter.cut`."""
-        is_cut = self._part.cuts_columns if matrix == "lora_a" else self._part.cuts_rows
-        dimension = 1  # columns of [rows, columns], and rows of [blocks, rows, rank]
-        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        if is_cut:
-            return [(dimension, self._mesh.tp_rank, self._mesh.tp_size)], 0, replica
-        return [], self._mesh.tp_rank, replica
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map the input of the linear layer to B A times the input, in the shape of its output."""
@@ -164,26 +164,14 @@ class ExpertsAdapter(Adapter):
     """
 
     def __init__(self, parts: Mapping[str, Adapted], lora: Lora, dtype: torch.dtype, mesh: Mesh) -> None:
-        super().__init__(parts, lora, dtype, is_stacked=True)
-        self._mesh = mesh
-        first = next(iter(parts.values()))
-        for matrix, is_cut in ((self.lora_a, first.cuts_columns), (self.lora_b, first.cuts_rows)):
+        super().__init__(parts, lora, dtype, mesh, is_stacked=True)
+        for matrix, is_cut in ((self.lora_a, self._part.cuts_columns), (self.lora_b, self._part.cuts_rows)):
             is_shared = mesh.cut.etp_size > 1 and not is_cut
             matrix.allreduce = False  # type: ignore[attr-defined] # as `mark_experts` marks the experts' weights
             matrix.is_summed_over_etp = is_shared  # type: ignore[attr-defined]
             # For the norm of the gradient: Megatron counts a marked matrix on every rank, and a shared one on none.
             matrix.tensor_model_parallel = True  # type: ignore[attr-defined]
             matrix.shared = is_shared and mesh.cut.etp_rank > 0  # type: ignore[attr-defined]
-
-    def cut(self, matrix: str) -> tuple[list[tuple[int, int, int]], int, int]:
-        """See `Adapter.cut`."""
-        first = next(iter(self.parts.values()))
-        place = self._mesh.cut
-        of_experts = (0, place.ep_rank, place.ep_size)
-        replica = parallel_state.get_expert_data_parallel_rank()
-        if first.cuts_columns if matrix == "lora_a" else first.cuts_rows:
-            return [of_experts, (2, place.etp_rank, place.etp_size)], 0, replica
-        return [of_experts], place.etp_rank, replica
 
     def forward(self, hidden: Tensor, counts: Sequence[int]) -> Tensor:
         """Map [N, columns] states, `counts[e]` of each expert e in turn, to B A times the states."""

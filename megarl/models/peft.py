@@ -11,7 +11,7 @@ from urllib.parse import quote
 from megarl.models.architecture import Architecture
 from megarl.models.config import ModelSection
 from megarl.models.hub import read_json
-from megarl.models.lora import ALL_LINEAR, Lora, adapted_projections
+from megarl.models.lora import ALL_LINEAR, Lora, adapted_projections, require_targets
 from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.hub import SCHEME, repository
@@ -45,11 +45,12 @@ HINT_FOR_EXPERTS = (
 )
 
 
-def lora_of(section: ModelSection) -> Lora | None:
-    """Return the adapters that a section asks for; None if the weights learn.
+def lora_of(section: ModelSection, architecture: Architecture) -> Lora | None:
+    """Return the adapters that a section asks for, of a model; None if the weights learn.
 
     Raises:
-        UserError: `lora_adapter_path` names no adapters, unsupported ones, or those of another rank.
+        UserError: `lora_adapter_path` names no adapters, unsupported ones, or those of another rank; or what
+            `require_targets` refuses.
     """
     if section.lora_adapter_path:
         directory = Path(section.lora_adapter_path)
@@ -59,16 +60,18 @@ def lora_of(section: ModelSection) -> Lora | None:
                 f"lora_rank={section.lora_rank}, but the adapters in {directory} have rank {lora.rank}: leave lora_rank"
                 " out, or write this rank"
             )
-        return lora
-    if not section.lora_rank:
+    elif section.lora_rank:
+        lora = Lora(
+            rank=section.lora_rank,
+            alpha=section.lora_alpha,
+            targets=_names(section.target_modules),
+            excluded=_names(section.exclude_modules),
+            base=base_name(section.path),
+        )
+    else:
         return None
-    return Lora(
-        rank=section.lora_rank,
-        alpha=section.lora_alpha,
-        targets=_names(section.target_modules),
-        excluded=_names(section.exclude_modules),
-        base=base_name(section.path),
-    )
+    require_targets(architecture, lora)
+    return lora
 
 
 def base_name(path: str) -> str:

@@ -15,7 +15,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.claims import weight_faults
 from megarl.models.config import CheckpointSection, ModelSection
 from megarl.models.hub import GENERATION, local_directory, place_of, read_config, read_json, read_model, stop_token_ids
-from megarl.models.lora import Lora, require_targets
+from megarl.models.lora import Lora
 from megarl.models.overrides import unread_overrides
 from megarl.models.peft import lora_of
 from megarl.platform.errors import UserError
@@ -60,15 +60,12 @@ class Source:
             if is_uri(section.path):
                 raise UserError(f"{place_of(section.path)}: {error}") from error
             raise
-        lora = lora_of(section) if isinstance(section, ModelSection) else None
-        if lora:
-            require_targets(architecture, lora)
         return cls(
             directory=directory,
             hf_config=hf_config,
             overrides=section.override_config,
             architecture=architecture,
-            lora=lora,
+            lora=lora_of(section, architecture) if isinstance(section, ModelSection) else None,
         )
 
     def tokenizer(

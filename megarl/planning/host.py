@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megarl.config.root import Config
-from megarl.planning.memory import RankMemory
+from megarl.planning.memory import RankMemory, own_weights
 from megarl.planning.states import copied_bytes
 from megarl.planning.workload import Workload
 from megarl.rewards.config import isolation_of
@@ -55,7 +55,7 @@ def host_memory(workload: Workload, memory: RankMemory) -> HostMemory:
     for model in workload.models:
         states = memory.states[model.name]
         if model.section.param_offload:
-            parts[f"{model.name} weights"] = num_ranks * states.weights
+            parts[f"{model.name} weights"] = num_ranks * own_weights(model, states)
         if model.section.optimizer_offload and model.updates:
             parts[f"{model.name} optimizer"] = num_ranks * states.optimizer
     parts["copies for a save"] = _save_bytes(workload, memory, num_ranks=num_ranks)

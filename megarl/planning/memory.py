@@ -150,7 +150,7 @@ def _moments(
     for model in workload.models:
         present = states[model.name]
         activations = f"{model.name} activations"
-        own = present.weights if model.section.param_offload else _own_weights(model, present)
+        own = present.weights if model.section.param_offload else own_weights(model, present)
         here = parked | (actor if model.is_start else {f"{model.name} weights": own})
         if model.name == REWARD_MODEL and workload.config.algorithm.filter_groups.enable:
             here |= weights | cache  # dynamic sampling has samples scored before it draws more
@@ -200,13 +200,13 @@ def _parked(model: TrainerModel, states: States) -> dict[str, int]:
     if model.is_start:
         return {}
     section = model.section
-    present = {"weights": 0 if section.param_offload else _own_weights(model, states)}
+    present = {"weights": 0 if section.param_offload else own_weights(model, states)}
     if model.updates:
         present["gradients"] = 0 if section.grad_offload else states.gradients
         present["optimizer"] = 0 if section.optimizer_offload else states.optimizer
     return {f"{model.name} {part}": num_bytes for part, num_bytes in present.items()}
 
 
-def _own_weights(model: TrainerModel, states: States) -> int:
-    """Return the bytes of weights that a resident model has for itself."""
+def own_weights(model: TrainerModel, states: States) -> int:
+    """Return the bytes of weights that a model has for itself, on the device or on the host."""
     return states.weights - states.frozen if model.shares_base else states.weights

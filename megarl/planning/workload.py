@@ -139,7 +139,7 @@ def _policies(
             num_tokens=max(updates.num_tokens, pairs.num_tokens),
             num_micro_batches=updates.num_micro_batches + pairs.num_micro_batches,
         )
-    lora = lora_of(policy.model)
+    lora = lora_of(policy.model, architecture)
     yield TrainerModel(
         name="actor",
         architecture=architecture,
@@ -171,7 +171,7 @@ def _critics(config: Config, grid: Grid, architecture: Architecture | None) -> I
             name="critic",
             architecture=architecture.with_scalar_head(),
             section=critic.megatron,
-            lora=lora_of(critic.model),
+            lora=lora_of(critic.model, architecture),
             shares_base=config.critic_shares_base,
             infers=_work(config, grid, critic.forward_micro_batch_size or critic.ppo_micro_batch_size, role="value"),
             updates=_work(

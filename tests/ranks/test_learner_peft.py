@@ -40,9 +40,11 @@ def start(checkpoint: Path, directory: Path, role: str = "policy") -> Any:
     """Return the outputs of a learner that starts from a directory of PEFT."""
     from megarl.learner.batching import Budget
     from megarl.models.config import ModelSection
+    from megarl.models.hub import read_model
     from megarl.models.peft import lora_of
 
-    lora = lora_of(ModelSection(path=str(checkpoint), lora_adapter_path=str(directory)))
+    section = ModelSection(path=str(checkpoint), lora_adapter_path=str(directory))
+    lora = lora_of(section, read_model(checkpoint, {})[1])
     learner = make_test_learner(checkpoint, SPLIT, role=role, temperature=TEMPERATURE, lora=lora)
     outputs = outputs_of_all(learner, experience(), Budget(max_tokens=100, max_sequences=None))
     return outputs if role == "value" else outputs.log_probs

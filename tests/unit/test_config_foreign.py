@@ -1,6 +1,7 @@
 """Keys of other trainers: dropped if their value asks for nothing, answered if not, never mistaken for another key."""
 
 import re
+from collections.abc import Sequence
 
 import pytest
 
@@ -9,7 +10,7 @@ from megarl.config.foreign import ANY, DEFAULTS, FIXED, FLAGS, KEYS, RENAMES, VA
 from megarl.config.links import shown
 from megarl.config.load import foreign_keys, load_config, load_sft_config, to_yaml
 from megarl.config.report import start_notes, unwritten_keys
-from megarl.config.root import Config
+from megarl.config.root import Config, SFTConfig
 from megarl.config.schema import Schema
 
 MINIMAL = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
@@ -202,12 +203,41 @@ def test_defaults_of_verl_are_reported() -> None:
     assert not list(unwritten_keys(load_config(written, world_size=None, check_paths=False), written))
 
 
+def said_of_alpha(config: Config | SFTConfig, argv: Sequence[str]) -> list[str]:
+    return [note for note in start_notes(config, argv) if "lora_alpha=" in note]
+
+
+@pytest.mark.parametrize("model", ["actor_rollout_ref.model", "critic.model"])
+def test_nested_rank_has_another_default_alpha(model: str) -> None:
+    """verl's `lora_alpha` is 16, and its `lora.alpha` 32."""
+    for rank, other, is_said in [
+        ("lora.rank=4", "data.seed=1", True),
+        ("lora.rank=4", f"{model}.lora.alpha=8", False),
+        ("lora.rank=4", f"{model}.lora_alpha=16", False),
+        ("lora.rank=0", "data.seed=1", False),
+        ("lora_rank=4", f"{model}.lora.type=lora", False),
+    ]:
+        argv = [*MINIMAL, f"{model}.{rank}", other]
+        found = said_of_alpha(load_config(argv, world_size=None, check_paths=False), argv)
+        assert len(found) == is_said, argv
+        assert all(f"{model}.lora_alpha=16 (verl: 32)" in note for note in found)
+
+
+def test_nested_adapters_are_read_in_supervised_runs() -> None:
+    argv = ["data.train_files=a", "model.path=org/m", "model.lora.rank=4", "model.lora.target_modules=[linear_q]"]
+    config = load_sft_config(argv, world_size=None, check_paths=False)
+    assert (config.model.lora_rank, config.model.target_modules) == (4, ["q_proj"])
+    [note] = said_of_alpha(config, argv)
+    assert "model.lora_alpha=16 (verl: 32)" in note and "entropy" not in note
+
+
 def test_tables_name_keys_that_exist() -> None:
-    leaves = Schema.of(Config).leaves
+    leaves = Schema.of(Config).leaves | Schema.of(SFTConfig).leaves
     assert DEFAULTS.keys() <= leaves.keys()
     assert {key for row in FIXED for key in row.least} <= leaves.keys()
     for row in RENAMES:
         assert all(row.target(example(key)) in leaves or "{rest}" in row.to for key in row.keys), row.to
+        assert row.defaults.keys() <= leaves.keys()
     assert not [row for row in VALUES if not (row.refuses or row.becomes or row.most)]
 
 

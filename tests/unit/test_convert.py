@@ -1,5 +1,6 @@
 """`megarl convert`: scripts are expanded without being run, and each of their keys is in the file or in a comment."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,7 @@ MODEL=${{MODEL:-org/m}}
     ++actor_rollout_ref.rollout.mode=async \\
     ~trainer.nothing \\
     algorithm.adv_estimator=gae algorithm.use_kl_in_reward=False \\
+    actor_rollout_ref.model.lora.rank=8 \\
     actor_rollout_ref.model.lora.dropout=0.1 \\
     trainer.experiment_name=run-$(date +%s) \\
     trainer.project_name='a # b' $@
@@ -146,6 +148,10 @@ def test_every_key_is_in_file_or_comment(tmp_path: Path, capsys: pytest.CaptureF
     assert tree["trainer"]["project_name"] == "a" and "experiment_name" not in tree["trainer"]
     assert tree["actor_rollout_ref"]["actor"]["megatron"]["param_offload"] is True
     assert tree["actor_rollout_ref"]["actor"]["shuffle"] is False and "# verl's default" in text
+    assert (tree["actor_rollout_ref"]["model"]["lora_rank"], tree["actor_rollout_ref"]["model"]["lora_alpha"]) == (
+        8,
+        32,
+    )
     comments = [line for line in text.splitlines() if line.lstrip().startswith("#")]
     for key in (
         "lora.dropout=0.1",
@@ -232,6 +238,53 @@ def test_flags_of_other_trainers(command: str, leaves: dict[str, object], decisi
     assert set(decisions) <= found.decisions.keys()
 
 
+TRL = "trl grpo --seed 1 --top_p 1 --beta 0"
+OPENRLHF = "python -m openrlhf.cli.train_ppo_ray --seed 1 --gamma 1 --lambd 1"
+NEMO_RL = "python run_grpo.py grpo.seed=1 grpo.max_num_steps=2 policy.model_name=org/m"
+ADAPTED = ("model.lora_rank", "model.lora_alpha", "model.target_modules")
+
+
+@pytest.mark.parametrize(
+    ("command", "expected", "decided", "resting"),
+    [
+        (f"{TRL} --use_peft", (16, 32, ["q_proj", "v_proj"]), [], []),
+        (
+            f"{TRL} --lora_alpha 8 --use_peft --lora_target_modules all-linear --use_dora true --lora_dropout 0.1",
+            (16, 8, "all-linear"),
+            ["use_dora=true", "lora_dropout=0.1"],
+            [],
+        ),
+        (f"{TRL} --lora_r 8 --lora_dropout 0.1", (None,) * 3, [], ["lora_r=8", "lora_dropout=0.1"]),
+        (f"{TRL} --lora_r 8 --use_peft false", (None,) * 3, [], ["lora_r=8"]),
+        (
+            f"{OPENRLHF} --ds.lora.rank 4 --ds.lora.target_modules q_proj v_proj",
+            (4, None, ["q_proj", "v_proj"]),
+            [],
+            [],
+        ),
+        (f"{OPENRLHF} --lora_rank 4 --lora_dropout 0.1", (4, None, None), ["lora_dropout=0.1"], []),
+        (f"{NEMO_RL} policy.megatron_cfg.peft.enabled=true", (8, 32, None), [], []),
+        (
+            f"{NEMO_RL} policy.dtensor_cfg.lora_cfg.enabled=True policy.dtensor_cfg.lora_cfg.dim=128"
+            " policy.dtensor_cfg.lora_cfg.dropout=0.1 policy.megatron_cfg.peft.enabled=false"
+            " policy.megatron_cfg.peft.dim=8 policy.megatron_cfg.peft.dropout=0.1",
+            (128, 32, None),
+            ["policy.dtensor_cfg.lora_cfg.dropout=0.1"],
+            ["policy.megatron_cfg.peft.dim=8", "policy.megatron_cfg.peft.dropout=0.1"],
+        ),
+    ],
+)
+def test_adapters_of_other_trainers(
+    command: str, expected: tuple[object, ...], decided: list[str], resting: list[str]
+) -> None:
+    found, _ = convert(command)
+    assert tuple(found.leaves.get(f"actor_rollout_ref.{key}") for key in ADAPTED) == expected
+    assert [one for one in found.decisions if re.search("lora|peft|dora", one)] == decided
+    assert [one for one, why in found.dropped.items() if why.startswith("is read only with")] == resting
+    links = [f"${{actor_rollout_ref.{key}}}" for key in ADAPTED]
+    assert [found.leaves.get(f"critic.{key}") for key in ADAPTED] == (links if OPENRLHF in command else [None] * 3)
+
+
 @pytest.mark.parametrize("name", ["my run.sh", "two\ttabs.sh", "my theirs.yaml", "a=b c.sh"])
 def test_name_with_blanks_is_a_file(tmp_path: Path, name: str) -> None:
     source = tmp_path / name
@@ -257,6 +310,11 @@ def test_file_of_another_trainer(tmp_path: Path) -> None:
     found, _ = convert(str(file))
     assert found.leaves["data.train_batch_size"] == 32
     assert {"policy.odd=1", "loss_fn.ratio_clip_c=null"} <= found.decisions.keys()
+    file.write_text("defaults: base.yaml\ngrpo: {seed: 1}\npolicy: {megatron_cfg: {peft: {enabled: true, dim: 16}}}\n")
+    found, _ = convert(str(file))
+    assert found.leaves["actor_rollout_ref.model.lora_rank"] == 16
+    assert found.leaves["actor_rollout_ref.model.lora_alpha"] == 32
+    assert "is a file of keys" in found.decisions['defaults="base.yaml"']
 
 
 def test_values_that_are_no_yaml_are_told(tmp_path: Path) -> None:
@@ -274,6 +332,8 @@ def test_values_that_are_no_yaml_are_told(tmp_path: Path) -> None:
 def test_tables_of_flags_name_keys_that_exist(table: Flags) -> None:
     assert table.source and table.date and table.programs
     leaves = Schema.of(Config).leaves
-    assert {*table.same.values(), *table.sets} <= leaves.keys()
+    brought = {key for keys in table.brings.values() for key in keys}
+    assert {*table.same.values(), *table.sets, *brought} <= leaves.keys()
     tables = (table.same, table.dropped, table.decide)
+    assert {*table.brings, *table.only_with.values()} <= {flag for one in tables for flag in one}
     assert sum(map(len, tables)) == len({flag for one in tables for flag in one})

@@ -54,6 +54,20 @@ def test_offloaded_memory_of_llama_3_70b_matches_arithmetic() -> None:
     assert 8 * 12 * (actor + critic) / 32 < optimizers < 8 * 12 * ((actor + critic) / 32 + 2 * embeddings)
 
 
+def test_shared_weights_rest_on_the_host_once() -> None:
+    """Tensor 4 with adapters of rank 16: the critic adds its adapters, which a rank cuts as its weights, and a head."""
+    critic = ("algorithm.adv_estimator=gae", "critic.model.path=configs/models/llama-3-8b")
+    ranks = ("actor_rollout_ref.model.lora_rank=16", "critic.model.lora_rank=16")
+    parts = plan(*LLAMA_8B, *critic, *ranks, *OFFLOADED).host.parts
+    layer = (3 * 4096 + 6144 // 4) + (4096 // 4 + 4096) + (2 * 4096 + 28672 // 4) + (14336 // 4 + 4096)
+    adapters = 32 * 16 * layer
+    assert parts["critic weights"] == 8 * 2 * (adapters + 4096)
+    assert parts["actor weights"] > 8 * 2 * 8e9 / 4
+    # Of four ranks the weights, and of eight half of the optimizer and the rest of a matrix at its border.
+    at_borders = parts["copies for a save"] - (4 * 2 + 8 * 12 / 2) * (2 * adapters + 4096)
+    assert 0 <= at_borders <= 2 * 8 * 12 * 16 * 3 * 4096
+
+
 def test_the_shipped_plan_of_llama_3_70b() -> None:
     parts = plan(LLAMA_70B).host.parts
     offloaded = sum(num_bytes for name, num_bytes in parts.items() if name.endswith((" weights", " optimizer")))

@@ -18,6 +18,7 @@ from megarl.planning.engine import cache_bytes_per_token, engine_memory
 from megarl.planning.memory import Moment, RankMemory, fullest_rank, rank_memory
 from megarl.planning.states import States, frozen_states, trained_states
 from megarl.planning.workload import Workload, workload_of
+from megarl.platform.errors import UserError
 from megarl.rollout.config import RolloutSection
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -29,6 +30,9 @@ GB = 10**9
 # quarter of 128,256 embeddings (64 x 4 divides them) and on the last the final norm.
 LLAMA_LAYER = 6_291_456 + 4_194_304 + 29_360_128 + 14_680_064 + 2 * 4_096
 LLAMA_FIRST_STAGE = 16 * LLAMA_LAYER + 32_064 * 4_096
+# Its adapters of rank 16: for each of Megatron's four matrices of a layer, the columns of an A for each projection in
+# it, and the rows of their B together.
+LLAMA_ADAPTERS = 16 * 16 * ((3 * 4_096 + 1_536) + (1_024 + 4_096) + (2 * 4_096 + 7_168) + (3_584 + 4_096))
 LLAMA_SPLIT = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
 
 
@@ -194,6 +198,27 @@ def test_models_at_rest_keep_what_is_not_offloaded() -> None:
     assert {part: update[f"actor {part}"] for part in resting} == resting
     assert update["critic weights"] == update["reference weights"] == 0
     assert "KV cache" not in update
+
+
+def test_adapters_learn_on_one_copy_of_weights() -> None:
+    n, base = LLAMA_ADAPTERS, LLAMA_FIRST_STAGE
+    ranks = ("actor_rollout_ref.model.lora_rank=16", "critic.model.lora_rank=16")
+    found = moments(0, *ranks)
+    resting = {"weights": 2 * n, "gradients": 4 * n, "optimizer": 12 * n}
+    parts = found["update", "actor"].parts
+    assert {part: parts[f"critic {part}"] for part in resting} == resting
+    assert {part: parts[f"actor {part}"] for part in resting} == resting | {"weights": 2 * (base + n)}
+    assert found["sync", "engine"].parts["merged weight"] == 2 * 4 * 7_168 * 4_096  # gate and up, both sides in float32
+    reads = found["infer", "reference"].parts
+    assert reads["actor weights"] == 2 * (base + n) and "reference weights" not in reads
+
+    apart = moments(0, *ranks, "critic.model.override_config={rope_theta: 1.0}")["update", "actor"].parts
+    assert apart["critic weights"] == 2 * (base + n)
+
+
+def test_adapters_of_nothing_are_not_planned() -> None:
+    with pytest.raises(UserError, match="gate selects no projection of the model"):
+        workload("actor_rollout_ref.model={lora_rank: 16, target_modules: [gate]}")
 
 
 def test_a_reward_model_answers_and_never_learns() -> None:

@@ -72,6 +72,26 @@ def test_one_rank_by_hand(tmp_path: Path) -> None:
     assert found.time.mfu == pytest.approx(found.time.flops / found.time.total / flops)
 
 
+def test_adapters_by_hand(tmp_path: Path) -> None:
+    """Qwen2.5-0.5B with adapters of rank 8 on all seven projections; the critic's weights learn."""
+    rank = "actor_rollout_ref.model.lora_rank=8"
+    whole, found = plan(tmp_path).time, plan(tmp_path, rank).time
+    tokens, flops = 256 * 1280, PEAKS.flops_per_second
+    adapters = 24 * 8 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864))
+    weights = 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864) * tokens + 896 * 151936 * 256 * 1024
+    pairs = 24 * 14 * (64 + 64) * 256 * 1280 * 1281 // 2
+    reads = 2 * (weights + pairs)
+    assert whole.seconds["infer actor"] == pytest.approx(reads / flops)
+    assert found.seconds["infer actor"] == pytest.approx((reads + 2 * adapters * tokens) / flops)
+    # The gradient of frozen weights is left out: of their products a backward pass has one instead of two.
+    update = 2 * 2 * weights + 3 * 2 * (pairs + adapters * tokens)
+    optimizer = adapters * (2 * 12 + 4 + 2) / PEAKS.bytes_per_second
+    assert found.seconds["update actor"] == pytest.approx(update / flops + optimizer, rel=1e-6)
+    assert found.flops - whole.flops == update + 2 * adapters * tokens - 3 * reads
+    same = ("infer reference", "infer critic", "update critic", "gen", "sync")
+    assert [found.seconds[phase] for phase in same] == [whole.seconds[phase] for phase in same]
+
+
 @pytest.mark.parametrize(("model", "seconds"), [("qwen2.5-0.5b", 4.3), ("qwen2.5-1.5b", 13.5), ("qwen2.5-3b", 26.5)])
 def test_floors_of_a_step_of_ppo(tmp_path: Path, model: str, seconds: float) -> None:
     """The sizes that are measured on a GPU first; the seconds were estimated apart from this code."""

@@ -33,6 +33,8 @@ class Flags:
     needs: Sequence[str] = ()  # flags that identify a launch, if the name of its program does not
     roots: Sequence[str] = ()  # sections of a YAML file
     sets: Mapping[str, Any] = field(default_factory=dict)  # the defaults of the trainer that train differently
+    brings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # a flag that is on -> more of these defaults
+    only_with: Mapping[str, str] = field(default_factory=dict)  # a pattern of flags -> the one without which they rest
     same: Mapping[str, str] = field(default_factory=dict)  # a flag -> the key here
     dropped: Mapping[str, str] = field(default_factory=dict)  # a flag -> why it changes nothing
     decide: Mapping[str, str] = field(default_factory=dict)  # a flag -> what there is to decide
@@ -57,15 +59,22 @@ class Flags:
 
     def fill(self, found: "Converted", words: Sequence[str]) -> None:
         """Add what the flags say to `found`."""
-        found.keep(self.sets, [])
-        found.comments.update(dict.fromkeys(self.sets, f"the default of {self.name}"))
+        given = {flag: _parsed(text) for flag, text in pairs(words)}
+        defaults = {**self.sets}
+        for flag, keys in self.brings.items():
+            defaults |= keys if given.get(flag) else {}
+        found.keep(defaults, [])
+        found.comments.update(dict.fromkeys(defaults, f"the default of {self.name}"))
         for flag, text in pairs(words):
             written = f"{flag}={text}"
             if UNKNOWN in text:
                 found.decisions[written.replace(UNKNOWN, "$(...)")] = "only the script can tell the value: write it"
                 continue
             value = _parsed(links(text))
-            if flag in self.same:
+            switch = next((one for pattern, one in self.only_with.items() if fnmatchcase(flag, pattern)), flag)
+            if flag != switch and not given.get(switch):
+                found.dropped[written] = f"is read only with {switch}"
+            elif flag in self.same:
                 key = self.same[flag]
                 found.comments.pop(key, None)
                 found.keep({key: value}, [Remark(written=flag, value=value, key=key, why="")])

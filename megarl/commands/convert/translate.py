@@ -29,11 +29,13 @@ class Converted:
     comments: dict[str, str] = field(default_factory=dict)  # by key of `leaves`
     dropped: dict[str, str] = field(default_factory=dict)  # a written key with its value -> why it changes nothing
     decisions: dict[str, str] = field(default_factory=dict)  # a key with its value -> what there is to decide
+    remarks: list[Remark] = field(default_factory=list)  # on keys of verl
 
     def keep(self, leaves: Mapping[str, Any], remarks: Sequence[Remark]) -> None:
         """Add keys of megarl, which override those before, and what is said about them."""
         for key, value in leaves.items():
             self.leaves[key] = merged(self.leaves.get(key), value)
+        self.remarks += remarks
         for remark in remarks:
             if remark.key:
                 was = f"was {remark.written}" if remark.written != remark.key else ""
@@ -126,7 +128,7 @@ def _settle(found: Converted, *, adds_defaults: bool) -> None:
         if not faults:
             break
     if adds_defaults:
-        for key, (ours, theirs) in other_defaults(config, found.leaves).items():
+        for key, (ours, theirs) in other_defaults(config, found.leaves, found.remarks).items():
             found.leaves[key] = theirs
             found.comments[key] = f"verl's default; megarl's is {shown(ours)}"
         config, faults, broken = try_layer(Layer(origin="", tree=nest(found.leaves)))
