@@ -165,6 +165,11 @@ def test_nothing_to_decide_is_exit_code_0(capsys: pytest.CaptureFixture[str]) ->
     assert "cannot be read" in capsys.readouterr().err
 
 
+def test_dropped_key_that_others_forbid_is_decided() -> None:
+    found, _ = convert(f"{RUN} {KEYS} data.train_batch_size=1024 data.gen_batch_size=3072")
+    assert "let both be equal" in found.decisions["data.gen_batch_size=3072"] and not found.dropped
+
+
 def test_file_of_hydra_is_read_beside_the_script(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config/mine.yaml").write_text(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megarl.config.load import merged, try_layer
 from megarl.config.report import other_defaults
 from megarl.config.root import Config
 from megarl.config.schema import Schema, nest
+from megarl.section import flatten
 
 _ENVIRONMENT = "cannot be resolved: there is no variable"
 _OPTION = re.compile(r"--config-(name|path|dir)=(.*)", re.DOTALL)
@@ -29,6 +30,7 @@ class Converted:
     comments: dict[str, str] = field(default_factory=dict)  # by key of `leaves`
     dropped: dict[str, str] = field(default_factory=dict)  # a written key with its value -> why it changes nothing
     decisions: dict[str, str] = field(default_factory=dict)  # a key with its value -> what there is to decide
+    remarks: list[Remark] = field(default_factory=list)  # on the dropped keys
 
     def keep(self, leaves: Mapping[str, Any], remarks: Sequence[Remark]) -> None:
         """Add keys of megarl, which override those before, and what is said about them."""
@@ -41,6 +43,7 @@ class Converted:
                 self.comments[remark.key] = "; ".join(dict.fromkeys(filter(None, told)))
             else:
                 self.dropped[f"{remark.written}={remark.value}"] = remark.why
+                self.remarks.append(remark)
 
 
 def convert_launch(launched: Launched, *, base: Path) -> Converted:
@@ -95,7 +98,7 @@ def convert_words(words: Sequence[str], *, base: Path) -> Converted:
     for fault in faults:
         found.decisions[fault.path] = fault.message
     for layer in layers:
-        recognised = recognise(layer, schema, converting=True)
+        recognised = recognise(layer, schema)
         found.keep(recognised.leaves, recognised.remarks)
         for fault in recognised.faults:
             found.decisions[f"{fault.path}={_at(layer.tree, fault.path)}"] = fault.message
@@ -130,6 +133,13 @@ def _settle(found: Converted, *, adds_defaults: bool) -> None:
             found.leaves[key] = theirs
             found.comments[key] = f"verl's default; megarl's is {shown(ours)}"
         config, faults, broken = try_layer(Layer(origin="", tree=nest(found.leaves)))
+    values = dict(flatten(asdict(config)))
+    for remark in found.remarks:
+        answer = remark.answer(values)
+        if answer:
+            written = f"{remark.written}={remark.value}"
+            found.dropped.pop(written, None)
+            found.decisions[written] = answer
     for fault in broken:
         found.decisions.setdefault(fault.path, fault.message)
 
