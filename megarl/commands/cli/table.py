@@ -443,10 +443,10 @@ CONVERT = Command(
     module="megarl.commands.convert.__main__",
     section=STARTS,
     text="Write a launch of another trainer as a configuration.\n\nReads the keys of verl and of its forks, and the "
-    "flags of TRL, OpenRLHF, slime and NeMo-RL. Expands the variables of a shell script without running it; further "
-    "words are its variables and its arguments. A comment tells each key that has another name, that was dropped, as "
-    "it changes nothing, or that is to be decided. Exit code 1: something is to be decided. Exit code 2: nothing could "
-    "be read.",
+    "flags of TRL, OpenRLHF, slime, ms-swift and NeMo-RL. Expands the variables of a shell script without running it; "
+    "further words are its variables and its arguments. A comment tells each key that has another name, that was "
+    "dropped, as it changes nothing, or that is to be decided. Exit code 1: something is to be decided. Exit code 2: "
+    "nothing could be read.",
     example="megarl convert run_qwen2-7b.sh > run.yaml\nmegarl convert run.sh MODEL_PATH=models/mine > run.yaml",
     free=True,
 )

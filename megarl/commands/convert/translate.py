@@ -8,10 +8,11 @@ from typing import Any
 
 from megarl.commands.convert.expand import UNKNOWN, links, unset_names
 from megarl.commands.convert.flags import Flags, words_of
+from megarl.commands.convert.inherit import read_tree
 from megarl.commands.convert.launch import Launched
 from megarl.config.foreign import Remark
 from megarl.config.layers import UNREADABLE, YAML, Layer, joined, read_layers, recognise
-from megarl.config.links import parse, shown
+from megarl.config.links import shown
 from megarl.config.load import merged, try_layer
 from megarl.config.report import other_defaults
 from megarl.config.root import Config
@@ -63,7 +64,7 @@ def convert_launch(launched: Launched, *, base: Path) -> Converted:
 def convert_file(path: Path) -> Converted:
     """Return the configuration of a YAML file."""
     try:
-        tree = parse(path.read_text(encoding="utf-8"))
+        tree = read_tree(path)
     except (*UNREADABLE, OSError):
         tree = None  # the reading of layers reports it
     flags = Flags.of_file(tree) if isinstance(tree, dict) else None
