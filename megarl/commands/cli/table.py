@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from megarl.commands.cli import completion
-from megarl.commands.cli.command import CONTEXT, Command, Commands, Relay
+from megarl.commands.cli.command import CONTEXT, Command, Commands, Tasks
 from megarl.commands.cli.kinds import (
     RunDirectory,
     amount,
@@ -307,11 +307,58 @@ DOCTOR = Command(
     text="Show what this machine has for training, and what it lacks.\n\nExit code 1: training cannot work here.",
     example="megarl doctor --peaks",
 )
-PREPARE = Relay(
+PREPARE = Tasks(
     "prepare",
-    module="megarl.data.prepare.__main__",
+    click.Option(
+        ["--check"],
+        type=click.Path(),
+        metavar="FILE",
+        help="List the faults of a parquet or JSON file of prompts, supervised pairs or preference pairs, by row.",
+    ),
+    click.Option(
+        ["--kind"],
+        type=click.Choice(["rl", "sft", "preference"]),
+        help="The use of the checked file, in place of the one that its columns tell: rl for megarl train, sft for "
+        "megarl sft, preference for megarl train-reward.",
+    ),
+    click.Option(
+        ["--prompt-key"],
+        default="prompt",
+        show_default=True,
+        help="Column of the prompts of the checked file (data.prompt_key).",
+    ),
+    click.Option(
+        ["--reward-fn-key"],
+        default="data_source",
+        show_default=True,
+        help="Column of the checked file that picks the built-in reward.",
+    ),
+    click.Option(
+        ["--custom-reward-function"],
+        type=click.Path(),
+        metavar="FILE",
+        help="Python file whose function or class scores instead of built-in rewards; its signature is checked.",
+    ),
+    click.Option(
+        ["--custom-reward-name"],
+        default="compute_score",
+        show_default=True,
+        metavar="NAME",
+        help="Name of the function or class in that file (custom_reward_function.name).",
+    ),
+    click.Option(
+        ["--reward-kwarg"],
+        multiple=True,
+        metavar="NAME",
+        help="Name of a further argument of it (custom_reward_function.reward_kwargs); may be repeated.",
+    ),
+    click.Option(["--reward-model"], is_flag=True, help="A reward model scores alone."),
+    module="megarl.commands.prepare",
     section=STARTS,
     text="Make the files of a known task or of your own rows, or check a file.",
+    example="megarl prepare countdown --out data/countdown\n"
+    "megarl prepare own mine.csv --prompt question --answer solution --out data/mine\n"
+    "megarl prepare --check data/mine/train.parquet",
 )
 
 CONFIG = Command(
