@@ -1,30 +1,30 @@
 """Numbers to guess in several turns, for `examples/environments/guess.py`."""
 
-import argparse
 import random
+from types import SimpleNamespace
 from typing import Any
 
+from megarl.data.prepare.options import option
 from megarl.platform.errors import UserError
 
 MOST_TURNS = 6  # of a demonstration
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this task."""
-    parser.add_argument("--train", type=int, default=2048, help="training episodes")
-    parser.add_argument("--val", type=int, default=256, help="validation episodes; numbers repeat")
-    parser.add_argument("--sft", type=int, default=0, help="demonstrated episodes for supervised warm-up: sft.parquet")
-    parser.add_argument("--largest", type=int, default=16, help="largest number; the smallest is 1")
-    parser.add_argument(
+OPTIONS = (
+    option("--train", default=2048, help="training episodes"),
+    option("--val", default=256, help="validation episodes; numbers repeat"),
+    option("--sft", default=0, help="demonstrated episodes for supervised warm-up: sft.parquet"),
+    option("--largest", default=16, help="largest number; the smallest is 1"),
+    option(
         "--careless",
-        type=float,
         default=0.5,
         help="share of the demonstrated guesses that ignore what the environment has said",
-    )
-    parser.add_argument("--seed", type=int, default=1)
+    ),
+    option("--seed", default=1),
+)
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def build(arguments: SimpleNamespace) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of `train`, `val` and, if asked for, `sft`. Raises UserError for impossible options."""
     if arguments.largest < 2 or not 0.0 <= arguments.careless <= 1.0:
         raise UserError(f"--largest {arguments.largest}, --careless {arguments.careless}: give 2 or more, and 0 to 1")

@@ -1,12 +1,13 @@
 """Knights and knaves: puzzles that have exactly one solution."""
 
-import argparse
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
+from types import SimpleNamespace
 from typing import Any, Literal
 
+from megarl.data.prepare.options import Several, option
 from megarl.platform.errors import UserError
 
 NAMES = ("Ava", "Ben", "Chloe", "David", "Emma", "Jack", "Lily", "Noah", "Olivia", "Zoe")
@@ -53,15 +54,15 @@ def role(knight: bool) -> str:
     return "knight" if knight else "knave"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this task."""
-    parser.add_argument("--train", type=int, default=2000, help="training puzzles")
-    parser.add_argument("--val", type=int, default=256, help="validation puzzles, distinct from training puzzles")
-    parser.add_argument("--num-people", type=int, nargs="+", default=[3], help="how many people; several = any of them")
-    parser.add_argument("--seed", type=int, default=1)
+OPTIONS = (
+    option("--train", default=2000, help="training puzzles"),
+    option("--val", default=256, help="validation puzzles, distinct from training puzzles"),
+    Several(["--num-people"], type=int, default=[3], show_default=True, help="how many people; several = any of them"),
+    option("--seed", default=1),
+)
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def build(arguments: SimpleNamespace) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of `train` and `val`. Raises UserError if there are too few puzzles."""
     if not all(2 <= count <= len(NAMES) for count in arguments.num_people):
         raise UserError(f"--num-people {arguments.num_people}: give 2 to {len(NAMES)}")

@@ -1,9 +1,12 @@
 """Products of two random integers."""
 
-import argparse
 import random
+from types import SimpleNamespace
 from typing import Any
 
+import click
+
+from megarl.data.prepare.options import option
 from megarl.platform.errors import UserError
 
 _TASK = (
@@ -12,21 +15,21 @@ _TASK = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this task."""
-    parser.add_argument("--train", type=int, default=2000, help="training problems")
-    parser.add_argument("--val", type=int, default=256, help="validation problems, distinct from training problems")
-    parser.add_argument("--digits", type=int, default=3, help="digits of either factor")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
+OPTIONS = (
+    option("--train", default=2000, help="training problems"),
+    option("--val", default=256, help="validation problems, distinct from training problems"),
+    option("--digits", default=3, help="digits of either factor"),
+    option("--seed", default=1),
+    option(
         "--template",
-        choices=("plain", "chat"),
+        type=click.Choice(["plain", "chat"]),
         default="chat",
         help="plain: '12 * 34 =', for tiny models; chat: messages",
-    )
+    ),
+)
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def build(arguments: SimpleNamespace) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of `train` and `val`. Raises UserError if there are too few problems."""
     if not 1 <= arguments.digits <= 9:
         raise UserError(f"--digits {arguments.digits}: give 1 to 9")

@@ -1,22 +1,18 @@
 """SVAMP word problems, from local files in its published format or the Hugging Face hub."""
 
-import argparse
 from decimal import Decimal, InvalidOperation
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from megarl.data.prepare.files import add_extraction_argument, add_source_arguments, rows_of
+from megarl.data.prepare.files import EXTRACTION, rows_of, source_options
 from megarl.data.prepare.gsm8k import INSTRUCTION
 from megarl.platform.errors import UserError
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this task."""
-    add_source_arguments(parser, "ChilleD/SVAMP")
-    add_extraction_argument(parser)
+OPTIONS = (*source_options("ChilleD/SVAMP"), EXTRACTION)
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def build(arguments: SimpleNamespace) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of `train` and `val`. Raises UserError if the files are missing or not SVAMP."""
     source = "svamp" if arguments.extraction == "strict" else "svamp/flexible"
     return rows_of(arguments, partial(_row, source))

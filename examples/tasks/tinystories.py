@@ -1,33 +1,36 @@
 """Story openings as prompts, from stories or from files of prompts."""
 
-import argparse
 import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
+
 from megarl.data.prepare.files import problems_of
+from megarl.data.prepare.options import option
 
 MOST_WORDS = 20  # of an opening
 SENTENCE_END = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["']))\s+""")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this task."""
-    parser.add_argument(
+OPTIONS = (
+    option(
         "--from",
-        dest="source",
-        type=Path,
+        "source",
+        type=click.Path(path_type=Path),
         required=True,
         help="jsonl or parquet file with a story as `text` per row, or a directory with prompts_train.jsonl and "
         "prompts_val.jsonl, which have a `prompt` per row",
-    )
-    parser.add_argument("--train", type=int, default=512, help="training prompts at most")
-    parser.add_argument("--val", type=int, default=64, help="validation prompts at most")
+    ),
+    option("--train", default=512, help="training prompts at most"),
+    option("--val", default=64, help="validation prompts at most"),
+)
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def build(arguments: SimpleNamespace) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of `val` and `train`. A prompt is plain text, because the story models know no chat."""
     limits = {"val": arguments.val, "train": arguments.train}
     return {

@@ -1,34 +1,41 @@
 """Preference pairs from stories: the more cheerful (VADER) of two passages of a story is preferred."""
 
-import argparse
 import random
 import re
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
+
 from megarl.data.prepare.files import problems_of
+from megarl.data.prepare.options import option
 from megarl.data.prepare.preferences import hold_out
 from megarl.platform.errors import UserError
 
 _SENTENCE = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["']))\s+""")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this task."""
-    parser.add_argument(
-        "--from", dest="source", type=Path, required=True, help="jsonl or parquet file with a story as `text` per row"
-    )
-    parser.add_argument("--stories", type=int, default=None, help="most stories that are read")
-    parser.add_argument("--val", type=int, default=256, help="held-out pairs; no story is in both splits")
-    parser.add_argument("--pairs", type=int, default=6, help="most pairs of one story")
-    parser.add_argument("--words", type=int, default=25, help="words of a passage, which starts with a sentence")
-    parser.add_argument("--gap", type=float, default=0.5, help="least difference of a pair's scores, from 0 to 2")
-    parser.add_argument("--seed", type=int, default=1)
+OPTIONS = (
+    option(
+        "--from",
+        "source",
+        type=click.Path(path_type=Path),
+        required=True,
+        help="jsonl or parquet file with a story as `text` per row",
+    ),
+    option("--stories", type=int, help="most stories that are read"),
+    option("--val", default=256, help="held-out pairs; no story is in both splits"),
+    option("--pairs", default=6, help="most pairs of one story"),
+    option("--words", default=25, help="words of a passage, which starts with a sentence"),
+    option("--gap", default=0.5, help="least difference of a pair's scores, from 0 to 2"),
+    option("--seed", default=1),
+)
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def build(arguments: SimpleNamespace) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of `train` and `val`. Raises UserError if the file is missing or has too few stories."""
     score = _sentiment()
     rows = []

@@ -1,19 +1,17 @@
 """Look before a run: the faults of a configuration, its plan, and the scores of a reward."""
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.api.command import run_command
 from megarl.api.rows import data_files
 from megarl.api.source import reward_keys
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.trial import Trial, call_reward, try_out
-from megarl.platform.errors import UserError
 from megarl.platform.log import show_on_console
 
 
@@ -38,11 +36,7 @@ def plan(*files: str | Path, set: Mapping[str, Any] | None = None) -> dict[str, 
     Raises:
         UserError: the configuration is faulty, or a model cannot be planned.
     """
-    command = [sys.executable, "-m", "megarl", "plan", *_words(files, set), "--json"]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
-    if not done.stdout:
-        raise UserError(done.stderr.strip())
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(run_command("plan", *_words(files, set), "--json", fine=(0, 1)))
     return found
 
 

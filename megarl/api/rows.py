@@ -7,8 +7,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from megarl.commands.prepare import read_words
 from megarl.data.parquet import write_rows
-from megarl.data.prepare.__main__ import parser
 from megarl.platform.files import write_whole
 
 ROWS_FILE = "rows.jsonl"
@@ -37,9 +37,9 @@ def data_files(data: object, directory: Path, *, prompt: str, answer: str | None
         write_whole(file, "".join(f"{json.dumps(dict(row))}\n" for row in _rows(data)).encode())
     words = ["own", str(file), "--out", str(directory), "--prompt", prompt]
     words += ["--answer", answer] if answer else []
-    options = parser().parse_args([*words, *(["--plain"] if plain else [])])
+    arguments, task = read_words([*words, *(["--plain"] if plain else [])])
     files = {}
-    for split, rows in options.build(options).items():
+    for split, rows in task.build(arguments).items():
         files[split] = directory / f"{split}.parquet"
         write_rows(files[split], rows)
     return files

@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from rich.live import Live
 
+from megarl.api.command import TAIL, run_command
 from megarl.commands.watch import headline, picture_of
 from megarl.platform.detached import CONSOLE
+from megarl.platform.early import EXIT_CODE
 from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.report.page import write_report
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 INTERVAL_S = 1.0
-_TAIL = 4000  # characters of the console that an error shows
-_STOPPED = 75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +82,8 @@ class TrainingRun:
                     shown.update(picture_of(self.directory), refresh=True)
                 time.sleep(INTERVAL_S)
         code = self.process.wait() if self.process else 0
-        if code not in (0, _STOPPED):
-            raise UserError(f"the run {self.directory} ended with code {code}; it printed\n{self.console[-_TAIL:]}")
+        if code not in (0, EXIT_CODE):
+            raise UserError(f"the run {self.directory} ended with code {code}; it printed\n{self.console[-TAIL:]}")
         return self
 
     def stop(self) -> "TrainingRun":
@@ -110,13 +109,13 @@ class TrainingRun:
         Raises:
             UserError: there is no checkpoint, or it cannot be written.
         """
-        _command("export", str(self.directory), str(out), *(["--best"] if best else []))
+        run_command("export", str(self.directory), str(out), *(["--best"] if best else []))
         return Path(out)
 
     def chat(self, text: str, *, temperature: float = 0.7, max_tokens: int = 512) -> str:
         """Return the response of the latest checkpoint to a text. Each call starts an engine, which takes a while."""
         options = ("--temperature", str(temperature), "--max-tokens", str(max_tokens))
-        return _command("chat", str(self.directory), "--prompt", text, *options).strip()
+        return run_command("chat", str(self.directory), "--prompt", text, *options).strip()
 
     def _headline(self) -> str:
         status = read_mapping(self.directory / STATUS_FILE)
@@ -134,11 +133,3 @@ def load_run(directory: str | Path) -> TrainingRun:
     """
     read_run(Path(directory))
     return TrainingRun(directory=Path(directory))
-
-
-def _command(*words: str) -> str:
-    """Run a command of megarl, and return what it prints. Raises UserError if it fails."""
-    done = subprocess.run([sys.executable, "-m", "megarl", *words], capture_output=True, encoding="utf-8", check=False)
-    if done.returncode:
-        raise UserError(f"megarl {words[0]} ended with code {done.returncode}; it printed\n{done.stderr[-_TAIL:]}")
-    return done.stdout

@@ -27,9 +27,9 @@ class ForeignRow:
     answer: str = ""
     missing: bool = False  # whether megarl lacks what the key asks for
     accepts: Sequence[Any] = ()  # the values without effect, of keys without a choice
-    converts: Sequence[Any] = ()  # further ones, which `megarl convert` drops and a run refuses
     why: str = ""  # why these values change nothing
     least: Sequence[str] = ()  # the keys whose sum is the least of these values; `answer` is for smaller ones
+    unless: str = ""  # the key that lets any value do if it is true; if it is not, only the sum of `least` does
     refuses: Sequence[Any] = ()  # the values to answer, of keys that megarl has
     group: str = ""  # of the entry points under which an installed package may offer a value
     becomes: Mapping[Any, Any] = field(default_factory=dict)  # the values that have another name here
@@ -67,10 +67,9 @@ class ForeignRow:
         bounded = self.most if self.most is not None and value > self.most else value
         return bounded * self.scale if self.scale != 1.0 else bounded
 
-    def drops(self, value: object, *, converting: bool = False) -> bool:
+    def drops(self, value: object) -> bool:
         """Return whether a value asks for nothing; one that follows another key is checked there."""
-        values = (*self.accepts, *(self.converts if converting else ()))
-        return ANY in values or _among(value, values) or str(value).startswith("${")
+        return ANY in self.accepts or _among(value, self.accepts) or str(value).startswith("${")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +82,16 @@ class Remark:
     why: str  # that it changes nothing, or how its value is written here
     row: ForeignRow | None = None  # that decided
 
-    def too_small(self, values: Mapping[str, Any]) -> str | None:
-        """Return the answer to a value that is less than the sum of other keys' `values`."""
-        if not (self.row and self.row.least):
+    def answer(self, values: Mapping[str, Any]) -> str | None:
+        """Return the answer to a value that the `values` of other keys forbid."""
+        row = self.row
+        if not (row and row.least) or not isinstance(self.value, int):
             return None
-        sizes = [values.get(key) for key in self.row.least]
+        sizes = [values.get(key) for key in row.least]
         numbers = [size for size in sizes if isinstance(size, int)]
-        if len(numbers) < len(sizes) or not isinstance(self.value, int) or self.value >= sum(numbers):
-            return None
-        return self.row.answer.format(least=sum(numbers))
+        least = sum(numbers)
+        does = (values.get(row.unless) or self.value == least) if row.unless else self.value >= least
+        return None if does or len(numbers) < len(sizes) else row.answer.format(least=least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,22 +118,15 @@ ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 RS_THRESHOLD = "algorithm.rollout_correction.rollout_rs_threshold"
 
 
-def read_key(written: str, value: Any, known: Schema, *, converting: bool = False) -> Reading:
-    """Return a key and its value in the names of megarl.
-
-    Args:
-        written: the key.
-        value: its value.
-        known: the keys and sections of megarl.
-        converting: whether `megarl convert` asks, which also drops what a run refuses with a remedy.
-    """
+def read_key(written: str, value: Any, known: Schema) -> Reading:
+    """Return a key and its value in the names of megarl, whose keys and sections are `known`."""
     if written in known:
         return _read_value(written, value, Reading())
     alias = _alias(written)
     if alias in known:
         return _read_value(alias, value, Reading(remark=Remark(written=written, value=value, key=alias, why="")))
     fixed = _first(FIXED, written)
-    if fixed and fixed.drops(value, converting=converting):
+    if fixed and fixed.drops(value):
         why = (fixed.why or "changes nothing here").format(owner=owner_of(written), value=value)
         return Reading(remark=Remark(written=written, value=value, key=None, why=why, row=fixed))
     renamed = _first(RENAMES, written)

@@ -57,11 +57,11 @@ def read_layers(argv: Sequence[str]) -> tuple[list[Layer], list[Fault]]:
     return layers, faults
 
 
-def recognise(layer: Layer, schema: Schema, *, converting: bool = False) -> Recognised:
-    """Return the layer in the names of megarl; `converting` is that of `read_key`."""
+def recognise(layer: Layer, schema: Schema) -> Recognised:
+    """Return the layer in the names of megarl."""
     found = Recognised()
     for written, value in _flatten(layer.tree, schema, ""):
-        reading = read_key(written, value, schema, converting=converting)
+        reading = read_key(written, value, schema)
         faults = [Fault(written, reading.answer, missing=reading.missing)] if reading.answer else []
         if not reading.known:
             faults.append(_unknown(written, schema))

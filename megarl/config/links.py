@@ -56,9 +56,16 @@ _Loader.add_implicit_resolver(
 _Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
 
 
-def parse(text: str) -> Any:
-    """Return the value of a YAML text, its links unresolved."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
+class _Lenient(_Loader):
+    """YAML with links of any kind."""
+
+
+_Lenient.add_constructor("tag:yaml.org,2002:str", _Loader.construct_scalar)
+
+
+def parse(text: str, *, lenient: bool = False) -> Any:
+    """Return the value of a YAML text, its links unresolved; a `lenient` reading takes links of any kind."""
+    return yaml.load(text, Loader=_Lenient if lenient else _Loader)  # noqa: S506 - a subclass of the safe loader
 
 
 def shown(value: object) -> str:

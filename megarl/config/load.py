@@ -200,7 +200,7 @@ def _read_layers(root: type[C], layers: Sequence[Layer]) -> tuple[C, list[Fault]
         origins.update(dict.fromkeys(found.leaves, layer.origin))
         written |= {key: merged(written[key], value) for key, value in _spread(found.leaves, schema)}
     values, unresolved = _resolve(written, schema)
-    faults.extend(Fault(one.written, answer) for one in remarks if (answer := one.too_small(values)))
+    faults.extend(Fault(one.written, answer) for one in remarks if (answer := one.answer(values)))
     config, mistyped = _validate(root, values, schema)
     # A key that merely follows another shares its fault.
     followers = LINKS[root].keys() - origins.keys()

@@ -1,7 +1,6 @@
 """A parser of command-line options whose help reads like that of `megarl`, for commands with commands of their own."""
 
 import argparse
-from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -47,17 +46,3 @@ class Arguments(argparse.ArgumentParser):
         if value not in choices and (close := get_close_matches(str(value), map(str, choices), n=1)):
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}: did you mean {close[0]!r}?")
         super()._check_value(action, value)
-
-    def completions(self, typed: Sequence[str], incomplete: str) -> Iterator[str]:
-        """Yield the commands, options and choices that may follow the `typed` words and begin with `incomplete`."""
-        command = self
-        valued = None
-        for word in typed:
-            option = command._option_string_actions.get(word)
-            valued = None if option is None or option.nargs == 0 else option
-            for action in command._actions:
-                if isinstance(action, argparse._SubParsersAction) and word in action.choices:
-                    command = action.choices[word]
-        for action in (valued,) if valued else command._actions:
-            names = action.choices if action is valued or not action.option_strings else action.option_strings
-            yield from (str(name) for name in names or () if str(name).startswith(incomplete))

@@ -1,8 +1,8 @@
 """The experts that vLLM chose for each token, in a store with the slots of the KV cache.
 
 The keys of a token lie in a slot of the cache. The experts that were chosen while the keys were computed lie in the
-same slot of the store. So a request that reads cached keys of its prompt has their routes too, and a request that vLLM
-interrupts and computes again has those of the second time, with which its later tokens are drawn.
+same slot of the store. So a request that reads cached keys of its prompt has their routes too. If vLLM interrupts a
+request and computes it again, its routes are the later ones, as its keys are.
 """
 
 from typing import Any

@@ -38,7 +38,7 @@ def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("run")
     data = directory / "data"
     run_python(
-        *("-m", "megarl.data.prepare", "gsm8k", "--from", asset("data/gsm8k"), "--out", data),
+        *("-m", "megarl", "prepare", "gsm8k", "--from", asset("data/gsm8k"), "--out", data),
         *("--extraction", "flexible", "--train", 64, "--val", 4),
         timeout_s=60,
     )

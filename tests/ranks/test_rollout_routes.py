@@ -1,4 +1,4 @@
-"""The engine's routes are the experts that it chose for each token, also where it read cached keys."""
+"""The engine's routes are the experts that it chose for each token, and those of cached keys too."""
 
 from pathlib import Path
 from typing import Any

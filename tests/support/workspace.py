@@ -38,7 +38,7 @@ def make_workspace(root: Path) -> Workspace:
     """Make all files under `root`."""
     data = root / "data"
     run_python(
-        *("-m", "megarl.data.prepare", "countdown", "--out", data),
+        *("-m", "megarl", "prepare", "countdown", "--out", data),
         *("--template", "plain", "--train", 48, "--val", 8, "--sft", 12, "--max-number", 20),
         timeout_s=120,
     )

@@ -159,3 +159,8 @@ def test_command_called_from_a_program_forks_nothing(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["ended with 2", "goes on"]
     assert done.stderr.count("did you mean trainer.nnodes?") == 1
     assert "EOFError" not in done.stderr
+
+
+def test_error_of_a_command_has_what_it_printed() -> None:
+    with pytest.raises(UserError, match=r"megarl plan ended with code 2; it printed(?s:.*)no such file"):
+        megarl.plan("/nowhere.yaml")

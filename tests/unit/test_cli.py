@@ -21,9 +21,9 @@ from megarl.commands.cli.table import COMMANDS, EXPORT, PLAN, TRAIN
 from megarl.commands.cli.table import megarl as megarl_command
 from megarl.commands.evaluate import as_configuration, with_best
 from megarl.commands.plan import main as plan
+from megarl.commands.prepare import tasks
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
-from megarl.data.prepare.__main__ import tasks
 from megarl.platform.terminal import typed
 from tests.support.programs import ROOT, AtTerminal, run_program, succeed
 

@@ -91,7 +91,6 @@ def test_foreign_key_gets_answer_instead_of_unknown_key(section: str) -> None:
         ("data.custom_cls.path=mine.py", "not supported: prepare a file"),
         ("data.image_key=images", "not supported: prompts and responses are text"),
         ("actor_rollout_ref.rollout.quantization=fp8", "not supported: the engine has the actor's weights"),
-        ("data.gen_batch_size=24", "batches for algorithm.filter_groups have data.train_batch_size"),
         ("actor_rollout_ref.model.lora.type=dora", "not supported: adapters are those of LoRA, write lora"),
         ("actor_rollout_ref.model.lora.dropout=0.1", "other probabilities than those that were sampled"),
         ("trainer.logger=[swanlab]", "swanlab is not supported: write wandb, mlflow, tensorboard"),
@@ -110,7 +109,7 @@ def example(pattern: str) -> str:
 def test_fixed_key_accepts_only_its_value(pattern: str, row: ForeignRow) -> None:
     key = example(pattern)
     plain = load_config(MINIMAL, world_size=None, check_paths=False)
-    anything = [1_000_000, "something"] if ANY in row.accepts else []
+    anything = [1024 if row.unless else 1_000_000, "something"] if ANY in row.accepts else []
     for value in (*(one for one in row.accepts if one != ANY), *anything, "${data.seed}"):
         written = [*MINIMAL, f"{key}={shown(value)}"]
         assert load_config(written, world_size=None, check_paths=False) == plain
@@ -131,6 +130,15 @@ RENAMED = [
     (
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
         "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+    ),
+    (
+        "actor_rollout_ref.actor.veomni.ulysses_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+    ),
+    ("actor_rollout_ref.actor.veomni.param_offload=true", "actor_rollout_ref.actor.megatron.param_offload=true"),
+    (
+        "actor_rollout_ref.actor.automodel.tp_size=2",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
     ),
     ("reward.reward_kwargs.overlong_buffer_cfg.len=128", "algorithm.overlong_buffer.len=128"),
     ("reward_model.overlong_buffer.penalty_factor=0.5", "algorithm.overlong_buffer.penalty_factor=0.5"),
@@ -156,6 +164,28 @@ def test_renamed_key_trains_as_ours_and_is_told(theirs: str, ours: str) -> None:
     assert any(theirs.partition("=")[0] in note for note in start_notes(config, [*common, theirs]))
 
 
+@pytest.mark.parametrize(
+    ("written", "note"),
+    [
+        ("actor_rollout_ref.actor.strategy=fsdp2", "a rank holds a complete model"),
+        ("actor_rollout_ref.actor.model_engine=torchtitan", "a rank holds a complete model"),
+        ("model_engine=veomni", "a rank holds a complete model"),
+        ("critic.strategy=automodel", "partitioned as the actor is"),
+        ("actor_rollout_ref.actor.veomni.moe_implementation=fused", "another engine of the trained models"),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", "with a copy in float32"),
+        ("actor_rollout_ref.actor.megatron.use_megatron_fsdp=true", "actor.megatron.param_offload"),
+        ("actor_rollout_ref.rollout.name=sglang", "the engine is vLLM"),
+        ("actor_rollout_ref.rollout.data_parallel_size=8", "further replicas"),
+        ("actor_rollout_ref.rollout.expert_parallel_size=8", "enable_expert_parallel=true"),
+        ("data.use_shm=true", "read from where they are"),
+    ],
+)
+def test_other_engine_of_same_function_is_noted(written: str, note: str) -> None:
+    config = load_config([*MINIMAL, written], world_size=None, check_paths=False)
+    assert config == load_config(MINIMAL, world_size=None, check_paths=False)
+    assert any(written in one and note in one for one in start_notes(config, [*MINIMAL, written]))
+
+
 def test_bounds_of_engine_ratio_are_turned_round() -> None:
     """verl bounds rollout/train from 0.5 to 4, which is train/rollout from 0.25 to 2."""
     correction = "algorithm.rollout_correction"
@@ -175,6 +205,16 @@ def test_room_of_engine_must_suffice() -> None:
     assert faults(*lengths, "actor_rollout_ref.rollout.max_model_len=300") == []
     (fault,) = faults(*lengths, "actor_rollout_ref.rollout.max_model_len=299")
     assert "= 300" in fault.message
+
+
+def test_batch_of_dynamic_sampling_needs_dynamic_sampling() -> None:
+    """verl trains on gen_batch_size prompts unless it filters them."""
+    words = ("data.train_batch_size=1024", "data.gen_batch_size=3072")
+    (fault,) = faults(*words)
+    assert fault.path == "data.gen_batch_size" and "data.train_batch_size=1024" in fault.message
+    assert not faults("data.train_batch_size=1024", "data.gen_batch_size=1024")
+    differing = (*words, "algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo")
+    assert not faults(*differing, "actor_rollout_ref.rollout.n=4")
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,10 @@ def test_unfamiliar_key_is_reported_as_unknown() -> None:
 @pytest.mark.parametrize(
     ("argument", "equivalent"),
     [
-        ("actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16", "actor_rollout_ref.actor.megatron.dtype"),
-        ("actor_rollout_ref.actor.strategy=fsdp", "write megatron"),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=float16", "actor_rollout_ref.actor.megatron.dtype"),
+        ("actor_rollout_ref.actor.strategy=other", "write megatron"),
         ("trainer.validation_data_dir=dumps", "write trainer.rollout_data_dir"),
         ("critic.strategy=other", "critic.megatron.tensor_model_parallel_size"),
-        ("actor_rollout_ref.rollout.name=sglang", "write vllm"),
         ("actor_rollout_ref.rollout.name=hf", "write vllm"),
         ("trainer.logger=[console,clearml]", "write wandb, mlflow"),
         ("reward_model.reward_manager=limit", "reward_model.weights"),

@@ -171,6 +171,11 @@ def test_nothing_to_decide_is_exit_code_0(capsys: pytest.CaptureFixture[str]) ->
     assert "cannot be read" in capsys.readouterr().err
 
 
+def test_dropped_key_that_others_forbid_is_decided() -> None:
+    found, _ = convert(f"{RUN} {KEYS} data.train_batch_size=1024 data.gen_batch_size=3072")
+    assert "let both be equal" in found.decisions["data.gen_batch_size=3072"] and not found.dropped
+
+
 def test_file_of_hydra_is_read_beside_the_script(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config/mine.yaml").write_text(
@@ -209,13 +214,13 @@ def test_text_of_a_script_cannot_break_the_file() -> None:
             "trl grpo --model_name_or_path org/m --learning_rate 2e-6 --num_generations=4"
             " --per_device_train_batch_size 8 --beta 0.1 --bf16 --strange",
             {"model.path": "org/m", "actor.optim.lr": 2e-6, "rollout.n": 4, "actor.optim.weight_decay": 0.0},
-            ("per_device_train_batch_size=8", "beta=0.1", "strange=true"),
+            ("per_device_train_batch_size=8", "strange=true"),
         ),
         (
             "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --pretrain org/m --actor.adam.lr 3e-7"
             " --train.batch_size 128 --rollout.batch_size 64 --rollout.n_samples_per_prompt 8",
             {"model.path": "org/m", "actor.optim.lr": 3e-7, "rollout.n": 8, "actor.clip_ratio_c": 1e30},
-            ("train.batch_size=128",),
+            ("data.train_files",),
         ),
         (
             'A=(--hf-checkpoint org/m --rollout-batch-size 32)\npython3 train.py "${A[@]}" --num-rollout 300'
@@ -238,9 +243,11 @@ def test_flags_of_other_trainers(command: str, leaves: dict[str, object], decisi
     assert set(decisions) <= found.decisions.keys()
 
 
-TRL = "trl grpo --seed 1 --top_p 1 --beta 0"
-OPENRLHF = "python -m openrlhf.cli.train_ppo_ray --seed 1 --gamma 1 --lambd 1"
-NEMO_RL = "python run_grpo.py grpo.seed=1 grpo.max_num_steps=2 policy.model_name=org/m"
+OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path org/m --rollout.batch_size 64"
+SLIME = "python3 train.py --hf-checkpoint org/m --rollout-batch-size 32 --num-rollout 9"
+NEMO = "python examples/run_grpo.py policy.model_name=org/m grpo.num_prompts_per_step=8"
+TRL = "trl grpo --model_name_or_path org/m --num_generations 4"
+SWIFT = "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --model org/m --external_plugins a/grpo/plugin.py"
 ADAPTED = ("model.lora_rank", "model.lora_alpha", "model.target_modules")
 
 
@@ -263,9 +270,9 @@ ADAPTED = ("model.lora_rank", "model.lora_alpha", "model.target_modules")
             [],
         ),
         (f"{OPENRLHF} --lora_rank 4 --lora_dropout 0.1", (4, None, None), ["lora_dropout=0.1"], []),
-        (f"{NEMO_RL} policy.megatron_cfg.peft.enabled=true", (8, 32, None), [], []),
+        (f"{NEMO} policy.megatron_cfg.peft.enabled=true", (8, 32, None), [], []),
         (
-            f"{NEMO_RL} policy.dtensor_cfg.lora_cfg.enabled=True policy.dtensor_cfg.lora_cfg.dim=128"
+            f"{NEMO} policy.dtensor_cfg.lora_cfg.enabled=True policy.dtensor_cfg.lora_cfg.dim=128"
             " policy.dtensor_cfg.lora_cfg.dropout=0.1 policy.megatron_cfg.peft.enabled=false"
             " policy.megatron_cfg.peft.dim=8 policy.megatron_cfg.peft.dropout=0.1",
             (128, 32, None),
@@ -280,7 +287,7 @@ def test_adapters_of_other_trainers(
     found, _ = convert(command)
     assert tuple(found.leaves.get(f"actor_rollout_ref.{key}") for key in ADAPTED) == expected
     assert [one for one in found.decisions if re.search("lora|peft|dora", one)] == decided
-    assert [one for one, why in found.dropped.items() if why.startswith("is read only with")] == resting
+    assert [one for one, why in found.dropped.items() if why.startswith("counts only with")] == resting
     links = [f"${{actor_rollout_ref.{key}}}" for key in ADAPTED]
     assert [found.leaves.get(f"critic.{key}") for key in ADAPTED] == (links if OPENRLHF in command else [None] * 3)
 
@@ -309,12 +316,105 @@ def test_file_of_another_trainer(tmp_path: Path) -> None:
     )
     found, _ = convert(str(file))
     assert found.leaves["data.train_batch_size"] == 32
-    assert {"policy.odd=1", "loss_fn.ratio_clip_c=null"} <= found.decisions.keys()
-    file.write_text("defaults: base.yaml\ngrpo: {seed: 1}\npolicy: {megatron_cfg: {peft: {enabled: true, dim: 16}}}\n")
+    assert "policy.odd=1" in found.decisions and "loss_fn.ratio_clip_c=null" in found.dropped
+
+
+@pytest.mark.parametrize(
+    ("command", "leaves"),
+    [
+        (f"{OPENRLHF} --rollout.n_samples_per_prompt 8", {"actor.ppo_mini_batch_size": 16}),
+        (f"{OPENRLHF} --train_batch_size 64 --n_samples_per_prompt 2", {"actor.ppo_mini_batch_size": 32}),
+        (f"{SLIME} --n-samples-per-prompt 8 --global-batch-size 256", {"actor.ppo_mini_batch_size": 32}),
+        (
+            f"{SWIFT} --num_generations 8 --global_batch_size 128 --steps_per_generation 4",
+            {"actor.ppo_mini_batch_size": 16, "data.train_batch_size": 64},
+        ),
+        (
+            f"{OPENRLHF} --algo.advantage.estimator dr_grpo --actor.eps_clip_low_high 0.2 0.3",
+            {
+                "algorithm.adv_estimator": "grpo",
+                "algorithm.norm_adv_by_std_in_grpo": False,
+                "actor.clip_ratio_low": 0.2,
+                "actor.clip_ratio_high": 0.3,
+            },
+        ),
+        (f"{OPENRLHF} --algo.kl.init_coef 0.1", {"algorithm.kl_ctrl.kl_coef": 0.1}),
+        (
+            f"{OPENRLHF} --algo.kl.init_coef 0.1 --algo.kl.use_loss --algo.kl.estimator k2",
+            {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1, "actor.kl_loss_type": "k2"},
+        ),
+        (
+            f"{SLIME} --adam-beta2 0.98 --lr-decay-style cosine --recompute-granularity selective",
+            {
+                "actor.optim.betas": [0.9, 0.98],
+                "actor.optim.warmup_style": "cosine",
+                "model.enable_gradient_checkpointing": "selective",
+            },
+        ),
+        (f"{TRL} --beta 0.1", {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}),
+        (f"{TRL} --beta 0.0 --loss_type dr_grpo", {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}),
+        (f"{TRL} --use_peft --lora_r 4", {"model.lora_rank": 4, "model.lora_alpha": 32}),
+        (
+            f"{NEMO} grpo.use_dynamic_sampling=true",
+            {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "seq_reward"},
+        ),
+        (
+            f"{NEMO} policy.megatron_cfg.enabled=true policy.megatron_cfg.optimizer.lr=2 policy.optimizer.kwargs.lr=1",
+            {"actor.optim.lr": 2},
+        ),
+        (f"{SWIFT} --tuner_type lora --lora_rank 16", {"model.lora_rank": 16, "actor.optim.lr": 1e-4}),
+    ],
+)
+def test_values_of_flags_mean_the_same(command: str, leaves: dict[str, object]) -> None:
+    found, _ = convert(command)
+    sections = ("actor.", "model.", "rollout.")
+    keys = {key: f"actor_rollout_ref.{key}" if key.startswith(sections) else key for key in leaves}
+    assert {key: found.leaves.get(keys[key]) for key in leaves} == leaves
+    assert all(keys[key] in found.comments for key in leaves)
+
+
+@pytest.mark.parametrize(
+    ("command", "undecided"),
+    [
+        (f"{OPENRLHF} --train.batch_size 100 --rollout.n_samples_per_prompt 8", "train.batch_size=100"),
+        (f"{OPENRLHF} --algo.dynamic_filtering_range 0.1 0.9", "algo.dynamic_filtering_range=[0.1, 0.9]"),
+        (f"{SLIME} --optimizer sgd", "optimizer=sgd"),
+        (f"{SLIME} --attention-dropout 0.1", "attention_dropout=0.1"),
+        (f"{SWIFT} --loss_type sapo", "loss_type=sapo"),
+        (f"{SWIFT} --steps_per_generation 4", "steps_per_generation=4"),
+        (f"{NEMO} grpo.async_grpo.enabled=true", "grpo.async_grpo.enabled=true"),
+        (f"{NEMO} policy.megatron_cfg.optimizer.optimizer=sgd", "policy.megatron_cfg.optimizer.optimizer=sgd"),
+    ],
+)
+def test_value_without_equivalent_is_decided(command: str, undecided: str) -> None:
+    found, _ = convert(command)
+    assert undecided in found.decisions and undecided not in found.dropped
+
+
+def test_flag_without_its_switch_is_dropped() -> None:
+    found, _ = convert(f"{NEMO} grpo.use_dynamic_sampling=false grpo.dynamic_sampling_max_gen_batches=3")
+    assert "counts only" in found.dropped["grpo.dynamic_sampling_max_gen_batches=3"]
+    found, _ = convert(f"{TRL} --lora_r 4")
+    assert "counts only" in found.dropped["lora_r=4"] and "actor_rollout_ref.model.lora_rank" not in found.leaves
+
+
+def test_file_is_merged_over_its_defaults(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(
+        "grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 4}\n"
+        "policy: {model_name: org/m, generation: {temperature: 0.5, val_temperature: '${.temperature}'},\n"
+        "  train_global_batch_size: '${grpo.num_prompts_per_step}', sequence_packing: {tokens: '${mul:2, 3}'}}\n"
+    )
+    file = tmp_path / "recipe.yaml"
+    file.write_text("defaults: base.yaml\ncluster: {gpus_per_node: 2}\npolicy: {generation: {temperature: 0.7}}\n")
     found, _ = convert(str(file))
-    assert found.leaves["actor_rollout_ref.model.lora_rank"] == 16
-    assert found.leaves["actor_rollout_ref.model.lora_alpha"] == 32
-    assert "is a file of keys" in found.decisions['defaults="base.yaml"']
+    assert found.leaves["data.train_batch_size"] == 32 and found.leaves["trainer.n_gpus_per_node"] == 2
+    assert found.leaves["actor_rollout_ref.rollout.val_kwargs.temperature"] == 0.7
+    assert found.leaves["actor_rollout_ref.actor.ppo_mini_batch_size"] == 8
+    assert "policy.sequence_packing.tokens=$(...)" in found.dropped
+    (tmp_path / "base.yaml").unlink()
+    file.write_text("defaults: [base.yaml, recipe.yaml]\ngrpo: {seed: 3}\n")
+    found, _ = convert(str(file))
+    assert found.leaves["data.seed"] == 3 and any(key.startswith("defaults=") for key in found.decisions)
 
 
 def test_values_that_are_no_yaml_are_told(tmp_path: Path) -> None:
@@ -332,8 +432,14 @@ def test_values_that_are_no_yaml_are_told(tmp_path: Path) -> None:
 def test_tables_of_flags_name_keys_that_exist(table: Flags) -> None:
     assert table.source and table.date and table.programs
     leaves = Schema.of(Config).leaves
-    brought = {key for keys in table.brings.values() for key in keys}
-    assert {*table.same.values(), *table.sets, *brought} <= leaves.keys()
-    tables = (table.same, table.dropped, table.decide)
-    assert {*table.brings, *table.only_with.values()} <= {flag for one in tables for flag in one}
-    assert sum(map(len, tables)) == len({flag for one in tables for flag in one})
+    changes = table.when.values()
+    same = [*table.same.values(), *(key for change in changes for key in change.get("same", {}).values())]
+    meanings = [meaning for cases in table.cases.values() for meaning in cases.values() if not isinstance(meaning, str)]
+    sets = [table.sets, table.samples, *meanings, *(change.get("sets", {}) for change in changes)]
+    assert {key.partition("[")[0] for key in same} | {key for one in sets for key in one} <= leaves.keys()
+    assert {key.partition("[")[0] for key in same if "[" in key} <= table.sets.keys()
+    tables = (table.same, table.cases, table.dropped, table.idle)
+    flags = [flag for one in tables for flag in one]
+    assert len(flags) == len(set(flags))
+    counted = {flag for counts in table.samples.values() for flag in counts}
+    assert set(table.older.values()) <= {*flags, *table.decide, *counted}

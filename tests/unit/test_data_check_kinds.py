@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.data.prepare import __main__ as command
+from megarl.commands import prepare as command
 from megarl.data.prepare.check import READERS, Kind, examine
 
 CHAT = [{"role": "user", "content": "What is 3 + 4?"}]

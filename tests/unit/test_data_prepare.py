@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.commands import prepare as commands
+from megarl.commands.prepare import main
 from megarl.data.config import DataSection
-from megarl.data.prepare import __main__ as commands
 from megarl.data.prepare import countdown
-from megarl.data.prepare.__main__ import main
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards import RULES

@@ -11,10 +11,10 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.commands.prepare import main
 from megarl.config.checks import data_faults
 from megarl.data.columns import Needs
 from megarl.data.config import DataSection
-from megarl.data.prepare.__main__ import main
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.config import CheckpointSection

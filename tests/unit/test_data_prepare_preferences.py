@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from examples.tasks import tinystories_sentiment
+from megarl.commands.prepare import main
 from megarl.data.parquet import write_rows
 from megarl.data.prepare import check
-from megarl.data.prepare.__main__ import main
 from tests.support.assets import asset
 
 TALK = [{"role": "user", "content": "Hi"}]

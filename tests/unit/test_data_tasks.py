@@ -6,14 +6,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import click
 import pyarrow.parquet as pq
 import pytest
 
 from examples.tasks.knights_knaves import Claim, solutions
+from megarl.commands import prepare as command
+from megarl.commands.cli.table import PREPARE
 from megarl.data.parquet import write_rows
-from megarl.data.prepare import __main__ as command
-from megarl.data.prepare.check import faults
+from megarl.data.prepare.check import READERS, faults
 from megarl.rewards import RULES
+from megarl.rewards.config import CustomRewardSection
 
 
 def prepare(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[str, list[dict[str, Any]]]:
@@ -223,7 +226,7 @@ def test_the_command_counts_faults_and_names_their_rows(
 
 def test_a_misspelt_task_is_corrected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(monkeypatch, "contdown") == 2
-    assert "argument TASK: invalid choice: 'contdown': did you mean 'countdown'?" in capsys.readouterr().err
+    assert "there is no task 'contdown': did you mean 'countdown'?" in capsys.readouterr().err
     assert check(monkeypatch, "zzz") == 2
     assert "choose from 'countdown', " in capsys.readouterr().err
 
@@ -240,3 +243,37 @@ def test_check_command_accepts_scorer_and_column_names(
     for scored in (["--custom-reward-function", str(own)], ["--reward-model"]):
         assert check(monkeypatch, "--check", str(lines), "--prompt-key", "question", *scored) == 1
         assert capsys.readouterr().out == f"{lines}, line 2, question: the text is empty\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a task (countdown, gsm8k"),
+        (["countdown", "--check", "a.parquet"], "No such option"),
+        (["--check", "a.parquet", "countdown", "--out", "o"], "or a file to --check"),
+        (["countdown"], "Missing option '--out' / '--output'"),
+        (["countdown", "--out", "o", "--num-numbers"], "Option '--num-numbers' requires an argument"),
+        (["countdown", "--out", "o", "--template", "odd"], "'odd' is not one of 'plain', 'base', 'qwen-instruct'"),
+        (["own", "--out", "o"], "Missing argument 'FILE...'"),
+    ],
+)
+def test_words_that_do_not_fit(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        command.main(words)
+    assert ending.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_option_takes_values_up_to_the_next() -> None:
+    words = ["countdown", "--num-numbers", "3", "4", "--output", "o", "--seed=2", "--num-numbers", "5"]
+    arguments, task = command.read_words(words)
+    assert task is command.TASKS["countdown"]
+    assert (arguments.num_numbers, arguments.out, arguments.seed, arguments.val) == ([3, 4, 5], Path("o"), 2, 256)
+
+
+def test_check_has_the_defaults_of_a_run() -> None:
+    arguments, task = command.read_words(["--check", "a.parquet", "--reward-kwarg", "a", "--reward-kwarg", "b"])
+    assert task is None and list(arguments.reward_kwarg) == ["a", "b"]
+    assert arguments.custom_reward_name == CustomRewardSection.name
+    (kind,) = [param for param in PREPARE.params if param.name == "kind"]
+    assert isinstance(kind.type, click.Choice) and list(kind.type.choices) == list(READERS)

@@ -248,7 +248,7 @@ def test_every_import_of_the_package_is_declared(trees: dict[Path, ast.Module]) 
 
 
 PRINTS = {  # results of commands, the last words of a process, and the output that a worker's supervisor reads
-    *("commands", "data/prepare", "report", "planning/engine_cost.py"),
+    *("commands", "report", "planning/engine_cost.py"),
     *("distributed/failures.py", "distributed/local.py", "distributed/watchdog.py", "platform/secrets.py"),
     "platform/terminal.py",
     *("environments/host.py", "rewards/http.py"),

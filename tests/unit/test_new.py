@@ -10,7 +10,7 @@ import pytest
 
 from megarl.commands.explain import main as config
 from megarl.commands.new.__main__ import DATA, FILES, main
-from megarl.data.prepare.__main__ import main as prepare
+from megarl.commands.prepare import main as prepare
 from megarl.tracking.mlflow_place import database_of
 from tests.support.programs import succeed
 from tests.support.sentencepieces import train_sentencepiece

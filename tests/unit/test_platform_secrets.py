@@ -142,7 +142,7 @@ def _own_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.usefixtures("_own_hooks")
 @pytest.mark.parametrize(
-    "module", ["megarl.commands.plan", "megarl.data.prepare", "benchmarks", "megarl.commands.doctor"]
+    "module", ["megarl.commands.plan", "megarl.commands.prepare", "benchmarks", "megarl.commands.doctor"]
 )
 def test_programs_without_ranks_redact_too(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [module])

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.commands.prepare import main
 from megarl.data.prepare import check
-from megarl.data.prepare.__main__ import main
 from megarl.rewards import rule_of
 from megarl.rewards.reasoning_gym import REFUSED, compute_score, from_json, load_task, to_json
 

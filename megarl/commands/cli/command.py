@@ -9,9 +9,7 @@ from io import StringIO
 from typing import Any, NoReturn
 
 import click
-from click.shell_completion import CompletionItem
 
-from megarl.commands.cli import completion
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import ignore_broken_pipe, print_message, visible
 
@@ -77,23 +75,40 @@ class Command(click.Command):
         return import_module(self.module).main(argv)
 
 
-class Relay(Command):
-    """A command whose module reads all arguments itself, `--help` included."""
+class Tasks(Command, click.Group):
+    """A command with commands of its own: `tasks()` of its module has their names, `command_of(name)` declares one."""
 
-    def __init__(self, name: str, *, module: str, section: str, text: str) -> None:
-        """Declare a command whose `module` also has a function `parser`, which shells ask for the options."""
-        rest = click.Argument(
-            ["arguments"],
-            nargs=-1,
-            type=click.UNPROCESSED,
-            shell_complete=lambda ctx, _, incomplete: self.shell_complete(ctx, incomplete),
-        )
-        super().__init__(name, rest, module=module, section=section, text=text, example="", free=True)
-        self.add_help_option = False
+    def __init__(self, name: str, *params: click.Parameter, **declaration: Any) -> None:
+        """Declare a command, as `Command` does."""
+        super().__init__(name, *params, **declaration)
+        self.invoke_without_command = True
+        self.no_args_is_help = False
+        self.subcommand_metavar = "[TASK ...]"
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the options, commands and files that complete a word; click knows none of them."""
-        return completion.of_parser(import_module(self.module).parser(), ctx.obj, incomplete)
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the options before the name of a task; that and what follows are the parameter `words`."""
+        ctx.obj = list(args)
+        click.Group.parse_args(self, ctx, args)
+        ctx.params["words"] = [*getattr(ctx, "_protected_args", []), *ctx.args]
+        return ctx.args
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the tasks."""
+        del ctx
+        return list(import_module(self.module).tasks())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the declaration of a task, if there is one of this name."""
+        declared: click.Command | None = None
+        if cmd_name in self.list_commands(ctx):
+            declared = import_module(self.module).command_of(cmd_name)
+        return declared
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the tasks, each with the first paragraph of its help."""
+        with formatter.section("Tasks"):
+            declared = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+            formatter.write_dl([(name, (one.help or "").partition("\n\n")[0]) for name, one in declared if one])
 
 
 class Commands(click.Group):

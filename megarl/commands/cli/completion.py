@@ -1,11 +1,9 @@
 """Completion of configuration keys and of files, for the shells that click knows."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 import click
 from click.shell_completion import BashComplete, CompletionItem, ZshComplete, add_completion_class
-
-from megarl.platform.arguments import Arguments
 
 SETUP = """\
 Completion of commands, options and keys: add to the start-up file of your shell
@@ -42,18 +40,10 @@ def of(command: str) -> Callable[[click.Context, click.Parameter, str], list[Com
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         del ctx, param
-        return _or_files((f"{key}=" for key in keys(command) if incomplete and key.startswith(incomplete)), incomplete)
+        words = [f"{key}=" for key in keys(command) if incomplete and key.startswith(incomplete)]
+        return [CompletionItem(word) for word in words] or [CompletionItem(incomplete, type="file")]
 
     return complete
-
-
-def of_parser(parser: Arguments, typed: Sequence[str], incomplete: str) -> list[CompletionItem]:
-    """Return what a parser accepts after the words `typed`, or else files."""
-    return _or_files(parser.completions(typed, incomplete), incomplete)
-
-
-def _or_files(words: Iterable[str], incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(word) for word in words] or [CompletionItem(incomplete, type="file")]
 
 
 def keys(command: str) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from megarl.commands.cli import completion
-from megarl.commands.cli.command import CONTEXT, Command, Commands, Relay
+from megarl.commands.cli.command import CONTEXT, Command, Commands, Tasks
 from megarl.commands.cli.kinds import (
     RunDirectory,
     amount,
@@ -307,11 +307,58 @@ DOCTOR = Command(
     text="Show what this machine has for training, and what it lacks.\n\nExit code 1: training cannot work here.",
     example="megarl doctor --peaks",
 )
-PREPARE = Relay(
+PREPARE = Tasks(
     "prepare",
-    module="megarl.data.prepare.__main__",
+    click.Option(
+        ["--check"],
+        type=click.Path(),
+        metavar="FILE",
+        help="List the faults of a parquet or JSON file of prompts, supervised pairs or preference pairs, by row.",
+    ),
+    click.Option(
+        ["--kind"],
+        type=click.Choice(["rl", "sft", "preference"]),
+        help="The use of the checked file, in place of the one that its columns tell: rl for megarl train, sft for "
+        "megarl sft, preference for megarl train-reward.",
+    ),
+    click.Option(
+        ["--prompt-key"],
+        default="prompt",
+        show_default=True,
+        help="Column of the prompts of the checked file (data.prompt_key).",
+    ),
+    click.Option(
+        ["--reward-fn-key"],
+        default="data_source",
+        show_default=True,
+        help="Column of the checked file that picks the built-in reward.",
+    ),
+    click.Option(
+        ["--custom-reward-function"],
+        type=click.Path(),
+        metavar="FILE",
+        help="Python file whose function or class scores instead of built-in rewards; its signature is checked.",
+    ),
+    click.Option(
+        ["--custom-reward-name"],
+        default="compute_score",
+        show_default=True,
+        metavar="NAME",
+        help="Name of the function or class in that file (custom_reward_function.name).",
+    ),
+    click.Option(
+        ["--reward-kwarg"],
+        multiple=True,
+        metavar="NAME",
+        help="Name of a further argument of it (custom_reward_function.reward_kwargs); may be repeated.",
+    ),
+    click.Option(["--reward-model"], is_flag=True, help="A reward model scores alone."),
+    module="megarl.commands.prepare",
     section=STARTS,
     text="Make the files of a known task or of your own rows, or check a file.",
+    example="megarl prepare countdown --out data/countdown\n"
+    "megarl prepare own mine.csv --prompt question --answer solution --out data/mine\n"
+    "megarl prepare --check data/mine/train.parquet",
 )
 
 CONFIG = Command(
@@ -443,10 +490,10 @@ CONVERT = Command(
     module="megarl.commands.convert.__main__",
     section=STARTS,
     text="Write a launch of another trainer as a configuration.\n\nReads the keys of verl and of its forks, and the "
-    "flags of TRL, OpenRLHF, slime and NeMo-RL. Expands the variables of a shell script without running it; further "
-    "words are its variables and its arguments. A comment tells each key that has another name, that was dropped, as "
-    "it changes nothing, or that is to be decided. Exit code 1: something is to be decided. Exit code 2: nothing could "
-    "be read.",
+    "flags of TRL, OpenRLHF, slime, ms-swift and NeMo-RL. Expands the variables of a shell script without running it; "
+    "further words are its variables and its arguments. A comment tells each key that has another name, that was "
+    "dropped, as it changes nothing, or that is to be decided. Exit code 1: something is to be decided. Exit code 2: "
+    "nothing could be read.",
     example="megarl convert run_qwen2-7b.sh > run.yaml\nmegarl convert run.sh MODEL_PATH=models/mine > run.yaml",
     free=True,
 )

@@ -1,8 +1,10 @@
 """Flags of trainers with an argument parser, and their YAML, by the tables in `megarl/config/trainers`."""
 
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -10,16 +12,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 import megarl.config
 from megarl.commands.convert.expand import UNKNOWN, links
+from megarl.commands.convert.inherit import resolved
 from megarl.commands.convert.launch import Launched
-from megarl.config.foreign import Remark
+from megarl.config.foreign import ANY, Remark
 from megarl.config.layers import UNREADABLE
-from megarl.config.links import parse
-from megarl.section import flatten
+from megarl.config.links import parse, shown
 
 if TYPE_CHECKING:
     from megarl.commands.convert.translate import Converted
 
 TABLES = Path(megarl.config.__file__).with_name("trainers")
+PER_PROMPT = "actor_rollout_ref.rollout.n"
+Meaning = Mapping[str, Any] | str
+"""Keys of megarl with values, "{value}" for that of the flag and "{0}" for its first item; or the reason for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +36,18 @@ class Flags:
     date: str
     programs: Sequence[str]  # patterns of the program
     needs: Sequence[str] = ()  # flags that identify a launch, if the name of its program does not
-    roots: Sequence[str] = ()  # sections of a YAML file
+    roots: Sequence[str] = ()  # sections that only its YAML files have
     sets: Mapping[str, Any] = field(default_factory=dict)  # the defaults of the trainer that train differently
-    brings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # a flag that is on -> more of these defaults
-    only_with: Mapping[str, str] = field(default_factory=dict)  # a pattern of flags -> the one without which they rest
-    same: Mapping[str, str] = field(default_factory=dict)  # a flag -> the key here
-    dropped: Mapping[str, str] = field(default_factory=dict)  # a flag -> why it changes nothing
-    decide: Mapping[str, str] = field(default_factory=dict)  # a flag -> what there is to decide
+    older: Mapping[str, str] = field(default_factory=dict)  # a former name of a flag -> its name in the tables
+    same: Mapping[str, str] = field(default_factory=dict)  # a flag -> the key here, or key[1] for an item of its list
+    cases: Mapping[str, Mapping[Any, Meaning]] = field(default_factory=dict)  # a flag -> a value -> what it means here
+    samples: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
+    """A size in prompts here -> the flags whose product it is in samples there, with their defaults."""
+    idle: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # a flag -> the values that ask for nothing
+    dropped: Mapping[str, str] = field(default_factory=dict)  # a pattern of flags -> why they change nothing
+    unused: Mapping[str, str] = field(default_factory=dict)  # a pattern of flags -> the switch that they would need
+    decide: Mapping[str, str] = field(default_factory=dict)  # a pattern -> what there is to decide about other values
+    when: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # flag=value -> what it changes in the tables
 
     @classmethod
     def of(cls, launched: Launched) -> Self | None:
@@ -49,7 +59,7 @@ class Flags:
     @classmethod
     def of_file(cls, tree: Mapping[str, Any]) -> Self | None:
         """Return the table for a YAML file; None for verl and what is like it."""
-        return next((table for table in cls.tables() if table.roots and tree.keys() >= set(table.roots)), None)
+        return next((table for table in cls.tables() if tree.keys() & set(table.roots)), None)
 
     @classmethod
     @cache
@@ -59,29 +69,98 @@ class Flags:
 
     def fill(self, found: "Converted", words: Sequence[str]) -> None:
         """Add what the flags say to `found`."""
-        given = {flag: _parsed(text) for flag, text in pairs(words)}
-        defaults = {**self.sets}
-        for flag, keys in self.brings.items():
-            defaults |= keys if given.get(flag) else {}
-        found.keep(defaults, [])
-        found.comments.update(dict.fromkeys(defaults, f"the default of {self.name}"))
-        for flag, text in pairs(words):
-            written = f"{flag}={text}"
-            if UNKNOWN in text:
-                found.decisions[written.replace(UNKNOWN, "$(...)")] = "only the script can tell the value: write it"
-                continue
-            value = _parsed(links(text))
-            switch = next((one for pattern, one in self.only_with.items() if fnmatchcase(flag, pattern)), flag)
-            if flag != switch and not given.get(switch):
-                found.dropped[written] = f"is read only with {switch}"
-            elif flag in self.same:
-                key = self.same[flag]
-                found.comments.pop(key, None)
-                found.keep({key: value}, [Remark(written=flag, value=value, key=key, why="")])
-            elif flag in self.dropped:
-                found.dropped[written] = self.dropped[flag]
+        texts = dict(pairs(words))
+        values = {flag: _parsed(links(text)) for flag, text in texts.items()}
+        given = {self.older.get(flag, flag): value for flag, value in values.items() if UNKNOWN not in texts[flag]}
+        table = self._adapted(given)
+        found.keep(table.sets, [])
+        found.comments.update(dict.fromkeys(table.sets, f"the default of {self.name}"))
+        decided = {}
+        for flag, value in values.items():
+            name = self.older.get(flag, flag)
+            meaning = table.meaning(name, value)
+            if isinstance(meaning, str):
+                found.dropped[f"{flag}={texts[flag]}".replace(UNKNOWN, "$(...)")] = meaning
+            elif name not in given:
+                decided[flag] = "only the script can tell the value: write it"
+            elif meaning is None:
+                decided[flag] = _first(table.decide, name) or "no key here is known to mean this"
             else:
-                found.decisions[written] = self.decide.get(flag, "no key here is known to mean this")
+                for key, one in meaning.items():
+                    _keep(found, key, one, flag)
+        counted = table.count(found, given)
+        for flag, why in decided.items():
+            if self.older.get(flag, flag) not in counted:
+                found.decisions[f"{flag}={texts[flag]}".replace(UNKNOWN, "$(...)")] = why
+
+    def meaning(self, flag: str, value: Any) -> Meaning | None:
+        """Return what a flag means here; None if that is to be decided."""
+        text = shown(value)
+        if text in map(shown, self.idle.get(flag, ())):
+            return "changes nothing here"
+        why = _first(self.unused, flag)
+        if why:
+            return why
+        if flag in self.same:
+            return {self.same[flag]: value}
+        cases = {shown(case): meaning for case, meaning in self.cases.get(flag, {}).items()}
+        meaning = cases.get(text, cases.get(ANY))
+        if isinstance(meaning, Mapping):
+            return {key: _inserted(one, value) for key, one in meaning.items()}
+        if meaning or value is None:
+            return meaning or "null asks for nothing"
+        return None if flag in (*self.cases, *self.idle, *self.decide) else _first(self.dropped, flag)
+
+    def count(self, found: "Converted", given: Mapping[str, Any]) -> set[str]:
+        """Add the sizes that count samples there, and return their flags."""
+        per_prompt = found.leaves.get(PER_PROMPT, 1)
+        counted: set[str] = set()
+        for key, flags in self.samples.items():
+            sizes = [given.get(flag, default) for flag, default in flags.items()]
+            written = ", ".join(f"{flag}={given[flag]}" for flag in flags if flag in given)
+            if None in sizes or not (written or key not in found.leaves):
+                continue
+            counted.update(flags)
+            are_counts = all(isinstance(size, int) and size > 0 for size in (*sizes, per_prompt))
+            if are_counts and math.prod(sizes) % per_prompt == 0:
+                _keep(found, key, math.prod(sizes) // per_prompt, written)
+                found.comments[key] = f"was {written}" if written else f"the default of {self.name}"
+            else:
+                found.decisions[written] = f"counts samples, {per_prompt} of a prompt: write {key} in prompts"
+        return counted
+
+    def _adapted(self, given: Mapping[str, Any]) -> "Flags":
+        """Return the tables as the flags that change the meaning of others have them."""
+        tables: dict[str, Any] = {}
+        for flag, value in given.items():
+            for name, changes in self.when.get(f"{flag}={shown(value)}", {}).items():
+                tables[name] = {**tables.get(name, getattr(self, name)), **changes}
+        return replace(self, **tables)
+
+
+def _first(table: Mapping[str, str], flag: str) -> str | None:
+    return next((text for pattern, text in table.items() if fnmatchcase(flag, pattern)), None)
+
+
+def _keep(found: "Converted", key: str, value: Any, flag: str) -> None:
+    """Add a key, or an item of its list."""
+    key, _, index = key.partition("[")
+    if index:
+        items = [*found.leaves[key]]
+        items[int(index.removesuffix("]"))] = value
+        value = items
+    if found.comments.get(key, "").startswith("the default of"):
+        del found.comments[key]
+    found.keep({key: value}, [Remark(written=flag, value=value, key=key, why="")])
+
+
+def _inserted(template: Any, value: Any) -> Any:
+    """Return a value of a case, with the value of the flag or an item of it."""
+    match = re.fullmatch(r"\{(value|\d)}", template) if isinstance(template, str) else None
+    if not match:
+        return template
+    is_item = match[1].isdigit() and isinstance(value, list) and int(match[1]) < len(value)
+    return value[int(match[1])] if is_item else value
 
 
 def _parsed(text: str) -> Any:
@@ -111,4 +190,4 @@ def pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def words_of(tree: Mapping[str, Any]) -> list[str]:
     """Return the leaves of a YAML file as words."""
-    return [f"--{key}={json.dumps(value)}" for key, value in flatten(tree)]
+    return [f"--{key}={value if value == UNKNOWN else json.dumps(value)}" for key, value in resolved(tree)]

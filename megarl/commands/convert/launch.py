@@ -54,7 +54,8 @@ def _launched(command: Program) -> Launched | None:
     words = command.words
     for start, word in enumerate(words[:-1]):
         is_module = start and words[start - 1] == "-m" and "." in word and word not in ("torch.distributed.run",)
-        is_script = (word.endswith(".py") or word == "trl") and "=" not in word
+        is_command = word == "trl" or (word in ("swift", "megatron") and words[start + 1] == "rlhf")
+        is_script = is_command or (word.endswith(".py") and "=" not in word)
         if (is_module and word not in ("sglang.launch_server", "pip", "accelerate.commands.launch")) or is_script:
             return _enough(word, words[start + 1 :], command.line)
     start = next((at for at, word in enumerate(words) if _KEY.fullmatch(word) and "=" in word), 0)

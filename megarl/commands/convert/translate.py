@@ -2,20 +2,22 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl.commands.convert.expand import UNKNOWN, links, unset_names
 from megarl.commands.convert.flags import Flags, words_of
+from megarl.commands.convert.inherit import read_tree
 from megarl.commands.convert.launch import Launched
 from megarl.config.foreign import Remark
 from megarl.config.layers import UNREADABLE, YAML, Layer, joined, read_layers, recognise
-from megarl.config.links import parse, shown
+from megarl.config.links import shown
 from megarl.config.load import merged, try_layer
 from megarl.config.report import other_defaults
 from megarl.config.root import Config
 from megarl.config.schema import Schema, nest
+from megarl.section import flatten
 
 _ENVIRONMENT = "cannot be resolved: there is no variable"
 _OPTION = re.compile(r"--config-(name|path|dir)=(.*)", re.DOTALL)
@@ -43,6 +45,7 @@ class Converted:
                 self.comments[remark.key] = "; ".join(dict.fromkeys(filter(None, told)))
             else:
                 self.dropped[f"{remark.written}={remark.value}"] = remark.why
+                self.remarks.append(remark)
 
 
 def convert_launch(launched: Launched, *, base: Path) -> Converted:
@@ -62,7 +65,7 @@ def convert_launch(launched: Launched, *, base: Path) -> Converted:
 def convert_file(path: Path) -> Converted:
     """Return the configuration of a YAML file."""
     try:
-        tree = parse(path.read_text(encoding="utf-8"))
+        tree = read_tree(path)
     except (*UNREADABLE, OSError):
         tree = None  # the reading of layers reports it
     flags = Flags.of_file(tree) if isinstance(tree, dict) else None
@@ -97,7 +100,7 @@ def convert_words(words: Sequence[str], *, base: Path) -> Converted:
     for fault in faults:
         found.decisions[fault.path] = fault.message
     for layer in layers:
-        recognised = recognise(layer, schema, converting=True)
+        recognised = recognise(layer, schema)
         found.keep(recognised.leaves, recognised.remarks)
         for fault in recognised.faults:
             found.decisions[f"{fault.path}={_at(layer.tree, fault.path)}"] = fault.message
@@ -132,6 +135,13 @@ def _settle(found: Converted, *, adds_defaults: bool) -> None:
             found.leaves[key] = theirs
             found.comments[key] = f"verl's default; megarl's is {shown(ours)}"
         config, faults, broken = try_layer(Layer(origin="", tree=nest(found.leaves)))
+    values = dict(flatten(asdict(config)))
+    for remark in found.remarks:
+        answer = remark.answer(values)
+        if answer:
+            written = f"{remark.written}={remark.value}"
+            found.dropped.pop(written, None)
+            found.decisions[written] = answer
     for fault in broken:
         found.decisions.setdefault(fault.path, fault.message)
 

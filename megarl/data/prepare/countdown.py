@@ -1,12 +1,15 @@
 """Countdown problems that have a solution: reach a target, using every given number once."""
 
-import argparse
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from types import SimpleNamespace
 from typing import Any
 
+import click
+
+from megarl.data.prepare.options import Several, option
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
 
@@ -44,35 +47,38 @@ class Problem:
         return tuple(sorted(self.numbers)), self.target
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this task."""
-    parser.add_argument("--train", type=int, default=2000, help="training problems")
-    parser.add_argument("--val", type=int, default=256, help="validation problems, distinct from those of other splits")
-    parser.add_argument("--sft", type=int, default=0, help="solved problems for supervised warm-up: sft.parquet")
-    parser.add_argument(
+OPTIONS = (
+    option("--train", default=2000, help="training problems"),
+    option("--val", default=256, help="validation problems, distinct from those of other splits"),
+    option("--sft", default=0, help="solved problems for supervised warm-up: sft.parquet"),
+    option(
         "--careless",
-        type=float,
         default=0.0,
         help="share, below 1, of further warm-up responses that just join the numbers by the last operator: a habit "
         "to unlearn",
-    )
-    parser.add_argument(
-        "--num-numbers", type=int, nargs="+", default=[3], help="how many numbers; several = any of them"
-    )
-    parser.add_argument("--max-number", type=int, default=20, help="largest given number")
-    parser.add_argument("--max-target", type=int, default=100, help="largest target")
-    parser.add_argument("--operators", default="+-*/", help="operators that the solutions use")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
+    ),
+    Several(
+        ["--num-numbers"],
+        type=int,
+        default=[3],
+        show_default=True,
+        help="how many numbers; several = any of them",
+    ),
+    option("--max-number", default=20, help="largest given number"),
+    option("--max-target", default=100, help="largest target"),
+    option("--operators", default="+-*/", help="operators that the solutions use"),
+    option("--seed", default=1),
+    option(
         "--template",
-        choices=("plain", "base", "qwen-instruct"),
+        type=click.Choice(["plain", "base", "qwen-instruct"]),
         default="plain",
         help="plain: '3 5 8 = 16 :', for tiny models that write it alone (rule countdown/bare); base: a text "
         "to continue; qwen-instruct: chat messages (rule countdown)",
-    )
+    ),
+)
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
+def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train`, `val` and, if asked for, `sft`. Raises UserError if there are too few problems."""
     if not arguments.operators or set(arguments.operators) - set(_PRECEDENCE):
         raise UserError(f"--operators {arguments.operators!r}: give one or more of + - * /")
@@ -146,7 +152,7 @@ def draw(rng: random.Random, *, num_numbers: int, max_number: int, operators: st
     return Problem(numbers=tuple(numbers), target=pool[0][0], solution=pool[0][1])
 
 
-def _distinct(arguments: argparse.Namespace, total: int) -> Iterator[Problem]:
+def _distinct(arguments: SimpleNamespace, total: int) -> Iterator[Problem]:
     rng = random.Random(arguments.seed)
     seen: set[Any] = set()
     tries = 0

@@ -1,16 +1,18 @@
 """Reads the problems of published data sets: from a directory, a file, or a data set of the Hugging Face hub."""
 
-import argparse
 import json
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.data.prepare.hub_data import HubData
+from megarl.data.prepare.options import option
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError, placed
 
@@ -18,32 +20,32 @@ SPLITS = {"train": "train", "val": "test"}  # our name, and the name in the data
 KINDS = ("jsonl", "jsonl.gz", "parquet", "json")
 
 
-def add_source_arguments(parser: argparse.ArgumentParser, default: str) -> None:
-    """Declare the options for the source and the number of problems."""
-    parser.add_argument(
-        "--from",
-        dest="source",
-        default=default,
-        help="directory with files *train*.jsonl and *test*.jsonl (or .parquet, .json, or folders of such names with "
-        "one problem per .json), one such file, for training problems alone, or a data set of the hub, "
-        "OWNER/NAME[:CONFIG] or hf://datasets/OWNER/NAME[@REVISION][/FILE]",
-    )
-    parser.add_argument("--train", type=int, default=None, help="most training problems")
-    parser.add_argument("--val", type=int, default=None, help="most validation problems")
+EXTRACTION = option(
+    "--extraction",
+    type=click.Choice(["strict", "flexible"]),
+    default="strict",
+    help="the number of a response that counts: the number after '####', or the last",
+)
 
 
-def add_extraction_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare the option that picks the number of a response that is its answer."""
-    parser.add_argument(
-        "--extraction",
-        choices=("strict", "flexible"),
-        default="strict",
-        help="the number of a response that counts: the number after '####', or the last",
+def source_options(default: str) -> tuple[click.Option, ...]:
+    """Return the options for the source and the number of problems."""
+    return (
+        option(
+            "--from",
+            "source",
+            default=default,
+            help="directory with files *train*.jsonl and *test*.jsonl (or .parquet, .json, or folders of such names "
+            "with one problem per .json), one such file, for training problems alone, or a data set of the hub, "
+            "OWNER/NAME[:CONFIG] or hf://datasets/OWNER/NAME[@REVISION][/FILE]",
+        ),
+        option("--train", type=int, help="most training problems"),
+        option("--val", type=int, help="most validation problems"),
     )
 
 
 def rows_of(
-    arguments: argparse.Namespace, make_row: Callable[[DataRow, str, str, int], DataRow]
+    arguments: SimpleNamespace, make_row: Callable[[DataRow, str, str, int], DataRow]
 ) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`, each `make_row(problem, place, split, index)`.
 

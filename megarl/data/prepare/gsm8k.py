@@ -1,22 +1,19 @@
 """GSM8K word problems, from local files or the Hugging Face hub."""
 
-import argparse
 from functools import partial
+from types import SimpleNamespace
 
-from megarl.data.prepare.files import add_extraction_argument, add_source_arguments, rows_of
+from megarl.data.prepare.files import EXTRACTION, rows_of, source_options
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this task."""
-    add_source_arguments(parser, "openai/gsm8k")
-    add_extraction_argument(parser)
+OPTIONS = (*source_options("openai/gsm8k"), EXTRACTION)
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
+def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`. Raises UserError if the files are missing or not GSM8K."""
     source = "openai/gsm8k" if arguments.extraction == "strict" else "gsm8k/flexible"
     return rows_of(arguments, partial(_row, source))

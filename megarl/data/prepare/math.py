@@ -1,8 +1,8 @@
 """MATH competition problems, from local files in their published format or the Hugging Face hub."""
 
-import argparse
+from types import SimpleNamespace
 
-from megarl.data.prepare.files import add_source_arguments, rows_of
+from megarl.data.prepare.files import rows_of, source_options
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
 from megarl.rewards.math import last_boxed
@@ -10,12 +10,10 @@ from megarl.rewards.math import last_boxed
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this task."""
-    add_source_arguments(parser, "DigitalLearningGmbH/MATH-lighteval")
+OPTIONS = source_options("DigitalLearningGmbH/MATH-lighteval")
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
+def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`. Raises UserError if the files are missing or not MATH."""
     return rows_of(arguments, _row)
 

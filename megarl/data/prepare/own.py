@@ -1,12 +1,19 @@
-"""Your own rows: JSON, CSV, parquet or Arrow files, or a Hugging Face data set, with columns of any names."""
+"""Your own rows: JSON, CSV, parquet or Arrow files, or a Hugging Face data set, with columns of any names.
 
-import argparse
+FILE is .jsonl, .json, .csv, .tsv, .parquet or .arrow, or a directory that `Dataset.save_to_disk` wrote, or a data set
+of the hub, OWNER/NAME[:CONFIG] or hf://datasets/OWNER/NAME[@REVISION][/FILE].
+"""
+
 import random
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
+
+import click
 
 from megarl.data.messages import prompt_faults, shown
 from megarl.data.prepare.dialects import as_text, as_usual
+from megarl.data.prepare.options import option
 from megarl.data.prepare.tables import Record, records_of
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
@@ -17,53 +24,43 @@ VALIDATION_SHARE = 10
 PLACE = "{prompt}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this task."""
-    parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl, .json, .csv, .tsv, .parquet, .arrow, or a "
-                        "directory that `Dataset.save_to_disk` wrote, or a data set of the hub, OWNER/NAME[:CONFIG] or "
-                        "hf://datasets/OWNER/NAME[@REVISION][/FILE]")  # fmt: skip
-    parser.add_argument(
+OPTIONS = (
+    click.Argument(["files"], nargs=-1, required=True, metavar="FILE..."),
+    option(
         "--prompt",
         default="prompt",
         metavar="COL",
         help="column of the prompts: texts, messages {role, content}, or ShareGPT's turns {from, value}",
-    )
-    parser.add_argument(
+    ),
+    option(
         "--answer",
         metavar="COL",
         help="column of the ground truth, which rewards receive  [default: the last message, if it is the assistant's]",
-    )
-    parser.add_argument(
-        "--keep", action="append", default=[], metavar="COL", help="column for rewards' extra_info; may be repeated"
-    )
-    parser.add_argument(
-        "--data-source", default="own", metavar="NAME", help="chooses a built-in reward, and names the score"
-    )
-    parser.add_argument(
+    ),
+    option("--keep", multiple=True, metavar="COL", help="column for rewards' extra_info; may be repeated"),
+    option("--data-source", default="own", metavar="NAME", help="chooses a built-in reward, and names the score"),
+    option(
         "--template", default=PLACE, metavar="TEXT", help=f"words around a prompt that is a text, with {PLACE} in them"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt that is a text")
-    parser.add_argument(
-        "--plain", action="store_true", help="write texts, not messages: for models without a chat template"
-    )
-    parser.add_argument("--train", type=int, metavar="N", help="most rows to learn from")
-    parser.add_argument(
+    ),
+    option("--system", metavar="TEXT", help="a system message before each prompt that is a text"),
+    option("--plain", is_flag=True, help="write texts, not messages: for models without a chat template"),
+    option("--train", type=int, metavar="N", help="most rows to learn from"),
+    option(
         "--val",
         type=int,
         metavar="N",
         help=f"rows for validation, drawn from FILE (default: one in {VALIDATION_SHARE}, at most "
         f"{MOST_VALIDATION_ROWS})",
-    )
-    parser.add_argument("--val-from", action="append", default=[], metavar="FILE", help="file for validation instead")
-    parser.add_argument("--split", default="train", help="split of a data set of the hub that FILE names")
-    parser.add_argument("--val-split", default="test", metavar="SPLIT", help="the same for --val-from")
-    parser.add_argument("--seed", type=int, default=1, help="of the draw")
-    parser.add_argument(
-        "--sft", action="store_true", help="write prompts and responses, for `megarl sft`; the answer is the response"
-    )
+    ),
+    option("--val-from", multiple=True, metavar="FILE", help="file for validation instead"),
+    option("--split", default="train", help="split of a data set of the hub that FILE names"),
+    option("--val-split", default="test", metavar="SPLIT", help="the same for --val-from"),
+    option("--seed", default=1, help="of the draw"),
+    option("--sft", is_flag=True, help="write prompts and responses, for `megarl sft`; the answer is the response"),
+)
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
+def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`.
 
     Raises:
@@ -91,7 +88,7 @@ def _divide(rows: list[DataRow], num_val: int | None, *, seed: int) -> tuple[lis
     return [row for i, row in enumerate(rows) if i not in drawn], val
 
 
-def _rows(arguments: argparse.Namespace, files: Sequence[str], split: str, hub_split: str) -> Iterator[DataRow]:
+def _rows(arguments: SimpleNamespace, files: Sequence[str], split: str, hub_split: str) -> Iterator[DataRow]:
     columns = [arguments.prompt, *([arguments.answer] if arguments.answer else []), *arguments.keep]
     remedies = {arguments.prompt: "--prompt names another", arguments.answer or "": "--answer names another"}
     kinds: dict[str, type] = {}
@@ -114,7 +111,7 @@ def _rows(arguments: argparse.Namespace, files: Sequence[str], split: str, hub_s
                 )
 
 
-def _row(arguments: argparse.Namespace, record: Record, split: str, index: int) -> DataRow:
+def _row(arguments: SimpleNamespace, record: Record, split: str, index: int) -> DataRow:
     prompt: Any = as_usual(record.values[arguments.prompt])
     place = f"{record.place}, column {arguments.prompt}"
     for fault in prompt_faults(prompt):

@@ -1,12 +1,13 @@
 """Preference pairs for a reward model, from files in the usual layouts of such data sets, or from the hub."""
 
-import argparse
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeGuard
 
-from megarl.data.prepare.files import add_source_arguments, rows_of
+from megarl.data.prepare.files import rows_of, source_options
+from megarl.data.prepare.options import option
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
 
@@ -20,22 +21,19 @@ WINNERS = ("better_response_id", "preference", "preferred", "winner", "label")
 TURN = "\n\nAssistant:"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this task."""
-    add_source_arguments(parser, "Anthropic/hh-rlhf")
-    parser.add_argument(
+OPTIONS = (
+    *source_options("Anthropic/hh-rlhf"),
+    option(
         "--held-out",
-        type=int,
         default=0,
         help="pairs for validation, taken from a source without a test split; no prompt is in both splits",
-    )
-    parser.add_argument("--seed", type=int, default=1, help="seed for the choice of held-out pairs")
-    parser.add_argument(
-        "--chat", action="store_true", help="make a text prompt a user message; else the responses continue the text"
-    )
+    ),
+    option("--seed", default=1, help="seed for the choice of held-out pairs"),
+    option("--chat", is_flag=True, help="make a text prompt a user message; else the responses continue the text"),
+)
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
+def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`. Raises UserError if the files are missing or have something else."""
     splits = rows_of(arguments, partial(_row, arguments.chat))
     if len({type(row["prompt"]) for rows in splits.values() for row in rows}) > 1:

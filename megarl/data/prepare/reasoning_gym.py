@@ -1,9 +1,15 @@
-"""Any task of reasoning-gym by name (chain_sum, mini_sudoku, ...), scored by the task itself."""
+"""Any task of reasoning-gym by name (chain_sum, mini_sudoku, ...), scored by the task itself.
 
-import argparse
+NAME is the name of the task in reasoning-gym.
+"""
+
 import json
+from types import SimpleNamespace
 from typing import Any
 
+import click
+
+from megarl.data.prepare.options import Several, option
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX, compute_score, from_json, load_task, to_json
@@ -14,18 +20,16 @@ _TASK = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this task."""
-    parser.add_argument("name", help="name of the task in reasoning-gym")
-    parser.add_argument("--size", "--train", dest="train", type=int, default=2000, help="training problems")
-    parser.add_argument("--val", type=int, default=256, help="validation problems, distinct from training problems")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--set", metavar="KEY=VALUE", nargs="+", default=[], help="settings of the task; VALUE is JSON: max_terms=4"
-    )
+OPTIONS = (
+    click.Argument(["name"], metavar="NAME"),
+    option("--size", "--train", "train", default=2000, help="training problems"),
+    option("--val", default=256, help="validation problems, distinct from training problems"),
+    option("--seed", default=1),
+    Several(["--set"], metavar="KEY=VALUE ...", help="settings of the task; VALUE is JSON: max_terms=4"),
+)
 
 
-def build(arguments: argparse.Namespace) -> dict[str, list[DataRow]]:
+def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`. Raises UserError if the task is refused or has too few problems."""
     total = arguments.train + arguments.val
     config = _settings(arguments.set)

@@ -18,7 +18,7 @@ READY = declare_vllm(
     "vllm.v1.worker.worker_base:WorkerWrapperBase",
     "initialize_from_config",
     reason="routers must tell their choice before CUDA graphs are captured, into a store as large as the KV cache",
-    upstream="vllm/v1/worker/gpu/model_runner.py: the place at which vLLM binds its own store",
+    upstream="vllm/v1/worker/gpu/model_runner.py: the binding of vLLM's own store",
     until="vLLM returns the routes of requests that are stopped, with every model runner",
 )
 

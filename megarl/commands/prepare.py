@@ -1,14 +1,19 @@
 """The command `megarl prepare`: makes the files of a known task or of the user's own rows, or checks a file."""
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
+
 import megarl
+from megarl.commands.cli.command import Command, complain, parse
+from megarl.commands.cli.table import PREPARE
 from megarl.data.columns import Needs, PromptColumns
 from megarl.data.config import DataSection
 from megarl.data.messages import as_read, as_written, encode_prompt
@@ -24,9 +29,9 @@ from megarl.data.prepare import (
     reasoning_gym,
 )
 from megarl.data.prepare.hub_data import HubData
+from megarl.data.prepare.options import option, single_values
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.table import DataRow
-from megarl.platform.arguments import Arguments
 from megarl.platform.errors import UserError, placed
 from megarl.platform.functions import load_module
 from megarl.platform.secrets import guard_output, redact
@@ -43,12 +48,19 @@ TASKS: Mapping[str, Any] = {
     "preferences": preferences,
     "reasoning-gym": reasoning_gym,
 }
-"""Task -> a module with the functions `add_arguments` and `build`; its docstring is the help."""
-SUMMARY = "Make the files of a known task or of your own rows, or check a file."
-EXAMPLE = """\
-megarl prepare countdown --out data/countdown
-megarl prepare own mine.csv --prompt question --answer solution --out data/mine
-megarl prepare --check data/mine/train.parquet"""
+"""Task -> a module with `OPTIONS` and a function `build`; its docstring is the help."""
+OF_ALL = (
+    option(
+        "--out",
+        "--output",
+        type=click.Path(path_type=Path),
+        required=True,
+        metavar="DIR",
+        help="directory of the parquet files",
+    ),
+    option("--tokenizer", metavar="DIR", help="show prompts as the model with this tokenizer reads them"),
+)
+"""The options of every task."""
 NEEDED = {
     "own": "mine.csv --prompt question --answer solution",
     "preferences": "--from pairs.jsonl --held-out 500",
@@ -63,20 +75,25 @@ COUNTED_ROWS = 1000
 """Prompts that are shown as the model reads them, and prompts whose tokens are counted."""
 
 
+class Task(Command):
+    """The command of a task."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments; an option may have several values."""
+        return super().parse_args(ctx, list(single_values(self.params, args)))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Read `argv`, by default the command line; write `DIR/SPLIT.parquet` of every split, or check a file."""
-    options = parser()
-    arguments = options.parse_args(argv)
-    if (arguments.check is None) == (arguments.task is None):
-        options.error(f"name a task ({', '.join(tasks())}), or a file to --check")
-    if arguments.check is not None:
+    arguments, task = read_words(sys.argv[1:] if argv is None else argv)
+    if task is None:
         report = check.examine(arguments.check, _columns(arguments), arguments.kind)
         _check(arguments.check, [*_custom_faults(arguments), *report.faults], report)
         return
     try:
         if arguments.tokenizer:
             _find(arguments.tokenizer)
-        splits = arguments.build(arguments)
+        splits = task.build(arguments)
         note = as_note(_hub_datasets(arguments))
         for split, rows in splits.items():
             path = arguments.out / f"{split}.parquet"
@@ -84,7 +101,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{path}: {len(rows)} rows")
         _show(splits, arguments.tokenizer)
     except UserError as error:
-        options.exit(2, redact(f"{options.prog}: {error}\n"))
+        print(redact(f"megarl prepare: {error}"), file=sys.stderr)
+        sys.exit(2)
+
+
+def read_words(argv: Sequence[str]) -> tuple[SimpleNamespace, Any]:
+    """Return the options of a check and None, or those of a task and the module of the task."""
+    checked = parse(PREPARE, argv)
+    name, *words = checked["words"] or (None,)
+    if (checked["check"] is None) == (name is None):
+        complain(click.UsageError(f"name a task ({', '.join(tasks())}), or a file to --check"))
+    if name is None:
+        return SimpleNamespace(**checked), None
+    if name not in tasks():
+        close = get_close_matches(name, tasks(), n=1)
+        meant = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(map(repr, tasks()))}"
+        complain(click.UsageError(f"there is no task {name!r}: {meant}"))
+    return SimpleNamespace(**parse(command_of(name), words)), tasks()[name]
 
 
 @lru_cache(maxsize=1)
@@ -99,54 +132,18 @@ def tasks() -> Mapping[str, Any]:
     return found
 
 
-def parser() -> Arguments:
-    """Return the tasks with their options, and the options of a check."""
-    root = Arguments(prog="megarl prepare", description=SUMMARY, example=EXAMPLE)
-    root.add_argument(
-        "--check",
-        metavar="FILE",
-        help="list the faults of a parquet or JSON file of prompts, supervised pairs or preference pairs, by row",
+def command_of(name: str) -> Command:
+    """Return the declaration of a task."""
+    task = tasks()[name]
+    return Task(
+        f"prepare {name}",
+        *OF_ALL,
+        *getattr(task, "OPTIONS", ()),
+        module=__name__,
+        section="",
+        text=task.__doc__ or "",
+        example=_example(name),
     )
-    root.add_argument(
-        "--kind",
-        choices=list(check.READERS),
-        help="the use of the checked file, in place of the one that its columns tell: rl for megarl train, sft for "
-        "megarl sft, preference for megarl train-reward",
-    )
-    checked = root.add_argument_group("Options of a run that reads the checked file")
-    checked.add_argument("--prompt-key", default="prompt", help="column of the prompts (data.prompt_key)")
-    checked.add_argument("--reward-fn-key", default="data_source", help="column that picks the built-in reward")
-    checked.add_argument(
-        "--custom-reward-function",
-        metavar="FILE",
-        help="Python file whose function or class scores instead of built-in rewards; its signature is checked",
-    )
-    checked.add_argument(
-        "--custom-reward-name",
-        default=CustomRewardSection.name,
-        metavar="NAME",
-        help="name of the function or class in that file (custom_reward_function.name)",
-    )
-    checked.add_argument(
-        "--reward-kwarg",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="name of a further argument of it (custom_reward_function.reward_kwargs); may be repeated",
-    )
-    checked.add_argument("--reward-model", action="store_true", help="a reward model scores alone")
-    named = root.add_subparsers(dest="task", title="Tasks", metavar="TASK", prog=root.prog)
-    for name, task in tasks().items():
-        task_parser = named.add_parser(name, help=task.__doc__, description=task.__doc__, example=_example(name))
-        task_parser.add_argument(
-            "--out", "--output", type=Path, required=True, metavar="DIR", help="directory of the parquet files"
-        )
-        task_parser.add_argument(
-            "--tokenizer", metavar="DIR", help="show prompts as the model with this tokenizer reads them"
-        )
-        task.add_arguments(task_parser)
-        task_parser.set_defaults(build=task.build)
-    return root
 
 
 def _example(task: str) -> str:
@@ -154,7 +151,7 @@ def _example(task: str) -> str:
     return f"megarl prepare {task} {arguments}--out data/{task}"
 
 
-def _hub_datasets(arguments: argparse.Namespace) -> list[str]:
+def _hub_datasets(arguments: SimpleNamespace) -> list[str]:
     """Return the ids of the data sets of the hub that the training rows come from."""
     names = [*getattr(arguments, "files", []), *([arguments.source] if hasattr(arguments, "source") else [])]
     found = (HubData.named(str(name)) for name in names)
@@ -195,7 +192,7 @@ def _show_truth(row: DataRow) -> None:
         print(redact(f"  its ground truth: {truth['ground_truth']!r}"))
 
 
-def _columns(arguments: argparse.Namespace) -> PromptColumns:
+def _columns(arguments: SimpleNamespace) -> PromptColumns:
     """Return the columns as a run with such options would read them."""
     section = DataSection(
         train_files=arguments.check, prompt_key=arguments.prompt_key, reward_fn_key=arguments.reward_fn_key
@@ -204,7 +201,7 @@ def _columns(arguments: argparse.Namespace) -> PromptColumns:
     return PromptColumns(section=section, needs=Needs.of(None if arguments.reward_model else RulesSection(), custom))
 
 
-def _custom_faults(arguments: argparse.Namespace) -> Iterator[str]:
+def _custom_faults(arguments: SimpleNamespace) -> Iterator[str]:
     """Yield the fault of the user's reward, as far as its file shows it without being run."""
     file = arguments.custom_reward_function
     name = arguments.custom_reward_name

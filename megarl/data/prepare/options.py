@@ -1,0 +1,36 @@
+"""Options of tasks, as click has them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+
+class Several(click.Option):
+    """An option with one value or more, all words up to the next option: `--num-numbers 3 4`."""
+
+    def __init__(self, names: Sequence[str], **keywords: Any) -> None:
+        super().__init__(names, multiple=True, **{"metavar": "VALUE ...", **keywords})
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """Return the values as a list."""
+        return [*super().type_cast_value(ctx, value)]
+
+
+def option(*names: str, **keywords: Any) -> click.Option:
+    """Return an option of the type of its default; the help shows a default that informs."""
+    return click.Option(names, show_default=bool(keywords.get("default")), **keywords)
+
+
+def single_values(params: Sequence[click.Parameter], words: Sequence[str]) -> Iterator[str]:
+    """Yield the words with the name of an option of several values before each value."""
+    names = {name for param in params if isinstance(param, Several) for name in param.opts}
+    option, is_first = "", False
+    for word in words:
+        if word.startswith("--"):
+            option, is_first = word if word in names else "", True
+        elif option and not is_first:
+            yield option
+        else:
+            is_first = False
+        yield word
