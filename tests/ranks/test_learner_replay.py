@@ -21,6 +21,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "deepseek_v3": ("deepseek_v3", {}),
 }
+NOISE = 0.2
 NUM_ROUTERS = {"qwen3_moe": 2, "deepseek_v3": 1}
 NUM_EXPERTS, TOP_K = 8, 2
 
@@ -137,17 +138,22 @@ def test_recomputation_replays_too(pool: RankPool, checkpoints: dict[str, Path],
         assert torch.equal(result["before"].log_probs, found[0]["before"].log_probs)
 
 
-def test_own_choice_changes_nothing(pool: RankPool, checkpoints: dict[str, Path]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoints["qwen3_moe"], dtype=torch.float32)
+def with_own_routes(checkpoint: Path) -> Experience:
+    """Return the experience of the other tests, with the experts that a qwen3_moe of `transformers` chooses."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     chosen: list[list[Tensor]] = [[], []]
     for gate, of_gate in zip(gates_of(model), chosen, strict=True):
         gate.register_forward_hook(lambda module, inputs, outputs, of_gate=of_gate: of_gate.append(outputs[2]))
     batch = experience()
     for sample in range(len(batch)):
         model(torch.tensor([[*batch.prompt_of(sample).token_ids, *batch.response_ids(sample).tolist()][:-1]]))
-    own = torch.stack([torch.cat(of_gate) for of_gate in chosen], dim=1).to(torch.uint8)
+    return replace(batch, routes=torch.stack([torch.cat(of_gate) for of_gate in chosen], dim=1).to(torch.uint8))
+
+
+def test_own_choice_changes_nothing(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    batch, own = experience(), with_own_routes(checkpoints["qwen3_moe"])
     without = pool.run(1, replay, checkpoints["qwen3_moe"], {}, batch, 48)[0]
-    result = pool.run(1, replay, checkpoints["qwen3_moe"], {}, replace(batch, routes=own), 48)[0]
+    result = pool.run(1, replay, checkpoints["qwen3_moe"], {}, own, 48)[0]
     torch.testing.assert_close(result["before"].log_probs, without["before"].log_probs, **TOLERANCE)
     assert result["metrics"].pop("router_agreement") == 1.0
     assert result["metrics"] == pytest.approx(without["metrics"], rel=1e-5)
@@ -175,3 +181,34 @@ def test_balancing_counts_the_replayed_experts(pool: RankPool, checkpoints: dict
             world_size, router_bias_after, checkpoints["deepseek_v3"], section, replace(batch, routes=routes)
         )
         assert moves[0] == expected
+
+
+def disturbed_log_probs(checkpoint: Path, batch: Experience, noise: float) -> tuple[Tensor, float]:
+    """Return log-probabilities of a model whose router logits have noise, and how often its routers agree."""
+    from megarl.learner.batching import Budget
+    from megarl.learner.experts import routers_of
+
+    learner = make_test_learner(checkpoint, {}, replays=True)
+    budget = Budget(max_tokens=1000, max_sequences=None)
+    for number, router in enumerate(routers_of(learner.modules[0])):
+        generator = torch.Generator().manual_seed(number)
+        choose = router.routing
+
+        def disturbed(logits: Tensor, padding_mask: Any, choose: Any = choose, generator: Any = generator) -> Any:
+            return choose(logits + noise * torch.randn(logits.shape, generator=generator), padding_mask)
+
+        router.routing = disturbed
+    log_probs = outputs_of_all(learner, batch, budget).log_probs
+    agreement = update(learner, [batch], ACTOR, budget).get("router_agreement", 1.0)
+    return log_probs, agreement
+
+
+def test_replay_removes_most_of_planted_disagreement(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    """At least a tenth of the choices fall to other experts."""
+    own = with_own_routes(checkpoints["qwen3_moe"])
+    engine, _ = pool.run(1, disturbed_log_probs, checkpoints["qwen3_moe"], own, 0.0)[0]
+    trainer, agreement = pool.run(1, disturbed_log_probs, checkpoints["qwen3_moe"], own, NOISE)[0]
+    without, _ = pool.run(1, disturbed_log_probs, checkpoints["qwen3_moe"], replace(own, routes=None), NOISE)[0]
+    kl, kl_without = (float(((each - engine).exp() - 1 - (each - engine)).mean()) for each in (trainer, without))
+    assert agreement < 0.9
+    assert kl < kl_without / 7
