@@ -138,6 +138,10 @@ class Actor:
         log_probs = batch.share.rollout_log_probs + ROUNDING
         return PolicyOutputs(log_probs=log_probs, entropy=torch.ones_like(log_probs))
 
+    def infer_first(self, samples: Sharded[Rewarded]) -> tuple[Any, Sharded[Rewarded]]:
+        """Return the same, and the samples as they are."""
+        return self.infer(samples), samples
+
     def forward_backward(self, experience: Sharded[Experience], *, step: int) -> Any:
         """Do nothing: the log-probabilities are computed before the update."""
         raise NotImplementedError

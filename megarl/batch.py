@@ -27,6 +27,8 @@ R = TypeVar("R", bound="Prompts")
 S = TypeVar("S", bound="Rollouts")
 PER_TOKEN = "per token"
 """The mark of fields with a number for each token."""
+ROUTE_TYPES = {1: torch.uint8, 2: torch.int16}
+"""The type of routes, by the bytes that the number of an expert needs."""
 PER_PLACE = "per place"
 """The mark of fields with a row for each place."""
 

@@ -91,7 +91,7 @@ def make_actor_learner(config: Config, source: Source, mesh: Mesh, *, last_step:
         balance=config.trainer.balance_batch,
         training=(actor.optim, actor.grad_clip, actor_updates(config, last_step)),
         lora=source.lora,
-        replays=policy.rollout.routing_replay == "engine",
+        replays=policy.rollout.routing_replay == "engine" or actor.routing_replay == "recompute",
     )
 
 
@@ -111,6 +111,7 @@ def make_actor(
         learner=learner,
         against=_against(reference, config.kl_of_reward, config.algorithm.kl_penalty_js_beta),
         with_entropy=True,
+        keeps_routes=actor.routing_replay == "recompute",
         budget=make_budget(config, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size),
         updates=replace(
             _updates(config, "actor", actor, objective),
@@ -168,7 +169,8 @@ def _frozen(config: Config, source: Source, mesh: Mesh, actor: Learner) -> Learn
         role="policy",
         temperature=config.actor_rollout_ref.rollout.temperature,
         balance=config.trainer.balance_batch,
-        replays=actor.batching.replays and source.architecture.has_routers_of(actor.architecture),
+        replays=config.actor_rollout_ref.rollout.routing_replay == "engine"
+        and source.architecture.has_routers_of(actor.architecture),
     )
 
 

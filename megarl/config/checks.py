@@ -88,6 +88,13 @@ def expert_faults(experts: Experts | None, model: str, megatron: MegatronSection
         )
 
 
+def replay_faults(model: CheckpointSection, key: str, value: str) -> Iterator[Fault]:
+    """Check that the policy has experts if their choice is replayed."""
+    sizes = read_sizes(model)
+    if value != "none" and sizes and not sizes.experts:
+        yield Fault(key, f"{POLICY}.path has no experts to choose: leave it out")
+
+
 def engine_cut_faults(model: CheckpointSection, rollout: RolloutSection) -> Iterator[Fault]:
     """Check that the engine's ranks can share the policy."""
     sizes = read_sizes(model)

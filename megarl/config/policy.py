@@ -1,7 +1,7 @@
 """The keys of the models of a run: actor, reference and critic."""
 
 from dataclasses import field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -71,6 +71,9 @@ class ActorSection(UpdateSection):
     """Dual clip: largest ratio that counts if the advantage is negative."""
     policy_loss: PolicyLossSection = field(default_factory=PolicyLossSection)
     """The policy loss."""
+    routing_replay: Literal["none", "recompute"] = "none"
+    """recompute: updates give each token to the experts that the actor chose before the first of them (R2); none: each
+    update chooses anew. For mixtures of experts without rollout.routing_replay."""
     entropy_coeff: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.001
     """Weight of the entropy bonus; negative = a penalty."""
     use_kl_loss: bool = False

@@ -10,6 +10,7 @@ from megarl.config.checks import (
     offload_faults,
     partition_faults,
     path_faults,
+    replay_faults,
     variables_faults,
     world_size,
 )
@@ -316,3 +317,13 @@ def _val_sampling(config: Config, context: CheckContext) -> Iterator[Fault]:
             f"{ROLLOUT}.val_kwargs.{key}",
             f"the {sampling.n} greedy responses to a prompt would all be the same: write {remedy}, or n=1",
         )
+
+
+@rule(RULES, POLICY, f"{ROLLOUT}.routing_replay", f"{ACTOR}.routing_replay")
+def _routing_replay(config: Config, context: CheckContext) -> Iterator[Fault]:
+    """Updates replay the actor's choice or that of the engine."""
+    policy = config.actor_rollout_ref
+    key = f"{ACTOR}.routing_replay"
+    yield from replay_faults(policy.model, key, policy.actor.routing_replay)
+    if policy.actor.routing_replay != "none" and policy.rollout.routing_replay != "none":
+        yield Fault(key, f"updates replay the engine's choice ({ROLLOUT}.routing_replay): leave this key out")

@@ -5,12 +5,18 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from megarl.config.checks import engine_cut_faults, file_faults, partition_faults, uri_faults, world_size
+from megarl.config.checks import (
+    engine_cut_faults,
+    file_faults,
+    partition_faults,
+    replay_faults,
+    uri_faults,
+    world_size,
+)
 from megarl.config.faults import Fault
 from megarl.config.keys import ACTOR, CRITIC_WARM_UP, LAYERS, MESH, POLICY, ROLLOUT, WORLD
 from megarl.config.learning_checks import learning_faults
 from megarl.config.mesh_checks import override_faults, size_faults
-from megarl.config.model_files import read_sizes
 from megarl.config.root import Config, SupervisedConfig, VerifyConfig
 from megarl.config.rule import CheckContext, Rule, rule
 from megarl.platform.errors import UserError
@@ -165,6 +171,4 @@ def _policy_cut(config: Config | VerifyConfig, context: CheckContext) -> Iterato
 def _routing_replay(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
     """Only a mixture of experts has routes."""
     policy = config.actor_rollout_ref
-    sizes = read_sizes(policy.model)
-    if policy.rollout.routing_replay != "none" and sizes and not sizes.experts:
-        yield Fault(f"{ROLLOUT}.routing_replay", f"{POLICY}.path has no experts to choose: leave it out")
+    yield from replay_faults(policy.model, f"{ROLLOUT}.routing_replay", policy.rollout.routing_replay)

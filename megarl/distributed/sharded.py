@@ -207,11 +207,12 @@ class Sharded(Generic[R_co]):
         return found
 
     def whole(self) -> R_co:
-        """Return the record of all samples, in their order, on every rank. Collective.
+        """Return the record of all samples, in their order and without routes, on every rank. Collective.
 
         It costs every rank the memory of all tokens.
         """
-        parts = together(lambda: (self.mine, self.share) if self.shares.reports else None)
+        share = replace(self.share, routes=None)
+        parts = together(lambda: (self.mine, share) if self.shares.reports else None)
         return assembled([part for part in parts if part])
 
 

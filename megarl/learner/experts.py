@@ -27,7 +27,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -96,6 +99,7 @@ class Router(TopKRouter):
         self.is_in_forward = False  # False within a backward pass, which computes a checkpoint's activations again
         self.routes: Tensor | None = None  # [N, k] int64, of the micro-batch in the forward pass; None: choose
         self.postponed = deque[Tensor | None]()  # the routes of micro-batches that will be computed again
+        self.chosen: Tensor | None = None  # [N, num_experts] bool, of the last forward pass
         self.agreement: Tensor | float = 0.0  # [2] float64: replayed choices that are the router's own too, and all
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -111,6 +115,7 @@ class Router(TopKRouter):
         logits = logits.flatten(0, -2)
         routes = self._next_routes()
         weights, chosen = choose_experts(logits, self.experts, self.expert_bias, routes)
+        self.chosen = chosen if self.is_in_forward else None
         real = torch.ones_like(logits[:, 0]) if padding_mask is None else (~padding_mask.flatten()).float()
         replayed = None if routes is None else chosen
         if self.training and torch.is_grad_enabled():
@@ -247,6 +252,20 @@ def replayed(chunk: Any, routes: Tensor | None) -> Iterator[None]:
         for router in routers:
             router.is_in_forward = False
             router.routes = None
+
+
+def choices_of(chunk: Any, num_tokens: int, top_k: int) -> Tensor:
+    """Return the experts that a chunk's routers chose in the last forward pass: [N, L, k] int64.
+
+    `num_tokens` is N, which tensor-parallel ranks share under sequence parallelism. Collective among these then.
+    """
+    chosen = [router.chosen for router in routers_of(chunk)]
+    if not chosen:
+        return torch.empty(num_tokens, 0, top_k, dtype=torch.int64)
+    choices = torch.stack([each.int().topk(top_k).indices for each in chosen if each is not None], dim=1)
+    if chunk.config.sequence_parallel:
+        choices = gather_from_sequence_parallel_region(choices)
+    return choices
 
 
 def router_agreement(chunks: Iterable[Any]) -> float:

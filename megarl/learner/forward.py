@@ -8,7 +8,7 @@ the other policies alone.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from megarl.learner.offload import Offload
 from megarl.learner.outputs import LogitFactors, OutputHead
 from megarl.learner.parallel import Mesh
 from megarl.learner.per_data_source import PerDataSource
+from megarl.learner.routes import join_choices
 from megarl.learner.schedule import Head, MicroBatch, run_schedule
 
 
@@ -65,8 +66,9 @@ class ForwardPass:
         *,
         with_entropy: bool,
         temperature: float | None,
-    ) -> Any:
-        """Return the outputs on this rank's share of a batch, as `Learner.infer` does."""
+        with_routes: bool = False,
+    ) -> tuple[Any, Tensor | None]:
+        """Return the outputs on this rank's share of a batch, as `Learner.infer` does, and the routes of the pass."""
 
         def head(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
             return self._head.token_outputs(
@@ -78,10 +80,13 @@ class ForwardPass:
             )
 
         micro_batches = self.divide(batch, budget, against)
+        if with_routes:
+            micro_batches = [replace(micro_batch, choices=[]) for micro_batch in micro_batches]
         outputs = self._run(micro_batches, head, budget)
-        return self.join_outputs(
+        joined = self.join_outputs(
             batch.share, micro_batches, outputs, with_entropy=with_entropy, with_kl=against is not None
         )
+        return joined, join_choices(batch.share, micro_batches, self._mesh) if with_routes else None
 
     def divide(self, batch: Sharded[Rollouts], budget: Budget, against: ReferenceDivergence | None) -> list[MicroBatch]:
         """Return this rank's micro-batches, each with the logit factors of its other policy, if any."""

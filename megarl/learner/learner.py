@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megarl.batch import Rollouts
+from megarl.batch import ROUTE_TYPES, Rollouts
 from megarl.distributed.exchange import largest
 from megarl.distributed.routes import Holders
 from megarl.distributed.sharded import Sharded, shard
@@ -174,7 +174,23 @@ class Learner:
             are zero outside the mask, on the host, and equal on the ranks of the last pipeline stage that have the same
             share. Ranks of other stages get zeros.
         """
-        return self.forward.infer(batch, budget, against, with_entropy=with_entropy, temperature=temperature)
+        outputs, _ = self.forward.infer(batch, budget, against, with_entropy=with_entropy, temperature=temperature)
+        return outputs
+
+    def infer_with_routes(
+        self, batch: Sharded[Rollouts], budget: Budget, *, against: ReferenceDivergence | None = None
+    ) -> tuple[Any, Tensor]:
+        """Return what `infer` does, with entropies, and the experts that the routers of this rank chose.
+
+        The latter are `[M, L, k]`, as in `Rollouts`, of the share of this rank. The samples have no routes.
+        """
+        experts = self.architecture.experts
+        assert experts is not None, "a model without experts has no routes"
+        outputs, routes = self.forward.infer(
+            batch, budget, against, with_entropy=True, temperature=None, with_routes=True
+        )
+        assert routes is not None, "routes that were asked for"
+        return outputs, routes.to(ROUTE_TYPES[experts.number_bytes])
 
     @contextmanager
     def learning(self) -> Iterator[None]:

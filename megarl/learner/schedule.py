@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.platform import progress
 from megarl.batch import Rollouts
-from megarl.learner.experts import replayed
+from megarl.learner.experts import choices_of, replayed
 from megarl.learner.outputs import LogitFactors
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
@@ -29,6 +29,7 @@ class MicroBatch:
     other: LogitFactors | None = None  # the policy that an exact divergence is taken from, on these samples
     term: int = 0  # the number of the loss term that the samples belong to
     samples: Rollouts | None = None  # what a loss needs of the samples, on the device
+    choices: list[Tensor] | None = None  # gets the choice of each chunk's routers, [N, L, k]; None: nobody asks for it
 
 
 Head = Callable[[Tensor, MicroBatch], Any]
@@ -58,6 +59,9 @@ def run_schedule(
         padding_mask = _padding_mask(row, chunk)
         with replayed(chunk, row.routes):
             hidden = model(row.tokens, row.positions, None, packed_seq_params=row.sequences, padding_mask=padding_mask)
+
+        if micro_batch.choices is not None:
+            micro_batch.choices.append(choices_of(chunk, row.tokens.shape[1], chunk.config.moe_router_topk))
 
         def read(hidden: Tensor, non_loss_data: bool = False) -> Any:
             return head(hidden, micro_batch)

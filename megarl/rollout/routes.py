@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.batch import ROUTE_TYPES
 from megarl.models.architecture import Architecture
 from megarl.platform.errors import UserError
 from megarl.rollout.patches import note_freed_blocks
 
-TYPES = {1: torch.uint8, 2: torch.int16}
 KEY = "actor_rollout_ref.rollout.routing_replay=engine"
 FIRST_RELEASE = "0.32"
 """The first release of vLLM whose routers tell their choice on every device."""
@@ -43,7 +43,7 @@ class RouteStore:
         self._blocks = dict[str, list[int]]()  # by the name of the request
         num_slots = cache.num_blocks * self._block_size + 1  # the last is that of padding, whose slot is -1
         shape = num_slots, architecture.num_layers - self._first_layer, experts.top_k
-        self._routes = torch.zeros(shape, dtype=TYPES[experts.number_bytes], device=worker.device)
+        self._routes = torch.zeros(shape, dtype=ROUTE_TYPES[experts.number_bytes], device=worker.device)
         note_freed_blocks(self._note)
         bind_routed_experts_capturer(worker.get_model(), self)
 

@@ -96,8 +96,8 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric(
             "actor/router_agreement",
             "0-1",
-            "Share of the engine's choices of experts that the actor's routers make too, in the update",
-            "`rollout.routing_replay=engine`",
+            "Share of the replayed choices of experts that the actor's routers make too, in the update",
+            "`routing_replay` is not none",
         ),
         Metric("actor/reward_kl_penalty", "nats per token", "Mean KL penalty of a response's tokens", _IN_KL),
         Metric("actor/reward_kl_penalty_coeff", "-", "Weight of the KL penalty in the reward", _IN_KL),

@@ -111,6 +111,9 @@ class Policy(Reference, Protocol[G]):
     def take(self, samples: Sharded[Rewarded], *, step: int) -> Sharded[Rewarded]:
         """Bring the samples of a step to the ranks that learn from them. Collective."""
 
+    def infer_first(self, samples: Sharded[Rewarded]) -> tuple[PolicyOutputs, Sharded[Rewarded]]:
+        """Return the outputs before the update, and the samples with what the update keeps of this pass."""
+
     def forward_backward(self, experience: Sharded[Experience], *, step: int) -> G:
         """Compute the gradient of a step that has one mini-batch, and the outputs on it."""
 

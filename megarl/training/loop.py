@@ -186,7 +186,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
             others = others.map(partial(samples.tokens_of, checked.rows))
     else:
         with timers("old_log_prob"):
-            outputs = job.actor.infer(samples)
+            outputs, samples = job.actor.infer_first(samples)
         checked = check_against_engine(job, samples, outputs, progress.mismatches, step=step)
         others = infer_frozen(job, checked.kept, timers)
     if gradient is None:

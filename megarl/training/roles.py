@@ -67,6 +67,7 @@ class Model(Generic[Outputs]):
         against: ReferenceDivergence | None = None,
         with_entropy: bool = False,
         translate: Translation | None = None,
+        keeps_routes: bool = False,
     ) -> None:
         """Give a learner its role.
 
@@ -78,6 +79,7 @@ class Model(Generic[Outputs]):
             against: the exact divergence that `infer` reports, if any.
             with_entropy: whether `infer` reports entropies.
             translate: re-encodes records in the model's tokens; None if the model reads the policy's tokens.
+            keeps_routes: whether updates give tokens to the experts that were chosen before them.
         """
         self.name = name
         self.learner = learner
@@ -86,6 +88,7 @@ class Model(Generic[Outputs]):
         self._updates = updates
         self._against = against
         self._with_entropy = with_entropy
+        self._keeps_routes = keeps_routes
 
     def take(self, samples: Sharded[Rewarded], *, step: int) -> Sharded[Rewarded]:
         """Bring the samples of a step to the ranks that learn from them. Collective.
@@ -110,6 +113,16 @@ class Model(Generic[Outputs]):
         batch, budget = self._as_read(batch, self._budget)
         outputs: Outputs = self.learner.infer(batch, budget, against=self._against, with_entropy=self._with_entropy)
         return outputs
+
+    def infer_first(self, samples: Sharded[R]) -> tuple[Outputs, Sharded[R]]:
+        """Return the outputs before the update, and the samples with the experts that this pass chose, if these stay.
+
+        The updates of the step then give each token to these experts (R2).
+        """
+        if not self._keeps_routes:
+            return self.infer(samples), samples
+        outputs, routes = self.learner.infer_with_routes(samples, self._budget, against=self._against)
+        return outputs, samples.with_share(replace(samples.share, routes=routes))
 
     def forward_backward(self, experience: Sharded[Experience], *, step: int) -> ReducedGradient:
         """Compute the gradient of a step, counted from 0, that has one mini-batch, and the model's outputs on it."""

@@ -28,6 +28,8 @@ RUNS = {
         "critic.model.path={model}",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
         "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=2",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.routing_replay=recompute",
     ],
 }
 
@@ -51,6 +53,7 @@ def test_experts_train_and_sample(variant: str, workspace: Workspace, tmp_path: 
     steps = [line for line in read_jsonl(run_dir / "metrics.jsonl") if "actor/grad_norm" in line]
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["training/rollout_probs_diff_max"] < 1e-4 for line in steps)
+    assert all(0.9 < line["actor/router_agreement"] <= 1.0 for line in steps)
     run_job(1, export.main, run_dir, exported, log=tmp_path / "export", timeout_s=200)
     before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (model, exported))
     assert before.keys() == after.keys()

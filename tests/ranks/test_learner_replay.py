@@ -12,7 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import Totals
 from megarl.batch import Experience
-from tests.support.learners import ACTOR, TEMPERATURE, TOLERANCE, make_test_learner, outputs_of_all, update
+from tests.support.learners import (
+    ACTOR,
+    TEMPERATURE,
+    TOLERANCE,
+    gathered,
+    make_test_learner,
+    outputs_of_all,
+    update,
+)
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.references import gradient_norm, outputs_of
@@ -212,3 +220,24 @@ def test_replay_removes_most_of_planted_disagreement(pool: RankPool, checkpoints
     kl, kl_without = (float(((each - engine).exp() - 1 - (each - engine)).mean()) for each in (trainer, without))
     assert agreement < 0.9
     assert kl < kl_without / 7
+
+
+def recorded(checkpoint: Path, section: dict[str, Any], max_tokens: int) -> tuple[Tensor, Tensor, list[int], Tensor]:
+    """Return this rank's samples, the routes of its pass over them, its layers, and log-probabilities of all."""
+    from megarl.learner.batching import Budget
+
+    learner = make_test_learner(checkpoint, section, replays=True)
+    spread = learner.spread(experience())
+    outputs, routes = learner.infer_with_routes(spread, Budget(max_tokens=max_tokens, max_sequences=None))
+    return spread.mine, routes, learner.routed_layers, gathered(spread, outputs).log_probs
+
+
+@pytest.mark.parametrize("which", [None, *SPLITS])
+def test_a_pass_returns_its_own_choice(pool: RankPool, checkpoints: dict[str, Path], which: str | None) -> None:
+    own = with_own_routes(checkpoints["qwen3_moe"])
+    world_size, section = SPLITS[which] if which else (1, {})
+    for samples, routes, layers, _ in pool.run(world_size, recorded, checkpoints["qwen3_moe"], section, 48):
+        assert routes.dtype == torch.uint8
+        expected = own.routes_of(samples)
+        assert expected is not None
+        assert torch.equal(routes.sort(-1).values, expected[:, layers].sort(-1).values)

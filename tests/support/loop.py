@@ -140,6 +140,9 @@ class Policy(Learner):
         self.diary.calls.append(f"{self.name}.infer")
         return self.outputs(batch.share)
 
+    def infer_first(self, samples: Sharded[Rewarded]) -> tuple[PolicyOutputs, Sharded[Rewarded]]:
+        return self.infer(samples), samples
+
     def outputs(self, batch: Rollouts) -> PolicyOutputs:
         kl = None if self.exact_kl is None else self.exact_kl * batch.mask
         return PolicyOutputs(log_probs=self.says * batch.mask, entropy=2.0 * batch.mask, kl=kl)

@@ -61,6 +61,14 @@ ETP = "expert_tensor_parallel_size"
     ("changes", "more", "key", "message"),
     [
         ({}, [f"{ACTOR}.megatron.{EP}=2"], f"{ACTOR}.megatron.{EP}", "no experts to divide among 2 ranks"),
+        ({}, [f"{ROLLOUT}.routing_replay=engine"], f"{ROLLOUT}.routing_replay", "has no experts to choose"),
+        ({}, [f"{ACTOR}.routing_replay=recompute"], f"{ACTOR}.routing_replay", "has no experts to choose"),
+        (
+            MIXTRAL,
+            [f"{ROLLOUT}.routing_replay=engine", f"{ACTOR}.routing_replay=recompute"],
+            f"{ACTOR}.routing_replay",
+            "updates replay the engine's choice",
+        ),
         (MIXTRAL, [f"{ACTOR}.megatron.{EP}=4"], f"{ACTOR}.megatron.{EP}", "4 does not divide the 6 experts"),
         (MIXTRAL, [f"{ACTOR}.megatron.{ETP}=8"], f"{ACTOR}.megatron.{ETP}", "8 does not divide the size 36 of an"),
         (
