@@ -76,7 +76,7 @@ test-long: setup
 
 # What calls Megatron-Core. Losses, heads and packing differ above it, and need no second version of it.
 OF_MEGATRON := tests/unit/test_models_grid.py tests/unit/test_learner_patches.py tests/unit/test_learner_rotary.py \
-	$(patsubst %,tests/ranks/test_learner_%.py,checkpoint cuda gradient layout moe overlap parallel split) \
+	$(patsubst %,tests/ranks/test_learner_%.py,checkpoint cuda gradient layout moe overlap parallel replay split) \
 	tests/ranks/test_planning_memory.py \
 	"tests/ranks/test_weight_sync_transfer.py::test_engine_has_the_trainers_weights_after_every_update[llama-2]"
 test-newest:

@@ -73,7 +73,10 @@ def test_every_described_metric_is_recorded() -> None:
     learning = {
         f"{model}{name}"
         for model in ("actor/", "critic/", "")
-        for name in ("grad_norm", "lr", "skipped_updates", "empty_minibatches", "idle_minibatches")
+        for name in (
+            *("grad_norm", "lr", "router_agreement"),
+            *("skipped_updates", "empty_minibatches", "idle_minibatches"),
+        )
     }
     texts = {node.value for node in NODES if isinstance(node, ast.Constant)}
     assert {name.rpartition("/")[2] for name in learning} <= texts
