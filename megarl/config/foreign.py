@@ -189,7 +189,7 @@ def _two_bounds(key: str, value: str) -> Reading:
 
 
 def defaults_beside(remarks: Iterable[Remark]) -> dict[str, Any]:
-    """Return verl's defaults that train otherwise than those of megarl, for a run with the keys of `remarks`."""
+    """Return verl's defaults that train differently from those of megarl, for a run with the keys of `remarks`."""
     return {**DEFAULTS, **{key: value for one in remarks if one.row for key, value in one.row.defaults.items()}}
 
 

@@ -99,7 +99,7 @@ class Router(TopKRouter):
         self.is_in_forward = False  # False within a backward pass, which computes a checkpoint's activations again
         self.routes: Tensor | None = None  # [N, k] int64, of the micro-batch in the forward pass; None: choose
         self.postponed = deque[Tensor | None]()  # the routes of micro-batches that will be computed again
-        self.chosen: Tensor | None = None  # [N, num_experts] bool, of the last forward pass
+        self.chosen: Tensor | None = None  # [N, num_experts] bool, of the last inference
         self.agreement: Tensor | float = 0.0  # [2] float64: replayed choices that are the router's own too, and all
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -115,15 +115,17 @@ class Router(TopKRouter):
         logits = logits.flatten(0, -2)
         routes = self._next_routes()
         weights, chosen = choose_experts(logits, self.experts, self.expert_bias, routes)
-        self.chosen = chosen if self.is_in_forward else None
+        self.chosen = None if self.training else chosen
+        if not self.training:
+            return weights, chosen
         real = torch.ones_like(logits[:, 0]) if padding_mask is None else (~padding_mask.flatten()).float()
         replayed = None if routes is None else chosen
-        if self.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             # Adds the gradients of the losses to the gradient that the weights get from the objective.
             weights = MoEAuxLossAutoScaler.apply(weights, self._losses(logits, real, replayed) / self.num_tokens)
             if self.expert_bias is not None:  # moe_router_bias_update_rate > 0 moves the bias by this
                 self.local_tokens_per_expert += real @ chosen.float()
-        if self.training and self.is_in_forward and replayed is not None:
+        if self.is_in_forward and replayed is not None:
             _, own = choose_experts(logits.detach(), self.experts, self.expert_bias)
             counts = torch.stack([(own & replayed).sum(-1) @ real.long(), real.long().sum() * self.topk])
             self.agreement = self.agreement + counts.double()
@@ -255,7 +257,7 @@ def replayed(chunk: Any, routes: Tensor | None) -> Iterator[None]:
 
 
 def choices_of(chunk: Any, num_tokens: int, top_k: int) -> Tensor:
-    """Return the experts that a chunk's routers chose in the last forward pass: [N, L, k] int64.
+    """Return the experts that a chunk's routers chose in the last inference: [N, L, k] int64.
 
     `num_tokens` is N, which tensor-parallel ranks share under sequence parallelism. Collective among these then.
     """
