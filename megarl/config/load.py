@@ -28,7 +28,16 @@ from megarl.config.faults import ConfigError, Fault
 from megarl.config.foreign import Remark
 from megarl.config.layers import COMMAND_LINE, Layer, read_layers, recognise
 from megarl.config.links import LINK, follow
-from megarl.config.root import CONFIG_NAME, LINKS, Config, RewardTrainConfig, SFTConfig, SupervisedConfig, VerifyConfig
+from megarl.config.root import (
+    COMMANDS,
+    CONFIG_NAME,
+    LINKS,
+    Config,
+    RewardTrainConfig,
+    SFTConfig,
+    SupervisedConfig,
+    VerifyConfig,
+)
 from megarl.config.rule import CheckContext, Rule
 from megarl.config.schema import MANDATORY, Schema, nest
 from megarl.config.shared_rules import LAUNCH_RULES, POLICY_RULES, RUN_RULES
@@ -148,12 +157,28 @@ def _plain(config: Config | SupervisedConfig) -> dict[str, Any]:
 
 def _load(root: type[C], argv: Sequence[str], *, rules: Sequence[Rule[C]], context: CheckContext) -> C:
     config, faults, origins = read(root, argv)
+    of_other_commands = [*_files_of_other_commands(root, argv)] if faults else []
+    if of_other_commands:
+        raise ConfigError(of_other_commands)
     if any(fault.path in argv for fault in faults):
         raise ConfigError(faults)
     faults.extend(_broken(config, faults, rules=rules, context=context))
     if faults:
         raise ConfigError([replace(fault, origin=fault.origin or origins.get(fault.path)) for fault in faults])
     return config
+
+
+def _files_of_other_commands(root: type, argv: Sequence[str]) -> Iterator[Fault]:
+    """Yield a fault for each file with sections that another command has and this one lacks."""
+    for layer in read_layers(argv)[0]:
+        if layer.origin == COMMAND_LINE:
+            continue
+        num_faults = {kind: len(recognise(layer, _schema(kind)).faults) for kind in (root, *COMMANDS)}
+        meant = min(COMMANDS, key=num_faults.__getitem__)
+        sections = [name for name in layer.tree if name in _schema(meant) and name not in _schema(root)]
+        if sections and num_faults[meant] < num_faults[root]:
+            here = f"; here it has to be one for megarl {COMMANDS[root]}" if root in COMMANDS else ""
+            yield Fault(layer.origin, f"is a file for megarl {COMMANDS[meant]}, as it has `{sections[0]}`{here}")
 
 
 def _broken(config: C, faults: Sequence[Fault], *, rules: Sequence[Rule[C]], context: CheckContext) -> Iterator[Fault]:

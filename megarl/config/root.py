@@ -353,6 +353,9 @@ RUN_DIRECTORY = {
     "trainer.default_local_dir": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
 }
 
+COMMANDS: Mapping[type, str] = {Config: "train", SFTConfig: "sft", RewardTrainConfig: "train-reward"}
+"""The command of each kind of run."""
+
 LINKS: Mapping[type, Mapping[str, str]] = {
     Config: {
         "actor_rollout_ref.rollout.prompt_length": "${data.max_prompt_length}",

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.faults import ConfigError
-from megarl.config.load import load_config, load_sft_config, to_dict, to_yaml
+from megarl.config.load import load_config, load_reward_train_config, load_sft_config, to_dict, to_yaml
 from megarl.config.root import Config
+from tests.support.programs import ROOT
 
 MINIMAL = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
 
@@ -334,3 +336,26 @@ def test_supervised_runs_share_the_machinery(tmp_path: Path) -> None:
 def test_a_configuration_is_checked_without_torch() -> None:
     code = "import sys, megarl.config.load, megarl.config.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("loader", "name", "expected"),
+    [
+        (load_config, "quickstart_sft", "is a file for megarl sft, as it has `model`"),
+        (load_config, "reward_tinystories", "is a file for megarl train-reward, as it has `model`"),
+        (load_sft_config, "quickstart_ppo", "is a file for megarl train, as it has `actor_rollout_ref`"),
+        (load_reward_train_config, "grpo_gsm8k", "is a file for megarl train, as it has `actor_rollout_ref`"),
+    ],
+)
+def test_a_file_of_another_command_is_named(loader: Callable[..., object], name: str, expected: str) -> None:
+    file = str(ROOT / "configs" / f"{name}.yaml")
+    with pytest.raises(ConfigError) as caught:
+        loader([file, "data.nonsense=1"], world_size=None)
+    (fault,) = caught.value.faults
+    assert fault.path == file
+    assert fault.message.startswith(expected)
+
+
+def test_a_short_file_with_a_wrong_key_gets_a_hint(tmp_path: Path) -> None:
+    short = write(tmp_path / "short.yaml", {"data": {"max_length": 64}})
+    assert "did you mean" in faults(short)["data.max_length"]
