@@ -83,7 +83,10 @@ def transformers(settings: dict[str, Any]) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    read = Tokens.of((len(prompt) + len(r) for prompt, r in samples), num_outputs=sum(len(r) for _, r in samples))
+    read = Tokens(
+        lengths=[len(prompt) + len(response) for prompt, response in samples],
+        num_outputs=sum(len(response) for _, response in samples),
+    )
     return {
         "infer": median(_times(infer, settings["repeats"])),
         "update": median(_times(update, settings["repeats"])),

@@ -5,6 +5,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.workload import Workload
+from megarl.models.flops import Tokens
 from megarl.planning.device import Device, own_host_bytes
 from megarl.planning.machine import EngineCost, Lengths
 from megarl.planning.planner import Planner
@@ -44,9 +45,9 @@ def predict(arguments: Sequence[str], workload: Workload, peers: Mapping[str, An
         narrow_flops={int(width): flops / share for width, flops in speeds["narrow_flops"].items()},
     )
     memory = own_host_bytes() // share
-    read = peers["transformers"]["read"]
+    read = Tokens(**peers["transformers"]["read"])
     longest = peers["transformers"]["longest"]
-    response = round(read["num_outputs"] / workload.num_samples)
+    response = round(read.num_outputs / workload.num_samples)
     plan = Planner(
         [*arguments, *(["trainer.device=cpu"] if on_cpu else [])],
         device=Device(
@@ -56,7 +57,7 @@ def predict(arguments: Sequence[str], workload: Workload, peers: Mapping[str, An
         # A message between ranks of a CPU is a copy of memory.
         links=Links(inside=peaks.bytes_per_second, between=peaks.bytes_per_second),
         engine=EngineCost(**peers["host"]),
-        lengths=Lengths(round(read["num_tokens"] / workload.num_samples) - response, response, longest),
+        lengths=Lengths(round(read.num_tokens / workload.num_samples) - response, response, longest),
     ).plan()
     found = {
         phase: sum(plan.time.seconds.get(name, 0.0) for name in names)

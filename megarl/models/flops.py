@@ -1,15 +1,19 @@
 """The floating-point operations that a decoder needs, counted from its sizes: two for each multiplication and addition.
 
 Counted are the products of matrices: the weights that a token meets (of the experts only the chosen ones), queries with
-keys and probabilities with values (each token with itself and the tokens before it), and the head. Norms, rotations,
+keys and probabilities with values (each token with itself and the tokens before it, as far as the window of the layer
+reaches), and the head. Norms, rotations,
 activations and the optimizer are left out, and so is what recomputation repeats: the count does not depend on how a
 model is run, and is that of model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megarl.models.architecture import SCORE, Architecture, Shapes, hf_shapes
 from megarl.models.lora import Lora, adapter_shapes
@@ -26,16 +30,22 @@ ATTENTION = (".self_attn.", ".attention.")
 class Tokens:
     """The tokens that a model reads."""
 
-    num_tokens: int
-    num_pairs: int  # of a token with itself or an earlier token of its sequence
+    lengths: Sequence[int] | NDArray[np.int64]  # of the sequences
     num_outputs: int  # tokens whose logits or value the head computes
 
-    @classmethod
-    def of(cls, lengths: Iterable[int], *, num_outputs: int) -> "Tokens":
-        """Count the tokens of sequences of these lengths."""
-        lengths = list(lengths)
-        pairs = sum(length * (length + 1) // 2 for length in lengths)
-        return cls(num_tokens=sum(lengths), num_pairs=pairs, num_outputs=num_outputs)
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all sequences."""
+        return int(np.sum(self.lengths))
+
+    def num_pairs(self, window: int | None = None) -> int:
+        """Return the pairs of a token with itself or an earlier token of its sequence.
+
+        A token sees `window` tokens, itself included; None: all up to itself.
+        """
+        lengths = np.asarray(self.lengths, dtype=np.int64)
+        near = lengths if window is None else np.minimum(lengths, window)
+        return int(np.sum(near * (near + 1) // 2 + (lengths - near) * near))
 
 
 def forward_flops(architecture: Architecture, tokens: Tokens, lora: Lora | None = None) -> int:
@@ -61,10 +71,12 @@ def _of_weights(a: Architecture, tokens: Tokens) -> int:
 def _of_learning(a: Architecture, tokens: Tokens, lora: Lora | None) -> int:
     """Return the FLOPs of a forward pass in the other products: of activations, adapters and a scalar head."""
     value_dim = a.latent.v_head_dim if a.latent else a.head_dim
-    pair = 2 * a.num_layers * a.num_attention_heads * (a.head_dim + value_dim)
+    pair = 2 * a.num_attention_heads * (a.head_dim + value_dim)
+    windowed = len(a.windowed_layers)
+    pairs = (a.num_layers - windowed) * tokens.num_pairs() + windowed * tokens.num_pairs(a.window)
     head = 2 * a.hidden_size if a.scalar_head else 0
     adapters = 2 * active_adapters(a, lora) if lora else 0
-    return pair * tokens.num_pairs + head * tokens.num_outputs + adapters * tokens.num_tokens
+    return pair * pairs + head * tokens.num_outputs + adapters * tokens.num_tokens
 
 
 def feed_forward_share(architecture: Architecture, tokens: Tokens) -> float:

@@ -52,8 +52,8 @@ def generation_time(workload: Workload, memory: RankMemory, machine: Machine, le
     at_once = max(1, min(slots, memory.engine.num_tokens // full))
     rounds = share / at_once
     flops = tp * machine.peaks.flops_at(a.hidden_size)
-    prompts = forward_flops(a, Tokens.of([lengths.prompt], num_outputs=1)) * share / flops
-    tokens = Tokens.of([full], num_outputs=lengths.response)
+    prompts = forward_flops(a, Tokens(lengths=[lengths.prompt], num_outputs=1)) * share / flops
+    tokens = Tokens(lengths=[full], num_outputs=lengths.response)
     every = forward_flops(a, tokens) * share / flops
     if config.trainer.device == "cpu":
         every += forward_bytes(a, tokens, dtype=rollout.dtype) * share / tp / machine.peaks.bytes_per_second

@@ -52,7 +52,9 @@ def step_time(
     config = workload.config
     grid = workload.grid
     num_samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    tokens = Tokens.of([lengths.prompt + lengths.response] * num_samples, num_outputs=num_samples * lengths.response)
+    tokens = Tokens(
+        lengths=[lengths.prompt + lengths.response] * num_samples, num_outputs=num_samples * lengths.response
+    )
     flops = forward_flops(workload.policy, tokens)
     generation = generation_time(workload, memory, machine, lengths)
     seconds = {"sync": sync_seconds, "gen": generation.total}

@@ -30,7 +30,9 @@ class Work:
 
         def forward(models: PerDataSource[Architecture]) -> int:
             return sum(
-                forward_flops(architecture, Tokens.of(lengths[share].tolist(), num_outputs=int(outputs[share].sum())))
+                forward_flops(
+                    architecture, Tokens(lengths=lengths[share].numpy(), num_outputs=int(outputs[share].sum()))
+                )
                 for architecture, share in models.shares(index)
             )
 

@@ -1,6 +1,7 @@
 """FLOPs by hand, and as torch counts them while transformers computes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,10 @@ def test_a_dense_model_by_hand() -> None:
     architecture = read_architecture(MODELS["qwen2.5-0.5b"])
     layer = 896 * 896 * 2 + 896 * 128 * 2 + 3 * 896 * 4864
     assert active_weights(architecture) == 24 * layer == 357_826_560
-    one = forward_flops(architecture, Tokens.of([3], num_outputs=2))
+    one = forward_flops(architecture, Tokens(lengths=[3], num_outputs=2))
     pairs = 1 + 2 + 3
     assert one == 2 * 24 * layer * 3 + 24 * 14 * 2 * (64 + 64) * pairs + 2 * 896 * 151936 * 2
-    value = forward_flops(architecture.with_scalar_head(), Tokens.of([3], num_outputs=2))
+    value = forward_flops(architecture.with_scalar_head(), Tokens(lengths=[3], num_outputs=2))
     assert one - value == 2 * 896 * (151936 - 1) * 2
 
 
@@ -57,14 +58,16 @@ def test_torch_counts_the_same(tmp_path: Path, variant: str) -> None:
         with FlopCounterMode(display=False) as counter:
             logits.sum().backward()
         backward += counter.get_total_flops()
-    counted = forward_flops(architecture, whole(LENGTHS))
+    counted = forward_flops(architecture, Masked(lengths=LENGTHS, num_outputs=OUTPUTS))
     assert forward == counted
     assert backward == (UPDATE - 1) * counted
 
 
-def whole(lengths: tuple[int, ...]) -> Tokens:
-    """Return the tokens with the pairs that eager attention computes and masks: every token with every other."""
-    return Tokens(num_tokens=sum(lengths), num_pairs=sum(length * length for length in lengths), num_outputs=OUTPUTS)
+class Masked(Tokens):
+    """The tokens as eager attention reads them: it computes every token with every other, and masks."""
+
+    def num_pairs(self, window: int | None = None) -> int:
+        return sum(length * length for length in self.lengths)
 
 
 def rotations(counter: FlopCounterMode) -> int:
@@ -74,6 +77,26 @@ def rotations(counter: FlopCounterMode) -> int:
 
 
 def test_pairs_are_those_of_causal_attention() -> None:
-    lengths = [1, 4, 7]
-    pairs = sum(key <= query for length in lengths for query in range(length) for key in range(length))
-    assert Tokens.of(lengths, num_outputs=0) == Tokens(num_tokens=12, num_pairs=pairs, num_outputs=0)
+    tokens = Tokens(lengths=[1, 4, 7], num_outputs=0)
+    assert tokens.num_tokens == 12
+    for window in (None, 1, 3, 4, 6, 7, 100):
+        seen = [
+            (query, key)
+            for length in tokens.lengths
+            for query in range(length)
+            for key in range(length)
+            if key <= query
+        ]
+        assert tokens.num_pairs(window) == sum(query - key < (window or 8) for query, key in seen)
+
+
+def test_layers_with_a_window_need_less(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "gemma3_text")
+    architecture = read_architecture(json.loads((tmp_path / "config.json").read_text()))
+    assert architecture.window == 6
+    tokens = Tokens(lengths=[10], num_outputs=0)
+    full = replace(architecture, window=None, windowed_layers=())
+    saved = forward_flops(full, tokens) - forward_flops(architecture, tokens)
+    unseen = 1 + 2 + 3 + 4  # by the tokens 7 to 10
+    of_pair = 2 * 2 * architecture.num_attention_heads * architecture.head_dim
+    assert saved == len(architecture.windowed_layers) * of_pair * unseen > 0

@@ -53,7 +53,7 @@ def plan(
 def test_one_rank_by_hand(tmp_path: Path) -> None:
     found = plan(tmp_path)
     architecture = read_architecture(MODELS["qwen2.5-0.5b"])
-    tokens = Tokens.of([1280] * 256, num_outputs=256 * 1024)
+    tokens = Tokens(lengths=[1280] * 256, num_outputs=256 * 1024)
     policy, value = (forward_flops(one, tokens) for one in (architecture, architecture.with_scalar_head()))
     seconds, flops = found.time.seconds, PEAKS.flops_per_second
     for reader, read in (("actor", policy), ("reference", policy), ("critic", value)):
@@ -65,7 +65,7 @@ def test_one_rank_by_hand(tmp_path: Path) -> None:
     # Each token of the responses reads the weights once, and on average the keys and values of 768 tokens.
     cached = 24 * 2 * 128 * 2 * 768 * 256
     reading = 1024 * (2 * weights + cached) / PEAKS.bytes_per_second
-    prompts = forward_flops(architecture, Tokens.of([256], num_outputs=1)) * 256 / flops
+    prompts = forward_flops(architecture, Tokens(lengths=[256], num_outputs=1)) * 256 / flops
     assert seconds["gen"] == pytest.approx(prompts + reading, rel=1e-2)
     assert found.time.total == pytest.approx(sum(seconds.values()))
     assert found.time.flops == 6 * policy + 4 * value
@@ -178,10 +178,10 @@ def test_cpu_pass_adds_memory_traffic_between_products(tmp_path: Path) -> None:
     repeated, feed_forward, gate, norms_and_sums = 128 + 256 + 128 + 256, 2 * 256 + 3 * 512, 5 * 512, 2 * (5 + 3) * 256
     layer = projections + rotations + attention + repeated + feed_forward + gate + norms_and_sums
     moved = 4 * (10 * (2 * layer + 5 * 256) + 3 * 256) + 4 * 3 * 7 * 1024
-    assert forward_bytes(architecture, Tokens.of([10], num_outputs=3), dtype="float32") == moved
+    assert forward_bytes(architecture, Tokens(lengths=[10], num_outputs=3), dtype="float32") == moved
 
     on_cpu, elsewhere = (plan(tmp_path, *more, model="llama-1m").time for more in (["trainer.device=cpu"], []))
-    tokens = Tokens.of([1280] * 256, num_outputs=256 * 1024)
+    tokens = Tokens(lengths=[1280] * 256, num_outputs=256 * 1024)
     for name, of in (("reference", architecture), ("critic", architecture.with_scalar_head())):
         seconds = forward_bytes(of, tokens, dtype="bfloat16") / PEAKS.bytes_per_second
         difference = on_cpu.seconds[f"infer {name}"] - elsewhere.seconds[f"infer {name}"]

@@ -15,7 +15,7 @@ SIZES = read_architecture(MODELS["llama-1m"])
 PASSES = {"gen": 1, "old_log_prob": 1, "update_actor": 3, "update_critic": 6}
 WORK = Work(passes={phase: [(PerDataSource(other=SIZES), passes)] for phase, passes in PASSES.items()}, peak=4e12)
 SAMPLES = alone(answer(prompts([4, 6]), [3, 1, 2, 2])).index
-FORWARD = forward_flops(SIZES, Tokens.of([7, 5, 8, 8], num_outputs=8)) / 1e12
+FORWARD = forward_flops(SIZES, Tokens(lengths=[7, 5, 8, 8], num_outputs=8)) / 1e12
 
 
 def test_only_phases_that_ran_are_counted() -> None:
@@ -41,7 +41,7 @@ def test_each_teacher_is_counted_for_its_own_samples() -> None:
     samples = replace(samples, prompts=[replace(samples.prompts[0], data_source="hard"), samples.prompts[1]])
     work = Work(passes={"ref": [(PerDataSource(named={"hard": large, "unused": large}, other=small), 1)]})
     expected = sum(
-        forward_flops(architecture, Tokens.of(lengths, num_outputs=outputs))
+        forward_flops(architecture, Tokens(lengths=lengths, num_outputs=outputs))
         for architecture, lengths, outputs in ((large, [7, 5], 4), (small, [8, 8], 4))
     )
     assert work.metrics(alone(samples).index, {"timing_s/ref": 1.0}) == {"perf/tflop": pytest.approx(expected / 1e12)}
@@ -51,7 +51,7 @@ def test_a_phase_may_have_passes_of_several_models() -> None:
     """An exact divergence in the loss: the actor learns, and in the same pass a larger reference reads."""
     large = read_architecture(MODELS["llama-100m"])
     work = Work(passes={"update_actor": [(PerDataSource(other=SIZES), 3), (PerDataSource(other=large), 1)]}, peak=4e12)
-    reading = forward_flops(large, Tokens.of([7, 5, 8, 8], num_outputs=8)) / 1e12
+    reading = forward_flops(large, Tokens(lengths=[7, 5, 8, 8], num_outputs=8)) / 1e12
     found = work.metrics(SAMPLES, {"timing_s/update_actor": 0.5})
     assert found["perf/tflop"] == pytest.approx(3 * FORWARD + reading)
     assert found["perf/mfu/actor"] == pytest.approx((3 * FORWARD + reading) / 0.5 / 4.0)
