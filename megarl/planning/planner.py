@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -89,7 +90,6 @@ class Planner:
         self._links = links
         self._workload = self._load([])
         self._ranks_per_node = ranks_per_node or self._workload.config.trainer.n_gpus_per_node
-        self._bucket_bytes = 0
         self._machine = Machine(
             peaks=device.peaks, links=links, ranks_per_node=self._ranks_per_node, engine=engine or EngineCost()
         )
@@ -105,7 +105,7 @@ class Planner:
         """
         workload = self._workload
         self._check_files(workload.config)
-        traffic, memory = self._traffic_and_memory()
+        traffic, memory = self._own_traffic, self._memory(workload)
         missing = shortfalls(workload, memory, self._device.num_bytes)
         host = host_memory(workload, memory)
         host_bytes = self._host_bytes or _host_bytes_here(workload.config.trainer)
@@ -131,14 +131,17 @@ class Planner:
 
     def least_time(self) -> StepTime:
         """Return the time of `plan` alone. It costs a small part of a plan, and reads no file of weights."""
-        traffic, memory = self._traffic_and_memory()
-        return self._time(self._workload, memory, traffic.seconds)
+        return self._time(self._workload, self._memory(self._workload), self._own_traffic.seconds)
 
-    def _traffic_and_memory(self) -> tuple[SyncTraffic, RankMemory]:
-        traffic = self._traffic(self._workload)
-        full_bucket = self._workload.config.actor_rollout_ref.rollout.sync.bucket_megabytes << 20
-        self._bucket_bytes = min(full_bucket, max(traffic.received_max, traffic.sent_max))
-        return traffic, self._memory(self._workload)
+    @cached_property
+    def _own_traffic(self) -> SyncTraffic:
+        """The traffic of the configuration itself."""
+        return self._traffic(self._workload)
+
+    @cached_property
+    def _bucket_bytes(self) -> int:
+        full = self._workload.config.actor_rollout_ref.rollout.sync.bucket_megabytes << 20
+        return min(full, max(self._own_traffic.received_max, self._own_traffic.sent_max))
 
     def _time(self, workload: Workload, memory: RankMemory, sync_seconds: float) -> StepTime:
         return step_time(workload, memory, self._machine, self._lengths, sync_seconds=sync_seconds)
