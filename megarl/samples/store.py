@@ -6,15 +6,16 @@
 Each engine replica writes the samples that it drew. If there are several, `step_40.parquet` is a directory with a file
 of each, `part-00002-of-00008.parquet`, as readers of parquet expect it; `read_samples` puts them in order.
 
-A file is complete or absent. If the disk refuses a file, training continues without it. A record is read back bit for
-bit, with two exceptions: `extra_info`, which only rewards read, is left out, and ground truths of types that JSON lacks
-become texts.
+A file, or a directory with all its parts, is complete or absent. If the disk refuses a file, training continues without
+it. A record is read back bit for bit, with two exceptions: `extra_info`, which only rewards read, is left out, and
+ground truths of types that JSON lacks become texts.
 """
 
 import json
 import logging
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -66,40 +67,63 @@ class SampleStore:
 
     def _write(self, name: str, samples: Sharded[Scored], baselines: Tensor | None, *, step: int) -> bool:
         path = self.directory / f"{name}{SUFFIX}"
-        shares = samples.shares
-        if not on_first_rank(lambda: self._make_room(path, is_directory=shares.number > 1)):
+        unfinished = path.with_name(f".{path.name}.part")
+        if not on_first_rank(lambda: self._may_write(path, unfinished)):
             return True
 
-        def write() -> bool:
-            if not shares.reports:
-                return True
+        def attempt(work: Callable[[], None]) -> bool:
             try:
-                part = path / PART.format(shares.here, shares.number) if shares.number > 1 else path
-                part.parent.mkdir(parents=True, exist_ok=True)
-                places = samples.mine
-                own = None if baselines is None else baselines[places]
-                write_samples(part, samples.share, own, step=step, places=places if shares.number > 1 else None)
+                work()
             except OSError as error:
                 logger.warning("%s was not written, training continues: %s", path, remedy(error))
                 return False
             return True
 
-        return all(together(write))
+        def write() -> None:
+            if samples.shares.reports:
+                _write_share(unfinished, samples, baselines, step=step)
 
-    def _make_room(self, path: Path, *, is_directory: bool) -> bool:
-        """Return whether `path` may be written. Remove a directory there, or a file if a directory takes its name.
+        is_complete = all(together(lambda: attempt(write)))
+        return on_first_rank(lambda: is_complete and attempt(lambda: _publish(unfinished, path)))
 
-        If the disk refuses to remove it, the write finds out whether it is in the way.
-        """
+    def _may_write(self, path: Path, unfinished: Path) -> bool:
+        """Return whether `path` may be written. Remove what a job that was killed has left unfinished."""
         if path.exists() and not self.replaces:
             logger.warning("%s is not replaced: name another trainer.rollout_data_dir to keep these samples", path)
             return False
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        elif is_directory:
-            with suppress(OSError):
-                path.unlink()
+        _remove(unfinished)
         return True
+
+
+def _write_share(path: Path, samples: Sharded[Scored], baselines: Tensor | None, *, step: int) -> None:
+    """Write the samples of this rank: to `path`, or to its part of the directory `path` if there are other shares."""
+    shares = samples.shares
+    places = samples.mine
+    own = None if baselines is None else baselines[places]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if shares.number == 1:
+        write_samples(path, samples.share, own, step=step)
+    else:
+        path.mkdir(exist_ok=True)
+        write_samples(path / PART.format(shares.here, shares.number), samples.share, own, step=step, places=places)
+
+
+def _publish(unfinished: Path, path: Path) -> None:
+    """Give what has been written its name, and remove what had the name before. Raises OSError."""
+    old = path.with_name(f".{path.name}.old")
+    with suppress(FileNotFoundError):
+        path.rename(old)  # a directory that other programs read cannot be removed, but it can be renamed
+    unfinished.rename(path)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a directory, as far as the disk allows."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def is_one_step(path: Path) -> bool:

@@ -356,6 +356,6 @@ def test_a_file_of_another_command_is_named(loader: Callable[..., object], name:
     assert fault.message.startswith(expected)
 
 
-def test_a_short_file_with_a_wrong_key_gets_a_hint(tmp_path: Path) -> None:
+def test_a_short_file_gets_a_hint(tmp_path: Path) -> None:
     short = write(tmp_path / "short.yaml", {"data": {"max_length": 64}})
     assert "did you mean" in faults(short)["data.max_length"]

@@ -17,12 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.batch import Scored
-from megarl.distributed.sharded import Shares, shard
+from megarl.distributed.sharded import Sharded, Shares, shard
 from megarl.platform.small_files import Damage
+from megarl.samples import store
 from megarl.samples.arrays import array_bytes
 from megarl.samples.schema import COLUMNS, arrow_schema
 from megarl.samples.store import (
     SampleStore,
+    _write_share,
     is_one_step,
     read_rows,
     read_samples,
@@ -125,10 +127,14 @@ PARTS = ["part-00000-of-00002.parquet", "part-00001-of-00002.parquet"]
 
 def keep_parts(directory: Path, record: Scored, owners: list[int], baselines: torch.Tensor | None = None) -> Path:
     """Keep the samples of step 7 as the ranks of two replicas do together."""
-    with world_of_one(), patch.object(SampleStore, "_make_room", return_value=True):
-        for rank in range(2):
-            samples = shard(record, torch.tensor(owners), Shares(ranks=((0,), (1,)), rank=rank))
-            assert SampleStore(directory).keep_step(samples, baselines, step=7)
+    first, second = (shard(record, torch.tensor(owners), Shares(ranks=((0,), (1,)), rank=rank)) for rank in range(2))
+
+    def write_both(path: Path, samples: Sharded[Scored], *others: Any, **settings: Any) -> None:
+        for one in (first, second):
+            _write_share(path, one, *others, **settings)
+
+    with world_of_one(), patch.object(store, "_write_share", write_both):
+        assert SampleStore(directory).keep_step(first, baselines, step=7)
     return directory / "step_7.parquet"
 
 
@@ -181,14 +187,38 @@ def test_samples_of_other_replica_count_are_replaced(tmp_path: Path) -> None:
     assert_same(read_samples(path)[0], record)
 
 
-@pytest.mark.parametrize(("function", "is_kept"), [("rmdir", True), ("unlink", False)])
-def test_run_continues_if_disk_removes_nothing(tmp_path: Path, function: str, is_kept: bool) -> None:
+@pytest.mark.parametrize("function", ["rmdir", "unlink"])
+def test_samples_are_kept_if_disk_removes_nothing(tmp_path: Path, function: str) -> None:
     """A network file system keeps a directory while another program reads one of its files."""
     record = scored([2, 1, 4, 3])
     one, two = alone(record), shard(record, torch.tensor([0, 0, 0, 0]), Shares(ranks=((0,), (1,))))
     with world_of_one(), patch.object(os, function, side_effect=OSError(errno.EBUSY, "busy")):
-        assert SampleStore(tmp_path).keep_validation(two if is_kept else one, step=3)
-        assert SampleStore(tmp_path).keep_validation(two, step=3) is is_kept
+        for samples in (two, one):
+            assert SampleStore(tmp_path).keep_validation(samples, step=3)
+    assert list(stored_in(tmp_path)) == ["val_step_3"]
+
+
+@pytest.mark.parametrize("num_shares", [1, 2])
+def test_samples_have_their_name_when_complete(tmp_path: Path, num_shares: int) -> None:
+    """A disk that is full, or a job that is killed, leaves what was kept before."""
+    shares = Shares(ranks=((0,), (1,))[:num_shares])
+    first, second = (shard(scored([2, 1, 4, 3], seed=seed), torch.zeros(4).long(), shares) for seed in range(2))
+    with world_of_one():
+        assert SampleStore(tmp_path).keep_step(first, None, step=7)
+        kept_first = read_files(tmp_path)
+        with patch.object(store, "_publish", side_effect=OSError(errno.ENOSPC, "full")):
+            assert not SampleStore(tmp_path).keep_step(second, None, step=7)
+        assert read_files(tmp_path) == kept_first
+        assert list(stored_in(tmp_path)) == ["step_7"]
+        assert SampleStore(tmp_path).keep_step(second, None, step=7)
+        assert [path.name for path in tmp_path.iterdir()] == ["step_7.parquet"]
+        assert read_files(tmp_path) != kept_first
+
+
+def read_files(directory: Path) -> dict[str, bytes]:
+    """Return the content of all files that are not hidden."""
+    files = [path for path in directory.rglob("[!.]*") if path.is_file() and path.parent.name[0] != "."]
+    return {path.name: path.read_bytes() for path in files}
 
 
 def test_record_without_its_longest_response_comes_back(tmp_path: Path) -> None:
