@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,6 +37,8 @@ from megarl.platform.cache import VARIABLE, cache_directory
 from megarl.platform.files import explained
 
 SCHEMA = pa.schema([("row", pa.int64()), ("token_ids", pa.list_(pa.int32())), ("text", pa.string())])
+ABANDONED_S = 7 * 24 * 3600
+"""The age of a directory that no living job completes."""
 ROWS_AT_ONCE = 4096
 """Rows that are held as Python objects before they are written."""
 
@@ -115,6 +118,8 @@ def encode_once(rows: Rows, encode: Encode, census: Census, *, digest: str | Non
     """
     host = _Host.here()
     directory = cache_directory() / "prompts"
+    if host.rank == 0:
+        _remove_abandoned(directory)
     kept = directory / digest if digest else None
     exists = kept is not None and kept.is_dir()
     part = (directory if kept and _is_writable(directory) else Path(tempfile.gettempdir())) / f".{host.name}.part"
@@ -130,6 +135,14 @@ def encode_once(rows: Rows, encode: Encode, census: Census, *, digest: str | Non
     finally:
         if host.rank == 0:
             shutil.rmtree(part, ignore_errors=True)  # what is mapped stays readable
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove what killed jobs have left unfinished."""
+    for part in directory.glob(".*.part"):
+        with suppress(OSError):
+            if time.time() - part.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(part, ignore_errors=True)
 
 
 def _is_writable(directory: Path) -> bool:

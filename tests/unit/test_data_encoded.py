@@ -1,5 +1,6 @@
 """Encoded prompts: kept for the next run on the same files, tokenizer and keys, and for no other."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,16 @@ def test_same_question_finds_the_same_tokens(model: str, cache: Path, file: Path
     again = dataset(file, load_tokenizer(model), train_batch_size=7, seed=3, shuffle=False)
     assert [again[index] for index in range(2)] == [first[index] for index in range(2)]
     assert list(cache.iterdir()) == [kept] and (kept / "0.arrow").stat().st_mtime_ns == written
+
+
+def test_what_killed_jobs_left_is_removed(model: str, cache: Path, file: Path) -> None:
+    fresh, abandoned = (cache / f".{name}.part" for name in ("fresh", "abandoned"))
+    for part in (fresh, abandoned):
+        part.mkdir(parents=True)
+        (part / "0.arrow").touch()
+    os.utime(abandoned, times=(0, 0))
+    dataset(file, load_tokenizer(model))
+    assert fresh.exists() and not abandoned.exists()
 
 
 def test_what_decides_on_tokens_has_its_own(model: str, cache: Path, file: Path) -> None:
