@@ -1,6 +1,6 @@
 """Settings of a `config.json` that change the model's function and are not supported."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from megarl.models.families import FAMILIES, Family
 from megarl.models.fields import MOST_LAYERS, SHOWN, Fields
@@ -52,35 +52,47 @@ def unsupported(given: Mapping[str, object], config: Fields) -> Iterator[str]:
     """
     family = config.values["model_type"]
     traits = FAMILIES[family]
-    faults = [*_block_faults(config, traits), _dtype_fault(config), _class_fault(config)]
-    faults += [(key in given, f"{key} {str(given.get(key))[:SHOWN]}: {why}; remove the key") for key, why in ABSENT]
-    faults += [(key in given, f"{key}: a model with it is not supported; remove the key") for key in traits.absent]
-    faults += [(key in config, f"{key} {str(given.get(key))[:SHOWN]}: {why}; write null") for key, why in NULL]
-    faults += [_fixed_fault(config, key, value, why) for key, value, why in FIXED if key not in traits.unread]
-    faults += [(True, fault) for fault in quantisation_faults(given.get("quantization_config"))]
-    why = "biases of queries, keys and values follow from model_type"
-    if not isinstance(traits.qkv_bias, str):
-        faults.append(_fixed_fault(config, "qkv_bias", traits.qkv_bias, why))
-    if not traits.can_tie:
-        faults.append((config.flag("tie_word_embeddings"), "tie_word_embeddings: the engine does not tie this family"))
-    if family.startswith("qwen"):
-        faults += _qwen_faults(config)
-    elif family.startswith("deepseek"):
-        faults += _deepseek_faults(config)
-    if traits.fused_qkv:
-        faults += _fused_size_faults(config)
-    if family == "glm4_moe_lite":
-        faults += _glm_lite_faults(config)
-    if family == "minimax_m2":
-        faults += _minimax_faults(config)
-    if traits.experts:
-        faults.append(_count_fault(given, traits))
+    faults = [
+        *_block_faults(config, traits),
+        _dtype_fault(config),
+        _class_fault(config),
+        *_key_faults(given, config, traits),
+        *((True, fault) for fault in quantisation_faults(given.get("quantization_config"))),
+        *_trait_faults(given, config, traits),
+        *(OF_FAMILY[family](config) if family in OF_FAMILY else ()),
+    ]
     for is_unsupported, fault in faults:
         if is_unsupported:
             yield f"config.json: {fault}"
 
 
 Faults = list[tuple[bool, str]]
+
+
+def _key_faults(given: Mapping[str, object], config: Fields, traits: Family) -> Iterator[tuple[bool, str]]:
+    """Yield the faults of keys that have one supported value, or none."""
+    for key, why in ABSENT:
+        yield key in given, f"{key} {str(given.get(key))[:SHOWN]}: {why}; remove the key"
+    for key in traits.absent:
+        yield key in given, f"{key}: a model with it is not supported; remove the key"
+    for key, why in NULL:
+        yield key in config, f"{key} {str(given.get(key))[:SHOWN]}: {why}; write null"
+    for key, value, why in FIXED:
+        if key not in traits.unread:
+            yield _fixed_fault(config, key, value, why)
+
+
+def _trait_faults(given: Mapping[str, object], config: Fields, traits: Family) -> Iterator[tuple[bool, str]]:
+    """Yield the faults of keys that contradict a trait of the family."""
+    if not isinstance(traits.qkv_bias, str):
+        why = "biases of queries, keys and values follow from model_type"
+        yield _fixed_fault(config, "qkv_bias", traits.qkv_bias, why)
+    if not traits.can_tie:
+        yield config.flag("tie_word_embeddings"), "tie_word_embeddings: the engine does not tie this family"
+    if traits.fused_qkv:
+        yield from _fused_size_faults(config)
+    if traits.experts:
+        yield _count_fault(given, traits)
 
 
 def _block_faults(config: Fields, traits: Family) -> Faults:
@@ -212,3 +224,12 @@ def _size_faults(config: Fields, follow: Mapping[str, object]) -> Faults:
         (key in config and config.values[key] != value, f"{key} {str(config.values.get(key))[:SHOWN]}: must be {value}")
         for key, value in follow.items()
     ]
+
+
+OF_FAMILY: Mapping[str, Callable[[Fields], Faults]] = {
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), _qwen_faults),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _deepseek_faults),
+    "glm4_moe_lite": _glm_lite_faults,
+    "minimax_m2": _minimax_faults,
+}
+"""The further faults of single families."""
