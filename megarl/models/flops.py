@@ -7,7 +7,7 @@ activations and the optimizer are left out, and so is what recomputation repeats
 model is run, and is that of model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -85,7 +85,8 @@ def feed_forward_share(architecture: Architecture, tokens: Tokens) -> float:
     return 2 * weights * tokens.num_tokens / forward_flops(architecture, tokens)
 
 
-def active_weights(architecture: Architecture, *, left_out: Iterable[str] = ()) -> int:
+@cache
+def active_weights(architecture: Architecture, *, left_out: tuple[str, ...] = ()) -> int:
     """Return the elements of the matrices of all layers that one token meets; embedding and head are none of them.
 
     Matrices whose names contain a part of `left_out` are not counted.

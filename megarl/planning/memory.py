@@ -7,9 +7,13 @@ Not counted: what the CUDA context, the communication libraries and the allocato
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, get_args
 
+import torch
+
+from megarl.models.architecture import Architecture
+from megarl.models.engine import engine_placement
 from megarl.models.trainer import parameter_shapes
 from megarl.planning.activations import PhaseWork, inference_bytes, training_bytes
 from megarl.planning.engine import EngineMemory, engine_memory
@@ -23,7 +27,6 @@ from megarl.planning.states import (
     trained_states,
 )
 from megarl.planning.workload import REWARD_MODEL, TrainerModel, Workload
-from megarl.weight_sync.plan import sampler_placement
 
 Phase = Literal["sync", "generate", "infer", "update"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -78,7 +81,7 @@ def fullest_rank(workload: Workload, *, device_bytes: int, bucket_bytes: int) ->
     engine = engine_memory(
         workload.policy,
         workload.config.actor_rollout_ref.rollout,
-        weights=max(engine_weights(workload)),
+        weights=engine_weights(workload),
         device_bytes=device_bytes,
     )
     memories = [rank_memory(workload, stage, engine, bucket_bytes=bucket_bytes) for stage in range(workload.grid.pp)]
@@ -122,12 +125,23 @@ def optimizer_on_all_ranks(workload: Workload, model: TrainerModel) -> int:
     return ranks_per_stage * sum(one.gradients + one.optimizer for one in states)
 
 
-def engine_weights(workload: Workload) -> list[int]:
-    """Return the bytes of the weights on each rank of an engine, without the padding of the vocabulary."""
+def engine_weights(workload: Workload) -> int:
+    """Return the bytes of the weights on the fullest rank of an engine, without the padding of the vocabulary."""
     section = workload.config.actor_rollout_ref.rollout
-    placement = sampler_placement(workload.policy, section, num_ranks=section.tensor_model_parallel_size)
-    weights: list[int] = held_bytes(placement, section.tensor_model_parallel_size).tolist()
-    return weights
+    return _engine_weights(
+        workload.policy,
+        section.tensor_model_parallel_size,
+        expert_parallel=bool(section.engine_kwargs.get("enable_expert_parallel")),
+        dtype=getattr(torch, section.dtype),
+    )
+
+
+@cache
+def _engine_weights(architecture: Architecture, tp_size: int, *, expert_parallel: bool, dtype: torch.dtype) -> int:
+    placement = engine_placement(
+        architecture, num_ranks=tp_size, tp_size=tp_size, expert_parallel=expert_parallel, dtype=dtype
+    )
+    return int(held_bytes(placement, tp_size).max())
 
 
 def _moments(
