@@ -17,7 +17,6 @@ from megarl.config.load import load_config
 from megarl.config.report import show_plan
 from megarl.config.trial import find_architectures
 from megarl.platform.errors import UserError
-from megarl.platform.quiet import silence_imports
 from megarl.platform.screen import Screen
 from megarl.platform.secrets import guard_output
 
@@ -31,8 +30,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     try:
         config = load_config(typed["configuration"], world_size=None, check_paths=False)
         find_architectures(config)
-        silence_imports()
-        # Models that are not found are reported before torch and Megatron-Core are imported.
+        # Models that are not found are reported before torch is imported.
         from megarl.planning.device import choose_device
         from megarl.planning.machine import EngineCost, Lengths
         from megarl.planning.planner import Planner

@@ -15,13 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.kl import Divergence
+from megarl.learner.head_chunks import CHUNK_TOKENS, KEPT_BYTES
 from megarl.learner.softmax import gradient, merge, moments
 from megarl.learner.weight_gradient import WeightGradient
 from megarl.platform.memory import unused_memory
 
-CHUNK_TOKENS = 1024
-KEPT_BYTES = 2**29
-"""Bytes of logits that a rank always keeps for the backward pass of a micro-batch."""
 KEPT_SHARE = 0.5
 """The share of a CUDA device's unused memory that a rank gives to logits beyond `KEPT_BYTES`.
 

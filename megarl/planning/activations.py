@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megarl.learner.config import MegatronSection
-from megarl.learner.heads import CHUNK_TOKENS, KEPT_BYTES
+from megarl.learner.head_chunks import CHUNK_TOKENS, KEPT_BYTES
 from megarl.models.architecture import Architecture
 from megarl.models.config import Recompute
 from megarl.models.grid import Grid

@@ -69,6 +69,12 @@ def test_configuration_check_imports_no_heavy_package() -> None:
     succeed(sys.executable, "-c", words, timeout_s=120)
 
 
+def test_a_plan_imports_neither_megatron_nor_vllm() -> None:
+    heavy = {"megatron", "vllm", "transformers"}
+    words = f"import sys, megarl.planning.report; assert not {heavy} & sys.modules.keys(), {heavy} & sys.modules.keys()"
+    succeed(sys.executable, "-c", words, timeout_s=120)
+
+
 def test_verify_checks_model_before_heavy_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     shown = (sys.executable, "-X", "importtime", "-m", "megarl", "verify", "org/nothere")

@@ -1,0 +1,6 @@
+"""The sizes by which the head divides its work. A plan reads them without importing Megatron."""
+
+CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at the same time."""
+KEPT_BYTES = 2**29
+"""Bytes of logits that a rank always keeps for the backward pass of a micro-batch."""
