@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.cases import MODELS
 from benchmarks.options import checkpoint_parser
 from benchmarks.report import command_line
-from megarl.commands.entry import run
+from megarl.commands.entry import Program, run
 from megarl.distributed.launch import Launch
 from megarl.tracking.config import TrainerSection
 
@@ -46,7 +46,8 @@ class Arguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Measure, and print the results."""
-    run("benchmarks.checkpoint", argv, read_arguments, measure, imports=("megarl.learner.imported",))
+    imports = ("megarl.learner.imported",)
+    run(Program(module="benchmarks.checkpoint", load=read_arguments, body=measure, imports=imports), argv)
     return 0
 
 

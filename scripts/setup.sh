@@ -110,7 +110,7 @@ check_imports() {
 import sys
 from importlib import import_module
 from megarl.commands import train
-for name in (*sys.argv[1:], *train.IMPORTS):
+for name in (*sys.argv[1:], *train.PROGRAM.imports):
     import_module(name)' "$@"
 }
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import DOCTOR
-from megarl.commands.train import IMPORTS
+from megarl.commands.train import PROGRAM
 from megarl.platform.finding import Finding, Verdict, show
 from megarl.platform.installed import (
     NOT_INSTALLED,
@@ -290,7 +290,7 @@ def main(argv: Sequence[str] = ()) -> int:
         sections[-1] += patch_findings(declared())
         if typed["peaks"]:
             sections.append(peak_findings(torch))
-        sections.append(import_findings([*IMPORTS, *(engine_modules() if torch.version.cuda else [])]))
+        sections.append(import_findings([*PROGRAM.imports, *(engine_modules() if torch.version.cuda else [])]))
     cpuinfo = Path("/proc/cpuinfo")
     sections += [
         bytecode_findings(COMPILED),

@@ -9,10 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
 from megarl.platform import early
 from megarl.commands.detach import OPTION, detach
@@ -50,84 +50,94 @@ class Configuration(Protocol):
 C = TypeVar("C", bound=Configuration)
 
 
-def run(
-    module: str,
-    argv: Sequence[str],
-    load: Callable[..., C],
-    body: Callable[[C, Launch], None],
-    *,
-    notes: Callable[[C, Sequence[str]], Iterable[str]] = lambda config, argv: (),
-    trial: Callable[[C], Iterable[str] | None] = lambda config: (),
-    imports: Sequence[str] = (),
-    keeps_log: bool = False,
-    has_directory: bool = True,
-) -> None:
-    """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank reports the `notes`.
+@dataclass(frozen=True, kw_only=True)
+class Program(Generic[C]):
+    """What a command does in a job: it reads the configuration, and works on every rank."""
+
+    module: str  # `python -m` starts it
+    load: Callable[..., C]  # reads the arguments, given the `world_size`; raises ConfigError
+    body: Callable[[C, Launch], None]  # the work of a rank
+    notes: Callable[[C, Sequence[str]], Iterable[str]] = lambda config, argv: ()  # that the first rank reports
+    trial: Callable[[C], Iterable[str] | None] = lambda config: ()  # tries what the configuration names, in the first
+    # process of the job, before ranks meet or are started; yields remarks, and raises ConfigError
+    imports: Sequence[str] = ()  # modules that the body needs; ranks that are forked on this host share them
+    keeps_log: bool = False  # of each rank, in the directory of the run, where `trainer.on_end` runs too
+    has_directory: bool = True  # which keeps tracebacks, if it exists
+
+    def read(self, argv: Sequence[str], launch: Launch | None) -> C:
+        """Read the configuration, and try it if this is the first process of the job. Raises ConfigError."""
+        config = self.load(argv, world_size=launch.world_size if launch else None)
+        is_first = launch is None or (launch.rank == 0 and COMMAND not in os.environ)  # else the first process did it
+        for remark in (self.trial(config) if is_first else None) or ():
+            logger.info("note: %s", remark)
+        return config
+
+
+def run(program: Program[C], argv: Sequence[str]) -> None:
+    """Run a program on every rank of the job that `argv` describes.
 
     A program that calls this, such as a notebook, is never forked or ended: the command is then a process of its own,
     and SystemExit has its code.
 
-    `trial` tries what a configuration names, in the first process of the job, before ranks meet or are started. It
-    yields remarks, and raises ConfigError.
-
-    `imports` are modules that `body` needs. Ranks that are forked on this host share them (`distributed.launch.start`).
-    Such a rank does not return: its process ends.
+    A rank that is forked on this host (`distributed.launch.start`) does not return: its process ends.
 
     With `--detach` in `argv` the command starts itself as a process that outlives the terminal.
-
-    `keeps_log` keeps the log of each rank in the directory of the run and runs `trainer.on_end`, `has_directory` keeps
-    only tracebacks, if it exists.
 
     A fault in the configuration ends the program with code 2 before any process group exists. Any other error ends it
     with code 1. An error that a user can mend (ConfigError, UserError) is printed as a message, once if all ranks have
     it; any other error is printed with its traceback (see `distributed.failures`). A job that received a signal to end
     (see `signals`) ends with code 75.
     """
-    if _is_called(module):
-        sys.exit(subprocess.call([sys.executable, "-m", module, *argv]))
+    if _is_called(program.module):
+        sys.exit(subprocess.call([sys.executable, "-m", program.module, *argv]))
+    _prepare_process()
+    try:
+        launched = detect(os.environ)
+        if OPTION in argv:
+            detach(program.module, argv, Path(program.read(argv, None).trainer.default_local_dir), launched)
+            return
+        launch = launched or _start(program, argv)
+    except UserError as error:
+        _end_with(error, os.environ.get("RANK", "0"))
+    show_on_console(launch.rank)
+    try:
+        config = program.read(argv, launch)
+    except UserError as error:
+        _end_with(error, str(launch.rank), is_first_here=launch.local_rank == 0)
+    directory = Path(config.trainer.default_local_dir)
+    if program.keeps_log:
+        keep_in(directory, launch.rank)
+    if launch.rank == 0:
+        for remark in program.notes(config, argv):
+            logger.info("note: %s", remark)
+    if not sys.modules.keys() >= set(program.imports):  # otherwise the ranks were forked with them
+        logger.info(IMPORTING)
+    with EndCommand(config.trainer.on_end if program.keeps_log and launch.rank == 0 else None, directory) as at_end:
+        code = _work(program, config, launch)
+        at_end.ending = "stopped" if code else "finished"
+    if code:
+        sys.exit(code)
+    if launched is None:
+        end()
+
+
+def _prepare_process() -> None:
     silence_imports()
     prefer_huge_pages()
     guard_output()
     ignore_broken_pipe()
     early.install_signal_handlers()
     rank = os.environ.get("RANK", "0")
-    is_first_here = True
     show_on_console(int(rank) if rank.isdecimal() else 0)
 
-    def read(launch: Launch | None) -> C:
-        config = load(argv, world_size=launch.world_size if launch else None)
-        is_first = launch is None or (launch.rank == 0 and COMMAND not in os.environ)  # else the first process did it
-        for remark in (trial(config) if is_first else None) or ():
-            logger.info("note: %s", remark)
-        return config
 
-    try:
-        launched = detect(os.environ)
-        if OPTION in argv:
-            detach(module, argv, Path(read(None).trainer.default_local_dir), launched)
-            return
-        launch = launched or _start(module, argv, lambda: read(None).trainer, imports)
-        rank = str(launch.rank)
-        is_first_here = launch.local_rank == 0
-        show_on_console(launch.rank)
-        config = read(launch)
-    except ConfigError as error:
-        if is_first_here:  # a fault may concern this host alone
-            print_message(str(error))
-        sys.exit(2)
-    except UserError as error:
+def _end_with(error: UserError, rank: str, *, is_first_here: bool = True) -> NoReturn:
+    """End the program with the message of an error. Faults of a configuration are printed once a host."""
+    if not isinstance(error, ConfigError):
         sys.exit(visible(redact(f"megarl: rank {rank}: {error}")))
-    if keeps_log:
-        keep_in(Path(config.trainer.default_local_dir), launch.rank)
-    _report_start(notes(config, argv) if launch.rank == 0 else (), imports)
-    directory = Path(config.trainer.default_local_dir)
-    with EndCommand(config.trainer.on_end if keeps_log and launch.rank == 0 else None, directory) as at_end:
-        code = _work(config, launch, body, directory if has_directory else None)
-        at_end.ending = "stopped" if code else "finished"
-    if code:
-        sys.exit(code)
-    if launched is None:
-        end()
+    if is_first_here:  # a fault may concern this host alone
+        print_message(str(error))
+    sys.exit(2)
 
 
 def _is_called(module: str) -> bool:
@@ -142,17 +152,17 @@ def _is_called(module: str) -> bool:
     return True
 
 
-def _start(module: str, argv: Sequence[str], read: Callable[[], TrainerSection], imports: Sequence[str]) -> Launch:
-    """Start the ranks of this host, and return the place of each. Raises what `read` does, before torch is imported."""
+def _start(program: Program[C], argv: Sequence[str]) -> Launch:
+    """Start the ranks of this host, and return the place of each. Raises ConfigError before torch is imported."""
 
     def examine() -> WantedRanks:
-        trainer = read()
+        trainer = program.read(argv, None).trainer
         return WantedRanks(trainer.n_gpus_per_node, trainer.device)
 
     wanted = run_in_child(examine) if sys.platform == "linux" else examine()
     from megarl.distributed.launch import start
 
-    return start(module, argv, wanted, imports=imports)
+    return start(program.module, argv, wanted, imports=program.imports)
 
 
 def _meet(launch: Launch, config: Configuration) -> "Store":
@@ -179,22 +189,20 @@ def _meet(launch: Launch, config: Configuration) -> "Store":
     return store
 
 
-def _work(config: C, launch: Launch, body: Callable[[C, Launch], None], directory: Path | None) -> int:
-    """Meet the other ranks and run the body; return the exit code, or end the program with a report if it fails.
-
-    The report of a failure is kept in `directory`.
-    """
+def _work(program: Program[C], config: C, launch: Launch) -> int:
+    """Meet the other ranks and run the body; return the exit code, or end the program with a report if it fails."""
     from megarl.distributed import failures
 
     store = None
     try:
         store = _meet(launch, config)
-        return _run_watched(config, launch, body)
+        return _run_watched(program, config, launch)
     except Exception as error:
+        directory = Path(config.trainer.default_local_dir) if program.has_directory else None
         sys.exit(failures.report(error, directory, launch, store))
 
 
-def _run_watched(config: C, launch: Launch, body: Callable[[C, Launch], None]) -> int:
+def _run_watched(program: Program[C], config: C, launch: Launch) -> int:
     """Run the body under the watchdog until all ranks are done with it; return the exit code of the job."""
     from megarl.distributed import signals
     from megarl.distributed.exchange import together
@@ -206,7 +214,7 @@ def _run_watched(config: C, launch: Launch, body: Callable[[C, Launch], None]) -
     timeout_s = trainer.phase_timeout_s
     with watching(reports, rank=launch.rank, world_size=launch.world_size, timeout_s=timeout_s):
         try:
-            body(config, launch)
+            program.body(config, launch)
         except signals.Stopped as stopped:
             code = signals.EXIT_CODE
             if launch.rank == 0:
@@ -214,13 +222,6 @@ def _run_watched(config: C, launch: Launch, body: Callable[[C, Launch], None]) -
         note(phase="end")
         _leave()
     return code
-
-
-def _report_start(notes: Iterable[str], imports: Sequence[str]) -> None:
-    for remark in notes:
-        logger.info("note: %s", remark)
-    if not sys.modules.keys() >= set(imports):  # otherwise the ranks were forked with them
-        logger.info(IMPORTING)
 
 
 def how_to_resume(trainer: TrainerSection, environ: Mapping[str, str]) -> str:

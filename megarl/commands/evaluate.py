@@ -19,7 +19,7 @@ from megarl.checkpoint.state import best_checkpoint
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.kinds import others
 from megarl.commands.cli.table import EVALUATE
-from megarl.commands.entry import run
+from megarl.commands.entry import Program, run
 from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.config.layers import YAML
 from megarl.config.load import load_config
@@ -30,8 +30,7 @@ from megarl.platform.files import similar
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Evaluate as configured, on every rank of the job."""
-    imports = ("megarl.assembly.validation", "megarl.learner.imported", "megarl.rollout.imported")
-    run("megarl.commands.evaluate", argv, read_configuration, evaluate, imports=imports)
+    run(PROGRAM, argv)
 
 
 def read_configuration(argv: Sequence[str], *, world_size: int | None) -> Config:
@@ -93,6 +92,14 @@ def evaluate(config: Config, launch: Launch) -> None:
         engine.close()
     if launch.rank == 0:
         print(json.dumps({"step": step, **scores}))
+
+
+PROGRAM = Program(
+    module="megarl.commands.evaluate",
+    load=read_configuration,
+    body=evaluate,
+    imports=("megarl.assembly.validation", "megarl.learner.imported", "megarl.rollout.imported"),
+)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from megarl.checkpoint.publish import check_name, create_repository, upload
 from megarl.checkpoint.state import best_checkpoint
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import EXPORT
-from megarl.commands.entry import run
+from megarl.commands.entry import Program, run
 from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.distributed.place import Launch
 from megarl.platform.errors import UserError
@@ -62,8 +62,7 @@ class ExportArguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Write the actor, or the reward model, of a checkpoint."""
-    imports = ("megarl.learner.imported",)
-    run("megarl.commands.export", argv, read_arguments, write, trial=find_repository, imports=imports)
+    run(PROGRAM, argv)
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> ExportArguments:
@@ -228,6 +227,15 @@ def intact_checkpoint(path: Path) -> Path:
     if damage:
         raise UserError(f"{path} is damaged: {damage}")
     return path
+
+
+PROGRAM = Program(
+    module="megarl.commands.export",
+    load=read_arguments,
+    body=write,
+    trial=find_repository,
+    imports=("megarl.learner.imported",),
+)
 
 
 if __name__ == "__main__":

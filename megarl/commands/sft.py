@@ -10,28 +10,17 @@ from functools import partial
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import SFT
-from megarl.commands.entry import run
+from megarl.commands.entry import Program, run
 from megarl.config.load import load_sft_config
 from megarl.config.report import start_notes
 from megarl.config.root import SFTConfig
 from megarl.config.trial import try_out
 from megarl.distributed.place import Launch
 
-IMPORTS = ("megarl.assembly.supervised", "megarl.learner.imported")
-
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
-    run(
-        "megarl.commands.sft",
-        argv,
-        read_configuration,
-        train,
-        notes=start_notes,
-        trial=try_out,
-        imports=IMPORTS,
-        keeps_log=True,
-    )
+    run(PROGRAM, argv)
 
 
 def read_configuration(argv: Sequence[str], *, world_size: int | None) -> SFTConfig:
@@ -65,6 +54,17 @@ def train(config: SFTConfig, launch: Launch) -> None:
         validate=partial(mean_loss, pairs=val_pairs, budget=budget) if val_pairs else None,
     )
     learn(config, launch, source, tokenizer, task)
+
+
+PROGRAM = Program(
+    module="megarl.commands.sft",
+    load=read_configuration,
+    body=train,
+    trial=try_out,
+    notes=start_notes,
+    imports=("megarl.assembly.supervised", "megarl.learner.imported"),
+    keeps_log=True,
+)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import TRAIN
-from megarl.commands.entry import run
+from megarl.commands.entry import Program, run
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import show_plan, start_notes, unwritten_keys
@@ -18,8 +18,6 @@ from megarl.config.trial import try_out
 from megarl.config.unread import unread_keys
 from megarl.distributed.place import Launch
 from megarl.tracking.config import REPLAY, TrainerSection
-
-IMPORTS = ("megarl.assembly.run", "megarl.learner.imported", "megarl.rollout.imported")
 
 
 @dataclass(frozen=True)
@@ -38,16 +36,7 @@ class TrainArguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
-    run(
-        "megarl.commands.train",
-        argv,
-        read_arguments,
-        train,
-        trial=lambda arguments: () if arguments.replay else try_out(arguments.config),
-        notes=remarks,
-        imports=IMPORTS,
-        keeps_log=True,
-    )
+    run(PROGRAM, argv)
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> TrainArguments:
@@ -129,6 +118,17 @@ def validate(config: Config, launch: Launch) -> None:
     with recording(validation.tracker):
         validation.tracker.log(validation.run(step=step), step=step)
     engine.close()
+
+
+PROGRAM = Program(
+    module="megarl.commands.train",
+    load=read_arguments,
+    body=train,
+    trial=lambda arguments: () if arguments.replay else try_out(arguments.config),
+    notes=remarks,
+    imports=("megarl.assembly.run", "megarl.learner.imported", "megarl.rollout.imported"),
+    keeps_log=True,
+)
 
 
 if __name__ == "__main__":

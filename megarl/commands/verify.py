@@ -23,7 +23,7 @@ from rich.table import Table
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import VERIFY
-from megarl.commands.entry import run
+from megarl.commands.entry import Program, run
 from megarl.config.load import load_verify_config
 from megarl.config.root import VerifyConfig
 from megarl.config.trial import try_out
@@ -32,8 +32,6 @@ from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen, labelled
 from megarl.platform.terminal import ignore_broken_pipe
 from megarl.tracking.config import TrainerSection
-
-IMPORTS = ("megarl.weight_sync.verification", "megarl.rollout.imported")
 
 
 @dataclass(frozen=True)
@@ -51,15 +49,7 @@ class VerifyArguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Verify on every rank of the job."""
-    run(
-        "megarl.commands.verify",
-        argv,
-        read_arguments,
-        verify,
-        trial=lambda arguments: try_out(arguments.config),
-        imports=IMPORTS,
-        has_directory=False,
-    )
+    run(PROGRAM, argv)
 
 
 def keep_stdout_for_the_report() -> None:
@@ -155,6 +145,16 @@ def show(report: Mapping[str, Any]) -> None:
     for fault in report["faults"]:
         console.print(labelled("wrong:", fault, "red"))
     console.print("ok" if report["ok"] else "not ok")
+
+
+PROGRAM = Program(
+    module="megarl.commands.verify",
+    load=read_arguments,
+    body=verify,
+    trial=lambda arguments: try_out(arguments.config),
+    imports=("megarl.weight_sync.verification", "megarl.rollout.imported"),
+    has_directory=False,
+)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.commands import train
-from megarl.commands.entry import run
+from megarl.commands.entry import Program, run
 from megarl.distributed import watchdog
 
 
@@ -158,7 +158,8 @@ def lose_patience(faults: Faults, number: int, patience_s: float) -> None:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train on every rank of the job."""
-    run("tests.support.faulty", argv, read_arguments, train.train, imports=train.IMPORTS)
+    module = "tests.support.faulty"
+    run(Program(module=module, load=read_arguments, body=train.train, imports=train.PROGRAM.imports), argv)
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> train.TrainArguments:

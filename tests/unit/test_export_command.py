@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint.state import Best, State
-from megarl.commands import export
-from megarl.commands.entry import run
+from megarl.commands import export, verify
 from megarl.config.faults import ConfigError
 from megarl.distributed.failures import report
 from megarl.distributed.place import Launch
@@ -71,10 +70,5 @@ def test_a_failure_makes_no_directory_of_a_run(directory: Path | None, here: Pat
     assert not list(here.iterdir())
 
 
-def test_verify_has_no_directory_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.commands import verify
-
-    given = {}
-    monkeypatch.setattr(verify, run.__name__, lambda *arguments, **options: given.update(options))
-    verify.main(["model"])
-    assert given["has_directory"] is False
+def test_verify_has_no_directory_of_a_run() -> None:
+    assert not verify.PROGRAM.has_directory
