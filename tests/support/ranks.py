@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT_S = 300
+TIMEOUT_S = {"cpu": 300, "cuda": 800}
+"""How long a function may take: vLLM compiles for a GPU first, and a hollow device computes on a busy core."""
 
 
 def _serve(rank: int, device: str, connection: Any) -> None:
@@ -39,7 +40,7 @@ def _serve(rank: int, device: str, connection: Any) -> None:
         world_size, store, function, args = order
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
         try:
-            timeout = timedelta(seconds=TIMEOUT_S)
+            timeout = timedelta(seconds=TIMEOUT_S[device])
             join_world(init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
             result = ("ok", function(*args))
         except BaseException:
@@ -119,7 +120,7 @@ class RankPool:
             for connection in connections:
                 connection.send((world_size, Path(directory) / "store", function, args))
             for rank, connection in enumerate(connections):
-                if not connection.poll(TIMEOUT_S):
+                if not connection.poll(TIMEOUT_S[self._device]):
                     raise TimeoutError(f"rank {rank} of {world_size} did not finish {function.__name__}")
                 results.append(connection.recv())
         for rank, (state, result) in enumerate(results):
