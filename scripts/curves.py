@@ -1,21 +1,26 @@
 """Learning curves of settings that a page compares, over several seeds: the runs, the picture and the table.
 
-    python scripts/curves.py partial|guess [--jobs 2] [--seeds 3] [--steps 40] [--out runs/STUDY] [--picture FILE]
+    python scripts/curves.py partial|guess|replay [--jobs 2] [--seeds 3] [--steps 40] [--out runs/STUDY]
+                                                  [--picture FILE]
 
-`partial` compares waiting with partial rollouts, and `guess` compares GRPO with PPO on episodes, for
-docs/benchmarks/curves.md. For each seed the quickstart makes data and a warmed-up model, which all settings share. Each
-run has one process. Finished runs are kept, so the same command resumes after an interruption.
+For docs/benchmarks/curves.md. `partial` compares waiting with partial rollouts, `guess` GRPO with PPO on episodes, and
+`replay` routing replay with routers that choose for themselves, for a mixture of experts whose engine computes in
+bfloat16 and whose trainer in float32. For each seed the quickstart makes data and a warmed-up model, which all settings
+share. Each run has one process. Finished runs are kept, so the same command resumes after an interruption.
 """
 
 import argparse
+import json
+import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
-from seeded import ROOT, Measure, Result, directory_of, of_one_process, run_all, warm_up
+from seeded import ROOT, Measure, Result, directory_of, execute, of_one_process, run_all, say, warm_up
 
 mpl.use("svg")
 mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.size": 9}
@@ -29,8 +34,17 @@ class Study:
     task: str  # of the quickstart
     measure: Measure
     settings: Mapping[str, Sequence[str]]  # arguments of `megarl train`, by name
+    has_experts: bool = False  # the model is a mixture of experts
 
 
+GROUPS = (
+    "configs/quickstart_ppo.yaml",
+    "algorithm.adv_estimator=grpo",
+    "data.train_batch_size=96",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=48",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.dtype=bfloat16",
+)
 QUICKSTART = ("configs/quickstart_ppo.yaml", "actor_rollout_ref.rollout.max_num_seqs=64")  # so that prompts wait
 STUDIES = {
     "partial": Study(
@@ -50,7 +64,27 @@ STUDIES = {
         measure=Measure(score="val/test_score/guess", samples=1024),
         settings={"GRPO": ("configs/grpo_guess.yaml",), "PPO": ("configs/ppo_guess.yaml",)},
     ),
+    "replay": Study(
+        task="countdown",
+        measure=Measure(score="val/test_score/countdown/bare", samples=384),
+        settings={"none": GROUPS, "engine": (*GROUPS, "actor_rollout_ref.rollout.routing_replay=engine")},
+        has_experts=True,
+    ),
 }
+EXPERTS = {
+    "hidden_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 64,
+}
+"""The sizes of a Qwen3 of experts that has about as many active weights as the quickstart's model."""
 
 
 def main() -> None:
@@ -66,8 +100,12 @@ def main() -> None:
     study, out = STUDIES[options.study], (options.out or Path("runs") / options.study).resolve()
     seeds = range(1, options.seeds + 1)
     warm_up(out, seeds, task=study.task, jobs=options.jobs)
+    if study.has_experts:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(lambda seed: warm_up_experts(out / f"seed{seed}", seed), seeds))
+    model = "experts" if study.has_experts else "sft"
     commands = {
-        (name, seed): command_of(arguments, seed, out, name, steps=options.steps)
+        (name, seed): command_of(arguments, seed, out, name, steps=options.steps, model=model)
         for seed in seeds
         for name, arguments in study.settings.items()
     }
@@ -76,11 +114,43 @@ def main() -> None:
     print(table(results, study))
 
 
-def command_of(arguments: Sequence[str], seed: int, out: Path, name: str, *, steps: int) -> list[str]:
-    """Return the arguments of Python for a run."""
+def warm_up_experts(seeded: Path, seed: int) -> None:
+    """Let a random mixture of experts see the demonstrations of a seed, as the quickstart's model does."""
+    if (seeded / "experts" / "huggingface" / "config.json").exists():
+        return
+    say(f"seed {seed}: warm-up of a mixture of experts")
+    write_experts(seeded / "random_experts", seeded / "model", seed)
+    keys = {
+        "data.train_files": seeded / "data" / "sft.parquet",
+        "data.seed": seed,
+        "model.path": seeded / "random_experts",
+        "trainer.default_local_dir": seeded / "experts",
+        "trainer.n_gpus_per_node": 1,
+    }
+    arguments = [f"{key}={value}" for key, value in keys.items()]
+    execute(["-m", "megarl", "sft", "configs/quickstart_sft.yaml", *arguments], seeded / "experts.txt")
+
+
+def write_experts(directory: Path, like: Path, seed: int) -> None:
+    """Write a random mixture of experts with the tokens of the model `like`."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokens = json.loads((like / "config.json").read_text(encoding="utf-8"))
+    names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    torch.manual_seed(seed)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, **{name: tokens[name] for name in names})).save_pretrained(directory)
+    shutil.copy(like / "tokenizer.model", directory)
+
+
+def command_of(arguments: Sequence[str], seed: int, out: Path, name: str, *, steps: int, model: str) -> list[str]:
+    """Return the arguments of Python for a run that starts from what the warm-up called `model`."""
     of_run = of_one_process(seed, out / f"seed{seed}", steps=steps)
-    directory = f"trainer.default_local_dir={directory_of(out, name, seed)}"
-    return ["-m", "megarl", "train", *arguments, *of_run, f"trainer.test_freq={max(1, steps // 6)}", directory]
+    places = [
+        f"actor_rollout_ref.model.path={out}/seed{seed}/{model}/huggingface",
+        f"trainer.default_local_dir={directory_of(out, name, seed)}",
+    ]
+    return ["-m", "megarl", "train", *arguments, *of_run, f"trainer.test_freq={max(1, steps // 6)}", *places]
 
 
 def table(results: Sequence[Result], study: Study) -> str:
