@@ -1,11 +1,13 @@
 """Two equal runs, one undisturbed, one whose ranks are killed at random moments: both must end the same.
 
-    python scripts/chaos.py [--task countdown|guess] [--kills 20] [--seed 1] [--out runs/chaos] [--ranks 2]
+    python scripts/chaos.py [--task countdown|guess|experts] [--kills 20] [--seed 1] [--out runs/chaos] [--ranks 2]
 
 Data, tokenizer and model are made as in the quickstart. Both runs train the model by PPO, the second run with `torchrun
 --max-restarts` and a SIGKILL to one rank after each start. With `--task guess`, samples are episodes of several turns,
-and unfinished episodes continue in the next step. The exit code is 1 if metrics, samples or models differ in one bit.
-The same command resumes after an interruption, because OUT keeps finished parts.
+and unfinished episodes continue in the next step. With `--task experts`, adapters of a mixture of experts learn, tokens
+go to the experts that the engine chose, and unfinished responses continue in the next step. The exit code is 1 if
+metrics, samples or models differ in one bit. The same command resumes after an interruption, because OUT keeps finished
+parts.
 """
 
 import argparse
@@ -32,6 +34,7 @@ SPLIT = [
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
 ]
+PARTIAL = "actor_rollout_ref.rollout.partial={enable: true, stop_when: 0.5, max_staleness: 3}"
 TASKS = {
     "countdown": ["configs/quickstart_ppo.yaml", *SPLIT, "actor_rollout_ref.rollout.max_num_seqs=64"],
     "guess": [
@@ -43,10 +46,24 @@ TASKS = {
         "actor_rollout_ref.rollout.max_num_seqs=4",  # episodes wait, so a step stops some in the middle of a turn
         "environment.max_turns=6",
         "data.max_response_length=56",
-        "actor_rollout_ref.rollout.partial={enable: true, stop_when: 0.5, max_staleness: 3}",
+        PARTIAL,
+    ],
+    "experts": [
+        "configs/quickstart_ppo.yaml",
+        *SPLIT,
+        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1",
+        "actor_rollout_ref.model.lora_rank=4",
+        "critic.model.lora_rank=2",
+        "actor_rollout_ref.rollout.routing_replay=engine",
+        "actor_rollout_ref.rollout.max_num_seqs=8",
+        PARTIAL,
+        "algorithm.rollout_correction.rollout_is=token",
     ],
 }
 """The configuration of each task, and keys that change it."""
+WORLDS = {"experts": "countdown"}
+"""The task of the quickstart that makes the data, if it has another name."""
 WARM_UP_STEPS = {"countdown": 20, "guess": 100}
 SAVE_FREQ = 2
 KILLS_PER_STEP = 2
@@ -68,9 +85,14 @@ def main() -> int:
     num_steps = SAVE_FREQ * max(2, -(-options.kills // (KILLS_PER_STEP * SAVE_FREQ)) + 1)
 
     if not (out / "world" / "sft" / "huggingface").exists():
-        script = [ROOT / "scripts" / "quickstart.py", "--warm-up-only", "--task", options.task]
-        of_world = ["--sft-steps", WARM_UP_STEPS[options.task], "--seed", options.seed, "--out", out / "world"]
+        task = WORLDS.get(options.task, options.task)
+        script = [ROOT / "scripts" / "quickstart.py", "--warm-up-only", "--task", task]
+        of_world = ["--sft-steps", WARM_UP_STEPS[task], "--seed", options.seed, "--out", out / "world"]
         call("world", *script, *of_world, log=out / "world.log")
+    if options.task == "experts" and not (out / "world" / "experts").exists():
+        from scripts.experts import write_experts
+
+        write_experts(out / "world" / "experts", out / "world" / "model", options.seed)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", options.ranks]
     common = [*arguments(options.task, out / "world"), f"trainer.n_gpus_per_node={options.ranks}"]
     common += [f"trainer.total_training_steps={num_steps}"]
@@ -99,12 +121,13 @@ def main() -> int:
 
 def arguments(task: str, world: Path) -> list[str]:
     """Return the arguments of a task's PPO, with a smaller batch and an adaptive KL controller."""
+    model = world / ("experts" if task == "experts" else "sft/huggingface")
     return [
         *TASKS[task],
         f"data.train_files={world}/data/train.parquet",
         f"data.val_files={world}/data/val.parquet",
         "data.train_batch_size=32",
-        f"actor_rollout_ref.model.path={world}/sft/huggingface",
+        f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=16",
         "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.001, target_kl: 0.01, horizon: 1000}",
         "trainer.val_before_train=false",

@@ -10,8 +10,6 @@ share. Each run has one process. Finished runs are kept, so the same command res
 """
 
 import argparse
-import json
-import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from pathlib import Path
 from statistics import mean
 
 import matplotlib as mpl
+from experts import write_experts
 from matplotlib import pyplot as plt
 from seeded import ROOT, Measure, Result, directory_of, execute, of_one_process, run_all, say, warm_up
 
@@ -71,20 +70,6 @@ STUDIES = {
         has_experts=True,
     ),
 }
-EXPERTS = {
-    "hidden_size": 192,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 128,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 64,
-}
-"""The sizes of a Qwen3 of experts that has about as many active weights as the quickstart's model."""
 
 
 def main() -> None:
@@ -129,18 +114,6 @@ def warm_up_experts(seeded: Path, seed: int) -> None:
     }
     arguments = [f"{key}={value}" for key, value in keys.items()]
     execute(["-m", "megarl", "sft", "configs/quickstart_sft.yaml", *arguments], seeded / "experts.txt")
-
-
-def write_experts(directory: Path, like: Path, seed: int) -> None:
-    """Write a random mixture of experts with the tokens of the model `like`."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    tokens = json.loads((like / "config.json").read_text(encoding="utf-8"))
-    names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-    torch.manual_seed(seed)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, **{name: tokens[name] for name in names})).save_pretrained(directory)
-    shutil.copy(like / "tokenizer.model", directory)
 
 
 def command_of(arguments: Sequence[str], seed: int, out: Path, name: str, *, steps: int, model: str) -> list[str]:
