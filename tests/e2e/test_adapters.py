@@ -17,6 +17,7 @@ from megarl.data.parquet import write_rows
 from megarl.tracking.jsonl import read_jsonl
 from tests.support.forked import run_job
 from tests.support.outcomes import metrics_of, samples_in
+from tests.support.programs import run_python
 from tests.support.workspace import Workspace, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -96,6 +97,19 @@ def test_tuned_adapters_and_base_make_exported_model(workspace: Workspace, tuned
     merged = PeftModel.from_pretrained(model, tuned / "alone").merge_and_unload().state_dict()
     for name, weight in found.items():
         torch.testing.assert_close(merged[name], weight)
+
+
+def test_vllm_serves_exported_adapters(workspace: Workspace, tuned: Path) -> None:
+    tokens = [5, 6, 7, 8, 9, 10]
+    program = ("-m", "tests.support.served_adapters", workspace.model, tuned / "alone", json.dumps(tokens))
+    printed = run_python(*program, timeout_s=JOB_S).splitlines()
+    found = json.loads(next(line for line in printed if line.startswith("[[")))
+    for path, log_probs in zip((workspace.model, tuned / "huggingface"), found, strict=True):
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(torch.tensor([tokens])).logits
+        expected = logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(log_probs), expected, atol=1e-4, rtol=0)
+    assert max(abs(one - other) for one, other in zip(*found, strict=True)) > 1e-2
 
 
 def test_trained_judge_scores_responses_as_transformers_do(trained: Path, judge: Path) -> None:
