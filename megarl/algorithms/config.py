@@ -12,10 +12,12 @@ from megarl.section import Bound, CountFromZero, Fraction, Length, Weight, secti
 Need = Literal["values", "groups", "baselines"]
 NEEDS: tuple[Need, ...] = get_args(Need)
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-SampledKL = Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3"]
+StraightThroughKL = Literal["kl+", "abs+", "low_var_kl+", "k1+", "k3+"]
+SampledKL = Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", StraightThroughKL]
 ExactKL = Literal["full", "full_forward", "full_js"]
 KLEstimator = Literal[SampledKL, ExactKL]
 EXACT: tuple[ExactKL, ...] = get_args(ExactKL)
+STRAIGHT_THROUGH: tuple[StraightThroughKL, ...] = get_args(StraightThroughKL)
 Mixture = Annotated[float, Field(gt=0.0, lt=1.0)]
 Covariance = Annotated[float, Field(ge=-1e30, le=1e30)]
 
@@ -70,7 +72,7 @@ if TYPE_CHECKING:
 else:
     AdvantageEstimator = Literal[*ESTIMATORS]
     LossMode = Literal[*LOSSES]
-K3: tuple[KLEstimator, ...] = ("low_var_kl", "k3")
+K3: tuple[KLEstimator, ...] = ("low_var_kl", "k3", "low_var_kl+", "k3+")
 """The estimators that `kl_penalty_k3_bound` and `kl_loss_k3_bound` bound."""
 ALGORITHM = Change(Effect.CURVE, "the algorithm")
 ACTOR_LOSS = Change(Effect.CURVE, "the actor's loss")

@@ -147,6 +147,8 @@ RENAMED = [
     ("actor_rollout_ref.rollout.load_format=safetensors", "actor_rollout_ref.rollout.load_format=dummy_megatron"),
     ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "actor_rollout_ref.actor.optim.lr_warmup_steps=null"),
     ("actor_rollout_ref.actor.clip_ratio_low=10", "actor_rollout_ref.actor.clip_ratio_low=1.0"),
+    ("actor_rollout_ref.actor.kl_loss_type=mse+", "actor_rollout_ref.actor.kl_loss_type=mse"),
+    ("algorithm.kl_penalty=k2+", "algorithm.kl_penalty=k2"),
     ("trainer.logger=[console,file]", "trainer.logger=[console,jsonl]"),
     (
         "actor_rollout_ref.model.lora.target_modules=[linear_q,linear_fc1_up]",
