@@ -143,6 +143,9 @@ class RolloutCorrectionSection:
     """Weight the policy gradient by the probability ratio of each token or sequence."""
     rollout_is_threshold: Bound = key(2.0, read_if=BOUNDED)
     """Largest weight."""
+    rollout_is_threshold_lower: Bound | None = key(None, read_if=when(".rollout_is"))
+    """Smallest weight; a ratio that is not between the two counts 0 (IcePop). null = a larger ratio counts as the
+    largest weight."""
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None
     """Drop tokens by their ratio, or sequences by their ratio or by its geometric mean per token, from the policy
     gradient."""

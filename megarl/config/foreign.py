@@ -115,6 +115,7 @@ ENGINES: Sequence[str] = _TABLES["engines"]
 CONFIGS: Sequence[str] = _TABLES["configs"]
 DEFAULTS: Mapping[str, Any] = _TABLES["defaults"]
 ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
+IS_THRESHOLD = "algorithm.rollout_correction.rollout_is_threshold"
 RS_THRESHOLD = "algorithm.rollout_correction.rollout_rs_threshold"
 
 
@@ -144,7 +145,7 @@ def _read_value(key: str, value: Any, reading: Reading) -> Reading:
     remark = reading.remark
     if isinstance(value, dict):
         return _read_mapping(key, value, remark)
-    if key == RS_THRESHOLD and isinstance(value, str):
+    if key in (IS_THRESHOLD, RS_THRESHOLD) and isinstance(value, str):
         return _two_bounds(key, value)
     found, missing = [], False
     for row in (row for row in VALUES if row.matches(key)):
@@ -174,13 +175,18 @@ def _read_mapping(key: str, value: dict[str, Any], remark: Remark | None) -> Rea
 
 
 def _two_bounds(key: str, value: str) -> Reading:
-    """Return the bounds of train/rollout for `lower_upper`, which are those of rollout/train."""
+    """Return the bounds of train/rollout for `lower_upper` of weights, or of the rollout/train that is kept."""
     try:
         bounds = [float(part) for part in value.split("_")]
     except ValueError:
         bounds = []
     if not 1 <= len(bounds) <= 2 or min(bounds) <= 0.0:
         return Reading(leaves={key: value})  # its type is a fault
+    if key == IS_THRESHOLD:
+        leaves = {key: bounds[-1], **({f"{key}_lower": bounds[0]} if len(bounds) == 2 else {})}
+        return Reading(
+            leaves=leaves, remark=Remark(written=key, value=value, key=key, why="two bounds are two keys here")
+        )
     upper = 1 / bounds[0] if len(bounds) == 2 else bounds[0]
     lower = 1 / bounds[-1]
     why = f"{value} bounds rollout/train there; here the ratio is train/rollout, so each bound is 1 / the other one"

@@ -193,7 +193,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric(
             "rollout_corr/rollout_is_ratio_fraction_high",
             "0-1",
-            "Share of tokens whose importance weight is truncated",
+            "Share of tokens whose ratio is above the largest weight",
             "`rollout_is`",
         ),
         Metric("rollout_corr/rollout_rs_masked_fraction", "0-1", "Share of tokens that are rejected", "`rollout_rs`"),

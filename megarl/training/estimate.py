@@ -264,6 +264,9 @@ def _correction(
     if section.rollout_is:
         ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_is)
         weights = truncated_weights(ratio, mask, threshold=section.rollout_is_threshold)
+        if section.rollout_is_threshold_lower is not None:
+            smallest, largest = section.rollout_is_threshold_lower, section.rollout_is_threshold
+            weights = masked(weights, accepted(ratio, mask, lower=smallest, upper=largest))
         truncated = (ratio > section.rollout_is_threshold).to(torch.float32)
         metrics["rollout_corr/rollout_is_mean"] = mean(samples, share.flat(weights))
         metrics["rollout_corr/rollout_is_ratio_fraction_high"] = mean(samples, share.flat(truncated))

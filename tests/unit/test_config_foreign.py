@@ -196,6 +196,15 @@ def test_bounds_of_engine_ratio_are_turned_round() -> None:
     assert (found.rollout_rs, found.rollout_rs_threshold_lower, found.rollout_rs_threshold) == ("token", 0.25, 2.0)
 
 
+@pytest.mark.parametrize(("written", "bounds"), [("0.5_5.0", (0.5, 5.0)), ("'3'", (None, 3.0))])
+def test_bounds_of_weights_stay_as_they_are(written: str, bounds: tuple[float | None, float]) -> None:
+    """verl's weights are train/rollout, as here."""
+    correction = "algorithm.rollout_correction"
+    argv = [*MINIMAL, f"{correction}.rollout_is=token", f"{correction}.rollout_is_threshold={written}"]
+    found = load_config(argv, world_size=None, check_paths=False).algorithm.rollout_correction
+    assert (found.rollout_is_threshold_lower, found.rollout_is_threshold) == bounds
+
+
 def test_arguments_of_vllm_may_stand_below_its_name() -> None:
     kwargs = "actor_rollout_ref.rollout.engine_kwargs"
     found = load_config([*MINIMAL, f"+{kwargs}.vllm.disable_log_stats=true"], world_size=None, check_paths=False)
