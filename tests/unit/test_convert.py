@@ -53,6 +53,8 @@ def words(script: str, *arguments: str) -> list[str]:
         ("run $(dirname /a/b/c.sh) $(basename /a/b.sh .sh) $(echo \"2*3\" | bc)", ["/a/b", "b", "6"]),
         ("{ run a; } && :", ["a"]),
         ("cd /x && run a || exit 1", ["a"]),
+        ("A=1\nsrun -w node bash -lc \"cd /x && ray job submit -- bash -c 'run $A b'\"", ["1", "b"]),
+        ("ssh node sh -x -c 'run $0 \"$@\"' script c d", ["script.sh", "c", "d"]),
     ],
 )  # fmt: skip
 def test_words_are_those_of_a_shell(script: str, expected: list[str]) -> None:
@@ -248,6 +250,8 @@ SLIME = "python3 train.py --hf-checkpoint org/m --rollout-batch-size 32 --num-ro
 NEMO = "python examples/run_grpo.py policy.model_name=org/m grpo.num_prompts_per_step=8"
 TRL = "trl grpo --model_name_or_path org/m --num_generations 4"
 SWIFT = "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --model org/m --external_plugins a/grpo/plugin.py"
+CORRECTION = "algorithm.rollout_correction.rollout_is"
+REJECTION = "algorithm.rollout_correction.rollout_rs"
 ADAPTED = ("model.lora_rank", "model.lora_alpha", "model.target_modules")
 
 
@@ -351,6 +355,48 @@ def test_file_of_another_trainer(tmp_path: Path) -> None:
                 "model.enable_gradient_checkpointing": "selective",
             },
         ),
+        (
+            f"{SLIME} --num-steps-per-rollout 4 --lr 1e-6 --min-lr 1e-7 --lr-decay-style cosine",
+            {"actor.ppo_mini_batch_size": 8, "actor.optim.min_lr_ratio": 0.1},
+        ),
+        (
+            f"{SLIME} --use-tis --tis-clip-low 0.5 --tis-clip 3"
+            " --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function",
+            {CORRECTION: "token", f"{CORRECTION}_threshold_lower": 0.5, f"{CORRECTION}_threshold": 3},
+        ),
+        (
+            f"{OPENRLHF} --algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop",
+            {CORRECTION: "token", f"{CORRECTION}_threshold_lower": 0.5, f"{CORRECTION}_threshold": 5.0},
+        ),
+        (
+            f"{OPENRLHF} --algo.advantage.is_correction_enable --algo.advantage.is_correction_type seq-mask-tis"
+            " --algo.advantage.is_correction_threshold 0.9 1.1",
+            {
+                CORRECTION: "token",
+                f"{CORRECTION}_threshold": 1e30,
+                REJECTION: "geometric",
+                f"{REJECTION}_threshold": 1.1,
+            },
+        ),
+        (
+            f"{NEMO} loss_fn.use_importance_sampling_correction=true",
+            {CORRECTION: "token", f"{CORRECTION}_threshold": 1e30},
+        ),
+        (
+            f"{NEMO} loss_fn.use_importance_sampling_correction=true loss_fn.truncated_importance_sampling_type=tis"
+            " loss_fn.truncated_importance_sampling_ratio=3 loss_fn.sequence_level_importance_ratios=true",
+            {CORRECTION: "sequence", f"{CORRECTION}_threshold": 3},
+        ),
+        (
+            f"{NEMO} loss_fn.use_importance_sampling_correction=true loss_fn.truncated_importance_sampling_type=icepop"
+            " loss_fn.truncated_importance_sampling_ratio=3 loss_fn.truncated_importance_sampling_ratio_min=0.5",
+            {CORRECTION: "token", f"{CORRECTION}_threshold": 3, f"{CORRECTION}_threshold_lower": 0.5},
+        ),
+        (
+            f"{NEMO} policy.max_total_sequence_length=4096 data.max_input_seq_length=1024"
+            " policy.generation.max_new_tokens=3072",
+            {"data.max_prompt_length": 1024, "data.max_response_length": 3072},
+        ),
         (f"{TRL} --beta 0.1", {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}),
         (f"{TRL} --beta 0.0 --loss_type dr_grpo", {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}),
         (f"{TRL} --use_peft --lora_r 4", {"model.lora_rank": 4, "model.lora_alpha": 32}),
@@ -378,6 +424,21 @@ def test_values_of_flags_mean_the_same(command: str, leaves: dict[str, object]) 
     [
         (f"{OPENRLHF} --train.batch_size 100 --rollout.n_samples_per_prompt 8", "train.batch_size=100"),
         (f"{OPENRLHF} --algo.dynamic_filtering_range 0.1 0.9", "algo.dynamic_filtering_range=[0.1, 0.9]"),
+        (f"{OPENRLHF} --algo.advantage.is_correction_enable", "algo.advantage.is_correction_enable=true"),
+        (
+            f"{OPENRLHF} --algo.advantage.is_correction_enable --actor.policy_loss_type gspo"
+            " --algo.advantage.is_correction_type icepop",
+            "algo.advantage.is_correction_enable=true",
+        ),
+        (f"{SLIME} --num-steps-per-rollout 5", "num_steps_per_rollout=5"),
+        (f"{SLIME} --use-tis --tis-clip-low 0.5", "tis_clip_low=0.5"),
+        (f"{NEMO} grpo.seed=1 ~policy.scheduler", "~policy.scheduler=true"),
+        (
+            f"{NEMO} policy.max_total_sequence_length=4096 data.max_input_seq_length=1024"
+            " policy.generation.max_new_tokens=4096",
+            "policy.max_total_sequence_length=4096",
+        ),
+        (f"{NEMO} grpo.seed=1", "config=examples/configs/grpo_math_1B.yaml"),
         (f"{SLIME} --optimizer sgd", "optimizer=sgd"),
         (f"{SLIME} --attention-dropout 0.1", "attention_dropout=0.1"),
         (f"{SWIFT} --loss_type sapo", "loss_type=sapo"),
@@ -417,6 +478,28 @@ def test_file_is_merged_over_its_defaults(tmp_path: Path) -> None:
     assert found.leaves["data.seed"] == 3 and any(key.startswith("defaults=") for key in found.decisions)
 
 
+@pytest.mark.parametrize(
+    "option", ["--config $(realpath ..)/examples/configs/a.yaml", "--config=examples/configs/a.yaml", ""]
+)
+def test_file_of_a_launch_is_read(tmp_path: Path, option: str) -> None:
+    configs = tmp_path / "examples" / "configs"
+    configs.mkdir(parents=True)
+    for name in ("a.yaml", "grpo_math_1B.yaml"):
+        (configs / name).write_text(
+            "grpo: {num_prompts_per_step: 32, seed: 7}\n"
+            "policy: {train_global_batch_size: '${grpo.num_prompts_per_step}'}\n"
+        )
+    script = tmp_path / "tests" / "functional" / "run.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text(f"{NEMO.replace('=8', '=16')} logger.log_dir=$(pwd)/x {option}\n")
+    found, _ = convert(str(script))
+    assert [found.leaves[key] for key in ("data.train_batch_size", "data.seed")] == [16, 7]
+    assert found.leaves["actor_rollout_ref.actor.ppo_mini_batch_size"] == 16  # the link leads to the word of the launch
+    assert "its keys are in this file" in found.dropped.values()
+    assert not any(key.startswith("config=") for key in found.decisions)
+    assert "logger.log_dir=$(...)/x" in found.dropped
+
+
 def test_values_that_are_no_yaml_are_told(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text("a: [1\n")
@@ -435,7 +518,12 @@ def test_tables_of_flags_name_keys_that_exist(table: Flags) -> None:
     changes = table.when.values()
     same = [*table.same.values(), *(key for change in changes for key in change.get("same", {}).values())]
     meanings = [meaning for cases in table.cases.values() for meaning in cases.values() if not isinstance(meaning, str)]
-    sets = [table.sets, table.samples, *meanings, *(change.get("sets", {}) for change in changes)]
+    changed = [
+        meaning for change in changes for cases in change.get("cases", {}).values() for meaning in cases.values()
+    ]
+    meanings += [meaning for meaning in changed if not isinstance(meaning, str)]
+    sizes = [table.samples, table.quotients, *table.lengths.values()]
+    sets = [table.sets, *sizes, *meanings, *(change.get("sets", {}) for change in changes)]
     assert {key.partition("[")[0] for key in same} | {key for one in sets for key in one} <= leaves.keys()
     assert {key.partition("[")[0] for key in same if "[" in key} <= table.sets.keys()
     tables = (table.same, table.cases, table.dropped, table.idle)
