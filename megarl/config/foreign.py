@@ -6,7 +6,7 @@ instead, or that the feature is missing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -35,6 +35,7 @@ class ForeignRow:
     becomes: Mapping[Any, Any] = field(default_factory=dict)  # the values that have another name here
     to: str = ""  # the key here; {rest} is the part behind a pattern that ends in a star
     defaults: Mapping[str, Any] = field(default_factory=dict)  # verl's, of keys here, if this key is written
+    also: Mapping[str, Any] = field(default_factory=dict)  # the keys here that this key implies
     scale: float = 1.0  # of the value here, to that there
     most: float | None = None  # the largest value here, which means the same as any larger one
 
@@ -134,9 +135,11 @@ def read_key(written: str, value: Any, known: Schema) -> Reading:
     if renamed and renamed.target(written) in known and not (fixed and fixed.answer):
         target = renamed.target(written)
         ours = renamed.value_here(value)
-        why = renamed.why if ours != value else ""
-        remark = Remark(written=written, value=value, key=target, why=why, row=renamed)
-        return _read_value(target, ours, Reading(remark=remark))
+        why = renamed.why if ours != value or renamed.also else ""
+        reading = _read_value(
+            target, ours, Reading(remark=Remark(written=written, value=value, key=target, why=why, row=renamed))
+        )
+        return replace(reading, leaves={**reading.leaves, **renamed.also})
     return _answer(written, value, fixed)
 
 

@@ -288,7 +288,7 @@ def test_tables_name_keys_that_exist() -> None:
     assert {key for row in FIXED for key in row.least} <= leaves.keys()
     for row in RENAMES:
         assert all(row.target(example(key)) in leaves or "{rest}" in row.to for key in row.keys), row.to
-        assert row.defaults.keys() <= leaves.keys()
+        assert row.defaults.keys() | row.also.keys() <= leaves.keys()
     assert not [row for row in VALUES if not (row.refuses or row.becomes or row.most)]
 
 
@@ -303,6 +303,15 @@ def test_argument_parser_flag_is_answered_with_our_key(flag: str) -> None:
     assert set(keys) <= Schema.of(Config).leaves.keys()
     spelt = faults(f"--{flag}", f"{flag.replace('_', '-')}=1") if "." not in flag else faults(f"--{flag}")
     assert FLAGS[flag] in spelt[0].message
+
+
+def test_validation_keys_of_forks_sample() -> None:
+    rollout = "actor_rollout_ref.rollout"
+    argv = [*MINIMAL, "data.val_files=val.parquet", f"{rollout}.n_val=8", f"{rollout}.val_temperature=0.6"]
+    config = load_config(argv, world_size=None, check_paths=False)
+    own = config.actor_rollout_ref.rollout.val_kwargs
+    assert (own.n, own.temperature, own.do_sample) == (8, 0.6, True)
+    assert any("val_kwargs.do_sample is true" in note for note in start_notes(config, argv))
 
 
 def test_no_row_of_foreign_keys_is_shadowed() -> None:
