@@ -146,6 +146,8 @@ class RolloutCorrectionSection:
     rollout_is_threshold_lower: Bound | None = key(None, read_if=when(".rollout_is"))
     """Smallest weight; a ratio that is not between the two counts 0 (IcePop). null = a larger ratio counts as the
     largest weight."""
+    rollout_is_batch_normalize: bool = key(False, read_if=when(".rollout_is"))
+    """Divide the weights by their mean over the tokens, or over the sequences, of the batch."""
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None
     """Drop tokens by their ratio, or sequences by their ratio or by its geometric mean per token, from the policy
     gradient."""

@@ -28,6 +28,7 @@ from megarl.training.statistics import (
     Summary,
     joined,
     mean,
+    mean_of_samples,
     moments_of_samples,
     on_learnt,
     spread,
@@ -269,6 +270,10 @@ def _correction(
             weights = masked(weights, accepted(ratio, mask, lower=smallest, upper=largest))
         truncated = (ratio > section.rollout_is_threshold).to(torch.float32)
         metrics["rollout_corr/rollout_is_mean"] = mean(samples, share.flat(weights))
+        if section.rollout_is_batch_normalize:
+            flat_weights = share.flat(weights)
+            average = mean if section.rollout_is == "token" else mean_of_samples
+            weights = weights / (average(samples, flat_weights) or 1.0)
         metrics["rollout_corr/rollout_is_ratio_fraction_high"] = mean(samples, share.flat(truncated))
     if section.rollout_rs:
         upper = section.rollout_rs_threshold or section.rollout_is_threshold

@@ -48,7 +48,7 @@ PEERS = {
         n_gpus_per_node nnodes reward_loop_source use_reward_loop sandbox_fusion.url nccl_timeout rollout.name
         rollout.dtype forward_max_token_len_per_gpu""",
     "reward_manager": "source name module.path",
-    "algorithm": "pf_ppo.weight_pow rollout_correction.loss_type rollout_correction.rollout_is_batch_normalize",
+    "algorithm": "pf_ppo.weight_pow rollout_correction.loss_type",
     "trainer": """
         esi_redundant_time max_actor_ckpt_to_keep max_critic_ckpt_to_keep ray_wait_register_center_timeout
         use_legacy_worker_impl validation_data_dir""",

@@ -60,6 +60,11 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
         ["algorithm.rollout_correction.rollout_is=token"],
         ["algorithm.rollout_correction.rollout_rs=token"],
     ),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": (
+        "true",
+        ["algorithm.rollout_correction.rollout_is=token"],
+        ["algorithm.rollout_correction.rollout_rs=token"],
+    ),
     "algorithm.rollout_correction.rollout_rs_threshold": (
         "1.2",
         ["algorithm.rollout_correction.rollout_rs=token"],
