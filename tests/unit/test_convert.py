@@ -402,11 +402,15 @@ def test_file_of_another_trainer(tmp_path: Path) -> None:
         (f"{TRL} --use_peft --lora_r 4", {"model.lora_rank": 4, "model.lora_alpha": 32}),
         (
             f"{NEMO} grpo.use_dynamic_sampling=true",
-            {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "seq_reward"},
+            {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "score"},
         ),
         (
             f"{NEMO} policy.megatron_cfg.enabled=true policy.megatron_cfg.optimizer.lr=2 policy.optimizer.kwargs.lr=1",
             {"actor.optim.lr": 2},
+        ),
+        (
+            f"{NEMO} policy.generation.vllm_kwargs.block_size=16 ++policy.generation.vllm_kwargs.kernel_config.a=b",
+            {"rollout.engine_kwargs": {"block_size": 16, "kernel_config": {"a": "b"}}},
         ),
         (f"{SWIFT} --tuner_type lora --lora_rank 16", {"model.lora_rank": 16, "actor.optim.lr": 1e-4}),
     ],
@@ -522,6 +526,7 @@ def test_tables_of_flags_name_keys_that_exist(table: Flags) -> None:
         meaning for change in changes for cases in change.get("cases", {}).values() for meaning in cases.values()
     ]
     meanings += [meaning for meaning in changed if not isinstance(meaning, str)]
+    assert set(table.sections.values()) <= leaves.keys()
     sizes = [table.samples, table.quotients, *table.lengths.values()]
     sets = [table.sets, *sizes, *meanings, *(change.get("sets", {}) for change in changes)]
     assert {key.partition("[")[0] for key in same} | {key for one in sets for key in one} <= leaves.keys()

@@ -42,6 +42,7 @@ class Flags:
     sets: Mapping[str, Any] = field(default_factory=dict)  # the defaults of the trainer that train differently
     older: Mapping[str, str] = field(default_factory=dict)  # a former name of a flag -> its name in the tables
     same: Mapping[str, str] = field(default_factory=dict)  # a flag -> the key here, or key[1] for an item of its list
+    sections: Mapping[str, str] = field(default_factory=dict)  # a section of flags -> the key here, a mapping
     cases: Mapping[str, Mapping[Any, Meaning]] = field(default_factory=dict)  # a flag -> a value -> what it means here
     samples: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
     """A size in prompts here -> the flags whose product it is in samples there, with their defaults."""
@@ -132,6 +133,9 @@ class Flags:
             return why
         if flag in self.same:
             return {self.same[flag]: value}
+        section, key = next(((one, key) for one, key in self.sections.items() if flag.startswith(f"{one}.")), ("", ""))
+        if section:
+            return {key: nest({flag.removeprefix(f"{section}."): value})}
         cases = {shown(case): meaning for case, meaning in self.cases.get(flag, {}).items()}
         meaning = cases.get(text, cases.get(ANY))
         if isinstance(meaning, Mapping):
