@@ -397,6 +397,15 @@ def test_file_of_another_trainer(tmp_path: Path) -> None:
             " policy.generation.max_new_tokens=3072",
             {"data.max_prompt_length": 1024, "data.max_response_length": 3072},
         ),
+        (
+            f"{SLIME} --decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 5",
+            {
+                "actor.megatron.override_transformer_config": {
+                    "num_layers_in_first_pipeline_stage": 7,
+                    "num_layers_in_last_pipeline_stage": 5,
+                }
+            },
+        ),
         (f"{TRL} --beta 0.1", {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}),
         (f"{TRL} --beta 0.0 --loss_type dr_grpo", {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}),
         (f"{TRL} --use_peft --lora_r 4", {"model.lora_rank": 4, "model.lora_alpha": 32}),
@@ -434,6 +443,9 @@ def test_values_of_flags_mean_the_same(command: str, leaves: dict[str, object]) 
             " --algo.advantage.is_correction_type icepop",
             "algo.advantage.is_correction_enable=true",
         ),
+        (TRL.replace("grpo", "rloo") + " --beta 0.1", "rloo=true"),
+        (TRL.replace("grpo", "dpo") + " --beta 0.1", "dpo=true"),
+        (f"{NEMO} grpo.seed=1 stray", "stray=true"),
         (f"{SLIME} --num-steps-per-rollout 5", "num_steps_per_rollout=5"),
         (f"{SLIME} --use-tis --tis-clip-low 0.5", "tis_clip_low=0.5"),
         (f"{NEMO} grpo.seed=1 ~policy.scheduler", "~policy.scheduler=true"),

@@ -245,6 +245,8 @@ def _keep(found: "Converted", key: str, value: Any, flag: str) -> None:
 
 def _inserted(template: Any, value: Any) -> Any:
     """Return a value of a case, with the value of the flag or an item of it."""
+    if isinstance(template, dict):
+        return {key: _inserted(one, value) for key, one in template.items()}
     match = re.fullmatch(r"\{(value|\d)}", template) if isinstance(template, str) else None
     if not match:
         return template
@@ -260,12 +262,12 @@ def _parsed(text: str) -> Any:
 
 
 def pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield flags with their values: `true` for a flag without one, a list for one with several."""
+    """Yield flags with their values: `true` for a flag without one and for other words, a list for several values."""
     flag, values = "", list[str]()
     for word in (*words, "--"):
         key, is_given, value = word.partition("=")
         ends = word.startswith(("--", "~")) or (is_given and "." in key)
-        if not ends:
+        if not ends and flag:
             values.append(word)
             continue
         if flag:
