@@ -200,6 +200,9 @@ def test_yaml_file_is_converted(tmp_path: Path) -> None:
 def test_keys_outside_of_the_command_are_told() -> None:
     found, _ = convert(f"{RUN} {KEYS} \\\n  # trainer.nnodes=1 \\\n  trainer.total_epochs=2")
     assert "trainer.total_epochs=2" in found.decisions and "trainer.total_epochs" not in found.leaves
+    found, _ = convert(f"A=(--n-samples-per-prompt 8 --custom-rm-path a.py --lr 2)\n{SLIME}\n  ${{A[@]}} --seed 1")
+    assert {"--n-samples-per-prompt", "--custom-rm-path", "--lr", "--seed"} <= found.decisions.keys()
+    assert found.leaves["data.train_batch_size"] == 32
 
 
 def test_text_of_a_script_cannot_break_the_file() -> None:
