@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megarl.commands.convert.__main__ import convert, main
 from megarl.commands.convert.expand import UNKNOWN, Expander, links
 from megarl.commands.convert.flags import Flags
 from megarl.commands.convert.launch import find_launch
 from megarl.commands.convert.shell import follow_script
+from megarl.commands.convert.translate import Converted
 from megarl.commands.convert.write import to_text
 from megarl.config.root import Config
 from megarl.config.schema import Schema
@@ -551,3 +554,31 @@ def test_tables_of_flags_name_keys_that_exist(table: Flags) -> None:
     assert len(flags) == len(set(flags))
     counted = {flag for counts in table.samples.values() for flag in counts}
     assert set(table.older.values()) <= {*flags, *table.decide, *counted}
+
+
+def flags_of(table: Flags) -> list[str]:
+    """Return all flags that a table has."""
+    tables = (table.same, table.cases, table.idle, table.dropped, table.decide, table.older)
+    counted = [*table.samples.values(), *table.quotients.values(), *(each.values() for each in table.lengths.values())]
+    found = {flag for one in (*tables, *counted) for flag in one} | {*table.lengths}
+    return sorted(flag.replace("*", "x") for flag in found)
+
+
+@pytest.mark.parametrize("table", Flags.tables(), ids=lambda table: table.name)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_flag_is_dropped_silently(table: Flags, data: st.DataObject) -> None:
+    values = st.sampled_from(["1", "8", "0", "0.5", "true", "false", "null", "text", "[1, 2]", "icepop", "$X", "$(x)"])
+    switches = st.sampled_from([condition.partition("=")[::2] for condition in table.when] or [("x", "1")])
+    written = dict(data.draw(st.lists(switches, max_size=2)))
+    written |= data.draw(st.dictionaries(st.sampled_from(flags_of(table)), values, min_size=1, max_size=6))
+    words = " ".join(
+        f"'--{flag}={value}'" if "$" not in value else f"--{flag}={value}" for flag, value in written.items()
+    )
+    program = next(iter(table.programs)).replace("*", "")
+    launched = find_launch(f"python {program}{'' if program.endswith('.py') else '.py'} --a=1 --b=2 {words}")
+    found = Converted()
+    table.fill(found, launched.words)
+    text = to_text(found, "a script")
+    named = {flag for flag in written if flag in text or table.older.get(flag, flag) in text or flag in found.leaves}
+    assert written.keys() - named == set()
