@@ -500,6 +500,16 @@ def test_file_is_merged_over_its_defaults(tmp_path: Path) -> None:
     assert found.leaves["data.seed"] == 3 and any(key.startswith("defaults=") for key in found.decisions)
 
 
+def test_launch_of_a_file_alone_is_found(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text("rlhf_type: grpo\nmodel: org/m\nnum_generations: 4\ntrain: {gpus: 4}\n")
+    script = tmp_path / "run.sh"
+    script.write_text('D="$(cd "$(dirname "$0")" && pwd)"\nmegatron rlhf --use_ray true --config "$D/grpo.yaml"\n')
+    found, _ = convert(str(script))
+    assert found.leaves["actor_rollout_ref.rollout.n"] == 4 and "train.gpus=4" in found.decisions
+    found, _ = convert("uv run examples/run_grpo.py --config nowhere.yaml")
+    assert "config=nowhere.yaml" in found.decisions
+
+
 @pytest.mark.parametrize(
     "option", ["--config $(realpath ..)/examples/configs/a.yaml", "--config=examples/configs/a.yaml", ""]
 )

@@ -13,7 +13,8 @@ from megarl.platform.errors import UserError
 
 _KEY = re.compile(r"(?:\+{1,2}|~)?[A-Za-z_]\w*(?:\.[\w-]+)+=?.*", re.DOTALL)
 _FLAG = re.compile(r"--[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
-_LEAST_KEYS = 3  # of a launch
+_FILE = re.compile(r"--config(-name)?(=.*)?", re.DOTALL)
+_LEAST_KEYS = 3  # of a launch that names no file of keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def _launched(command: Program) -> Launched | None:
 
 def _enough(program: str, words: Sequence[str], line: int) -> Launched | None:
     keys = sum(map(_is_argument, words))
-    if keys < _LEAST_KEYS:
+    if keys < _LEAST_KEYS and not any(map(_FILE.fullmatch, words)):
         return None
     return Launched(program=program, words=tuple(filter(None, words)), line=line, others=0, stray=())
 
