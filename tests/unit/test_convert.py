@@ -500,6 +500,15 @@ def test_file_is_merged_over_its_defaults(tmp_path: Path) -> None:
     assert found.leaves["data.seed"] == 3 and any(key.startswith("defaults=") for key in found.decisions)
 
 
+def test_link_to_an_unknown_word_is_decided(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("policy: {model_name: org/m, tokenizer: {name: '${policy.model_name}'}}\n")
+    script = tmp_path / "run.sh"
+    script.write_text("python run_grpo.py --config a.yaml policy.model_name=$(find)/m\n")
+    found, _ = convert(str(script))
+    assert "data.tokenizer" not in found.leaves
+    assert {"policy.model_name=$(...)/m", "policy.tokenizer.name=$(...)/m"} <= found.decisions.keys()
+
+
 def test_launch_of_a_file_alone_is_found(tmp_path: Path) -> None:
     (tmp_path / "grpo.yaml").write_text("rlhf_type: grpo\nmodel: org/m\nnum_generations: 4\ntrain: {gpus: 4}\n")
     script = tmp_path / "run.sh"

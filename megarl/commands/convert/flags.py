@@ -281,4 +281,4 @@ def pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def words_of(tree: Mapping[str, Any]) -> list[str]:
     """Return the leaves of a YAML file as words."""
-    return [f"--{key}={value if value == UNKNOWN else json.dumps(value)}" for key, value in resolved(tree)]
+    return [f"--{key}={value if UNKNOWN in str(value) else json.dumps(value)}" for key, value in resolved(tree)]
