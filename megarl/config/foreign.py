@@ -187,9 +187,8 @@ def _two_bounds(key: str, value: str) -> Reading:
         return Reading(leaves={key: value})  # its type is a fault
     if key == IS_THRESHOLD:
         leaves = {key: bounds[-1], **({f"{key}_lower": bounds[0]} if len(bounds) == 2 else {})}
-        return Reading(
-            leaves=leaves, remark=Remark(written=key, value=value, key=key, why="two bounds are two keys here")
-        )
+        why = f"each of the bounds {value} has a key here"
+        return Reading(leaves=leaves, remark=Remark(written=key, value=value, key=key, why=why))
     upper = 1 / bounds[0] if len(bounds) == 2 else bounds[0]
     lower = 1 / bounds[-1]
     why = f"{value} bounds rollout/train there; here the ratio is train/rollout, so each bound is 1 / the other one"

@@ -50,9 +50,8 @@ class Flags:
     lengths: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """The flag of the tokens that a prompt and its response share -> a key here -> the flag of its own limit."""
     file: str = ""  # the flag of a YAML file, whose flags the others override
-    default_files: Mapping[str, str] = field(
-        default_factory=dict
-    )  # a pattern of programs -> the file without this flag
+    default_files: Mapping[str, str] = field(default_factory=dict)
+    """A pattern of programs -> the file that counts without this flag."""
     idle: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # a flag -> the values that ask for nothing
     dropped: Mapping[str, str] = field(default_factory=dict)  # a pattern of flags -> why they change nothing
     unused: Mapping[str, str] = field(default_factory=dict)  # a pattern of flags -> the switch that they would need
@@ -176,7 +175,7 @@ class Flags:
         return counted
 
     def limit(self, found: "Converted", given: Mapping[str, Any]) -> set[str]:
-        """Add the limits of prompt and response, and return their flags; with that of both if they fit into it."""
+        """Add the limits of prompt and response, and return their flags, and the flag of both if they fit into it."""
         counted: set[str] = set()
         for flag, parts in self.lengths.items():
             numbers = {key: part for key, part in parts.items() if _is_number(given.get(part))}
