@@ -1,7 +1,8 @@
 """Measure how many launch scripts of verl start as they are, and how many are converted.
 
-`python scripts/from_verl.py DIRECTORY ...` looks at each `*.sh` that launches a `main_...`, and runs none. Values
-that only another machine could have are replaced: paths, and what comes from the environment or from another program.
+`python scripts/from_verl.py DIRECTORY ...` looks at each `*.sh` that launches a training, a `main_...`, and runs none.
+Values that only another machine could have are replaced: paths, also empty ones, and what comes from the environment or
+from another program.
 """
 
 import re
@@ -22,6 +23,7 @@ from megarl.config.root import Config
 from megarl.platform.errors import UserError
 
 BUDGETS = ("max_token_len_per_gpu", "max_num_batched_tokens")
+TRAINING = re.compile(r"main_(?!generation|eval)")
 PLACE = re.compile(r".*(path|files?|dir|name)", re.DOTALL)
 
 
@@ -50,13 +52,13 @@ class Script:
 
 
 def read_scripts(directory: Path) -> Iterator[Script]:
-    """Yield the scripts below a directory that launch verl."""
+    """Yield the scripts below a directory that launch a training of verl."""
     for path in sorted(directory.rglob("*.sh")):
         try:
             launched = find_launch(path.read_text(encoding="utf-8"))
         except (UserError, UnicodeDecodeError):
             continue
-        if "main_" in launched.program:
+        if TRAINING.search(launched.program):
             yield Script(replace(launched, words=tuple(filter(None, map(_anywhere, launched.words)))))
 
 
@@ -64,9 +66,9 @@ def _anywhere(word: str) -> str:
     """Return a word with `text` for a place; an empty word if only another machine could tell its value."""
     key, _, value = word.partition("=")
     is_foreign = UNKNOWN in value or bool(unset_names(value))
-    if "/" not in value and not is_foreign:
-        return word
-    return f"{key}=text" if PLACE.fullmatch(key) else "" if is_foreign else word
+    if PLACE.fullmatch(key) and ("/" in value or is_foreign or word == f"{key}="):
+        return f"{key}=text"
+    return "" if is_foreign else word
 
 
 def is_set_aside(fault: Fault) -> bool:

@@ -12,10 +12,12 @@ from megarl.section import Bound, CountFromZero, Fraction, Length, Weight, secti
 Need = Literal["values", "groups", "baselines"]
 NEEDS: tuple[Need, ...] = get_args(Need)
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-SampledKL = Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3"]
+StraightThroughKL = Literal["kl+", "abs+", "low_var_kl+", "k1+", "k3+"]
+SampledKL = Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", StraightThroughKL]
 ExactKL = Literal["full", "full_forward", "full_js"]
 KLEstimator = Literal[SampledKL, ExactKL]
 EXACT: tuple[ExactKL, ...] = get_args(ExactKL)
+STRAIGHT_THROUGH: tuple[StraightThroughKL, ...] = get_args(StraightThroughKL)
 Mixture = Annotated[float, Field(gt=0.0, lt=1.0)]
 Covariance = Annotated[float, Field(ge=-1e30, le=1e30)]
 
@@ -70,7 +72,7 @@ if TYPE_CHECKING:
 else:
     AdvantageEstimator = Literal[*ESTIMATORS]
     LossMode = Literal[*LOSSES]
-K3: tuple[KLEstimator, ...] = ("low_var_kl", "k3")
+K3: tuple[KLEstimator, ...] = ("low_var_kl", "k3", "low_var_kl+", "k3+")
 """The estimators that `kl_penalty_k3_bound` and `kl_loss_k3_bound` bound."""
 ALGORITHM = Change(Effect.CURVE, "the algorithm")
 ACTOR_LOSS = Change(Effect.CURVE, "the actor's loss")
@@ -141,6 +143,11 @@ class RolloutCorrectionSection:
     """Weight the policy gradient by the probability ratio of each token or sequence."""
     rollout_is_threshold: Bound = key(2.0, read_if=BOUNDED)
     """Largest weight."""
+    rollout_is_threshold_lower: Bound | None = key(None, read_if=when(".rollout_is"))
+    """Smallest weight; a ratio that is not between the two counts 0 (IcePop). null = a larger ratio counts as the
+    largest weight."""
+    rollout_is_batch_normalize: bool = key(False, read_if=when(".rollout_is"))
+    """Divide the weights by their mean over the tokens, or over the sequences, of the batch."""
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None
     """Drop tokens by their ratio, or sequences by their ratio or by its geometric mean per token, from the policy
     gradient."""

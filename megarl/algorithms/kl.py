@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megarl.algorithms.config import ExactKL, SampledKL
+from megarl.algorithms.config import STRAIGHT_THROUGH, ExactKL, SampledKL
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -28,16 +28,18 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: SampledKL, k3_
     - `kl`, `k1`: `d`, unbiased, of high variance, may be negative;
     - `abs`: `|d|`;
     - `mse`, `k2`: `d^2 / 2`, biased, of low variance;
-    - `low_var_kl`, `k3`: `exp(-d) + d - 1`, unbiased and never negative.
+    - `low_var_kl`, `k3`: `exp(-d) + d - 1`, unbiased and never negative;
+    - `kl+`, `k1+`, `abs+`, `low_var_kl+`, `k3+`: the same value with the gradient of `mse`, `d` times the score.
 
     The exponential of `k3` lets one token that is far likelier under the reference outweigh all others. `k3_bound`
-    limits the estimate: a token above the bound counts as the bound and has no gradient.
+    limits the estimate: a token above the bound counts as the bound and has no gradient, except that of `k3+`.
 
     An estimate that is unbiased in the reward may have a biased gradient as a loss (Tang & Munos 2025, "On a few
     pitfalls in KL divergence gradient estimation for RL"). With tokens drawn from the policy itself, the mean gradient
     of `kl` is 0, so that as a loss it only adds noise. The gradient of `mse` is that of the divergence. The gradient of
     `low_var_kl` is that of `KL(reference || policy)`, which is close to it near the reference. The gradient of `abs` is
-    `sign(d)` times the score, and does not shrink near the reference.
+    `sign(d)` times the score, and does not shrink near the reference. A name with `+` joins an estimate to the gradient
+    of the divergence, as a straight-through estimator does (Bengio et al. 2013, arXiv 1308.3432).
 
     Args:
         log_probs: float tensor of any shape.
@@ -50,16 +52,19 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: SampledKL, k3_
     """
     assert log_probs.shape == ref_log_probs.shape, f"{log_probs.shape} against {ref_log_probs.shape}"
     difference = log_probs - ref_log_probs
+    half_square = 0.5 * difference**2
     match kind:
-        case "kl" | "k1":
-            return difference
-        case "abs":
-            return difference.abs()
+        case "kl" | "k1" | "kl+" | "k1+":
+            estimate = difference
+        case "abs" | "abs+":
+            estimate = difference.abs()
         case "mse" | "k2":
-            return 0.5 * difference**2
-        case "low_var_kl" | "k3":
+            estimate = half_square
+        case "low_var_kl" | "k3" | "low_var_kl+" | "k3+":
             estimate = bounded_exp(-difference) + difference - 1.0
-            return estimate if k3_bound is None else estimate.clamp(max=k3_bound)
+            if k3_bound is not None:
+                estimate = estimate.clamp(max=k3_bound)
+    return estimate.detach() + (half_square - half_square.detach()) if kind in STRAIGHT_THROUGH else estimate
 
 
 @dataclass(frozen=True)

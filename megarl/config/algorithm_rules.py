@@ -90,6 +90,13 @@ def _correction(config: Config, context: CheckContext) -> Iterator[Fault]:
     upper = correction.rollout_rs_threshold or correction.rollout_is_threshold
     lower = correction.rollout_rs_threshold_lower
     lower = 1.0 / upper if lower is None else lower
+    smallest = correction.rollout_is_threshold_lower
+    if correction.rollout_is and smallest is not None and smallest > correction.rollout_is_threshold:
+        yield Fault(
+            "algorithm.rollout_correction.rollout_is_threshold_lower",
+            f"no weight lies between {smallest:g} and {correction.rollout_is_threshold:g}: write less than "
+            "rollout_is_threshold",
+        )
     if correction.rollout_rs and lower >= upper:
         yield Fault(
             "algorithm.rollout_correction.rollout_rs_threshold",

@@ -6,7 +6,7 @@ instead, or that the feature is missing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -35,6 +35,7 @@ class ForeignRow:
     becomes: Mapping[Any, Any] = field(default_factory=dict)  # the values that have another name here
     to: str = ""  # the key here; {rest} is the part behind a pattern that ends in a star
     defaults: Mapping[str, Any] = field(default_factory=dict)  # verl's, of keys here, if this key is written
+    also: Mapping[str, Any] = field(default_factory=dict)  # the keys here that this key implies
     scale: float = 1.0  # of the value here, to that there
     most: float | None = None  # the largest value here, which means the same as any larger one
 
@@ -115,6 +116,7 @@ ENGINES: Sequence[str] = _TABLES["engines"]
 CONFIGS: Sequence[str] = _TABLES["configs"]
 DEFAULTS: Mapping[str, Any] = _TABLES["defaults"]
 ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
+IS_THRESHOLD = "algorithm.rollout_correction.rollout_is_threshold"
 RS_THRESHOLD = "algorithm.rollout_correction.rollout_rs_threshold"
 
 
@@ -133,9 +135,11 @@ def read_key(written: str, value: Any, known: Schema) -> Reading:
     if renamed and renamed.target(written) in known and not (fixed and fixed.answer):
         target = renamed.target(written)
         ours = renamed.value_here(value)
-        why = renamed.why if ours != value else ""
-        remark = Remark(written=written, value=value, key=target, why=why, row=renamed)
-        return _read_value(target, ours, Reading(remark=remark))
+        why = renamed.why if ours != value or renamed.also else ""
+        reading = _read_value(
+            target, ours, Reading(remark=Remark(written=written, value=value, key=target, why=why, row=renamed))
+        )
+        return replace(reading, leaves={**reading.leaves, **renamed.also})
     return _answer(written, value, fixed)
 
 
@@ -144,7 +148,7 @@ def _read_value(key: str, value: Any, reading: Reading) -> Reading:
     remark = reading.remark
     if isinstance(value, dict):
         return _read_mapping(key, value, remark)
-    if key == RS_THRESHOLD and isinstance(value, str):
+    if key in (IS_THRESHOLD, RS_THRESHOLD) and isinstance(value, str):
         return _two_bounds(key, value)
     found, missing = [], False
     for row in (row for row in VALUES if row.matches(key)):
@@ -174,13 +178,17 @@ def _read_mapping(key: str, value: dict[str, Any], remark: Remark | None) -> Rea
 
 
 def _two_bounds(key: str, value: str) -> Reading:
-    """Return the bounds of train/rollout for `lower_upper`, which are those of rollout/train."""
+    """Return the bounds of train/rollout for `lower_upper` of weights, or of the rollout/train that is kept."""
     try:
         bounds = [float(part) for part in value.split("_")]
     except ValueError:
         bounds = []
     if not 1 <= len(bounds) <= 2 or min(bounds) <= 0.0:
         return Reading(leaves={key: value})  # its type is a fault
+    if key == IS_THRESHOLD:
+        leaves = {key: bounds[-1], **({f"{key}_lower": bounds[0]} if len(bounds) == 2 else {})}
+        why = f"each of the bounds {value} has a key here"
+        return Reading(leaves=leaves, remark=Remark(written=key, value=value, key=key, why=why))
     upper = 1 / bounds[0] if len(bounds) == 2 else bounds[0]
     lower = 1 / bounds[-1]
     why = f"{value} bounds rollout/train there; here the ratio is train/rollout, so each bound is 1 / the other one"

@@ -81,7 +81,8 @@ class ActorSection(UpdateSection):
     kl_loss_coef: Weight = key(0.001, read_if=IN_LOSS)
     """Weight of the divergence in the loss."""
     kl_loss_type: KLEstimator = key("low_var_kl", read_if=IN_LOSS)
-    """Estimator of the divergence: k1 = kl, k2 = mse, k3 = low_var_kl; full, full_forward and full_js are exact."""
+    """Estimator of the divergence: k1 = kl, k2 = mse, k3 = low_var_kl; + = with the gradient of k2; full, full_forward
+    and full_js are exact."""
     kl_loss_k3_bound: Bound | None = key(10.0, read_if=(IN_LOSS, when(".kl_loss_type", *K3)))
     """Largest k3 estimate of a token, in nats; a larger one has no gradient. null = no bound."""
     kl_loss_js_beta: Mixture = key(0.5, read_if=(IN_LOSS, when(".kl_loss_type", "full_js")))

@@ -189,11 +189,16 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric("rollout_corr/log_ppl_diff", "nats per token", "Trainer's less engine's log-perplexity", _OFF_POLICY),
         Metric("rollout_corr/log_ppl_abs_diff", "nats per token", "Absolute value of that difference", _OFF_POLICY),
         Metric("rollout_corr/ppl_ratio", "-", "Trainer's perplexity divided by the engine's", _OFF_POLICY),
-        Metric("rollout_corr/rollout_is_mean", "-", "Mean importance weight after truncation", "`rollout_is`"),
+        Metric(
+            "rollout_corr/rollout_is_mean",
+            "-",
+            "Mean importance weight, after bounds and before normalisation",
+            "`rollout_is`",
+        ),
         Metric(
             "rollout_corr/rollout_is_ratio_fraction_high",
             "0-1",
-            "Share of tokens whose importance weight is truncated",
+            "Share of tokens whose ratio is above the largest weight",
             "`rollout_is`",
         ),
         Metric("rollout_corr/rollout_rs_masked_fraction", "0-1", "Share of tokens that are rejected", "`rollout_rs`"),

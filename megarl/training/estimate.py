@@ -28,6 +28,7 @@ from megarl.training.statistics import (
     Summary,
     joined,
     mean,
+    mean_of_samples,
     moments_of_samples,
     on_learnt,
     spread,
@@ -264,8 +265,15 @@ def _correction(
     if section.rollout_is:
         ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_is)
         weights = truncated_weights(ratio, mask, threshold=section.rollout_is_threshold)
+        if section.rollout_is_threshold_lower is not None:
+            smallest, largest = section.rollout_is_threshold_lower, section.rollout_is_threshold
+            weights = masked(weights, accepted(ratio, mask, lower=smallest, upper=largest))
         truncated = (ratio > section.rollout_is_threshold).to(torch.float32)
         metrics["rollout_corr/rollout_is_mean"] = mean(samples, share.flat(weights))
+        if section.rollout_is_batch_normalize:
+            flat_weights = share.flat(weights)
+            average = mean if section.rollout_is == "token" else mean_of_samples
+            weights = weights / (average(samples, flat_weights) or 1.0)
         metrics["rollout_corr/rollout_is_ratio_fraction_high"] = mean(samples, share.flat(truncated))
     if section.rollout_rs:
         upper = section.rollout_rs_threshold or section.rollout_is_threshold

@@ -110,6 +110,13 @@ def mean(samples: Sharded[Rollouts], column: Tensor) -> float:
     return float(samples.gather(share.sums(on_learnt(share, column))).sum() / num_tokens(samples))
 
 
+def mean_of_samples(samples: Sharded[Rollouts], column: Tensor) -> float:
+    """Return the mean over the samples of their means over the tokens of the policy; 0 without any. Collective."""
+    share, counts = samples.share, samples.index.num_learnt
+    totals = samples.gather(share.sums(on_learnt(share, column)))
+    return float((totals / counts.clamp(min=1)).sum() / max(int((counts > 0).sum()), 1))
+
+
 def num_tokens(samples: Sharded[Rollouts]) -> int:
     """Return the number of tokens of the policy; 1 instead of 0."""
     return max(int(samples.index.num_learnt.sum()), 1)

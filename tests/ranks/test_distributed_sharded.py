@@ -1,7 +1,7 @@
 """Numbers of all samples do not depend, to the last bit, on how the samples are spread."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -110,7 +110,8 @@ def estimated(samples: Sharded[Any], estimator: str) -> list[Any]:
     """Return what a step computes of scored samples between two models."""
     share = samples.share
     old = share.rollout_log_probs + 1e-7
-    corrected = RolloutCorrectionSection(rollout_is="token")
+    level: Literal["token", "sequence"] = "token" if estimator == "gae" else "sequence"
+    corrected = RolloutCorrectionSection(rollout_is=level, rollout_is_batch_normalize=True)
     passed = Gate(limits=Limits.of(SyncSection(), "float32")).check(samples, old, (), step=0)
     found, metrics = estimate(
         samples,
@@ -120,7 +121,8 @@ def estimated(samples: Sharded[Any], estimator: str) -> list[Any]:
         algorithm=AlgorithmSection(adv_estimator=estimator, rollout_correction=corrected),
         kl_coef=0.1,
     )
-    columns = [found.gather_tokens(each).tolist() for each in (found.share.advantages, found.share.returns)]
+    of_tokens = (found.share.advantages, found.share.returns, found.share.weights)
+    columns = [found.gather_tokens(each).tolist() for each in of_tokens]
     return [passed.rows.tolist(), passed.metrics, mismatch_metrics(samples, old), metrics, columns]
 
 

@@ -1,9 +1,12 @@
 import math
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megarl.algorithms.config import EXACT, ExactKL, SampledKL
+from megarl.algorithms.config import EXACT, STRAIGHT_THROUGH, ExactKL, SampledKL, StraightThroughKL
 from megarl.algorithms.kl import AdaptiveKL, Divergence, FixedKL, kl_penalty
 
 D = math.log(2.0)
@@ -27,6 +30,40 @@ def test_each_kind_by_hand(kind: SampledKL, above: float, below: float) -> None:
     assert kl_penalty(log_probs, ref_log_probs, kind=kind).tolist() == pytest.approx([above, below], rel=1e-5)
 
 
+def value_and_gradient(kind: Any, difference: list[float], k3_bound: float | None) -> tuple[list[float], list[float]]:
+    log_probs = torch.tensor(difference, dtype=torch.float64, requires_grad=True)
+    estimate = kl_penalty(log_probs, torch.zeros_like(log_probs), kind=kind, k3_bound=k3_bound)
+    (gradient,) = torch.autograd.grad(estimate.sum(), log_probs)
+    return estimate.tolist(), gradient.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("k1+", [2.0, -3.0]),
+        ("kl+", [2.0, -3.0]),
+        ("abs+", [2.0, 3.0]),
+        ("k3+", [math.exp(-2.0) + 1.0, 10.0]),  # unbounded, the second is exp(3) - 4 = 16.1
+        ("low_var_kl+", [math.exp(-2.0) + 1.0, 10.0]),
+    ],
+)
+def test_straight_through_kinds_by_hand(kind: StraightThroughKL, values: list[float]) -> None:
+    assert value_and_gradient(kind, [2.0, -3.0], 10.0) == (pytest.approx(values), [2.0, -3.0])
+
+
+@given(
+    kind=st.sampled_from(STRAIGHT_THROUGH),
+    difference=st.lists(st.floats(-300.0, 300.0), min_size=1, max_size=5),
+    k3_bound=st.none() | st.floats(0.1, 20.0),
+)
+def test_plus_joins_value_to_gradient_of_k2(
+    kind: StraightThroughKL, difference: list[float], k3_bound: float | None
+) -> None:
+    values, gradient = value_and_gradient(kind, difference, k3_bound)
+    assert values == value_and_gradient(kind.removesuffix("+"), difference, k3_bound)[0]
+    assert gradient == value_and_gradient("k2", difference, k3_bound)[1]
+
+
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_unbiased_kinds_average_to_the_divergence(kind: SampledKL) -> None:
     policy = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
@@ -37,7 +74,9 @@ def test_unbiased_kinds_average_to_the_divergence(kind: SampledKL) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "gradient_of"), [("k1", "nothing"), ("k2", "KL(policy || reference)"), ("k3", "KL(reference || policy)")]
+    ("kind", "gradient_of"),
+    [("k1", "nothing"), ("k2", "KL(policy || reference)"), ("k3", "KL(reference || policy)")]
+    + [(kind, "KL(policy || reference)") for kind in STRAIGHT_THROUGH],
 )
 def test_what_each_kind_is_as_a_loss(kind: SampledKL, gradient_of: str) -> None:
     logits = torch.tensor([0.3, -0.2, 1.0, 0.5], dtype=torch.float64, requires_grad=True)

@@ -48,7 +48,7 @@ PEERS = {
         n_gpus_per_node nnodes reward_loop_source use_reward_loop sandbox_fusion.url nccl_timeout rollout.name
         rollout.dtype forward_max_token_len_per_gpu""",
     "reward_manager": "source name module.path",
-    "algorithm": "pf_ppo.weight_pow rollout_correction.loss_type rollout_correction.rollout_is_batch_normalize",
+    "algorithm": "pf_ppo.weight_pow rollout_correction.loss_type",
     "trainer": """
         esi_redundant_time max_actor_ckpt_to_keep max_critic_ckpt_to_keep ray_wait_register_center_timeout
         use_legacy_worker_impl validation_data_dir""",
@@ -147,6 +147,8 @@ RENAMED = [
     ("actor_rollout_ref.rollout.load_format=safetensors", "actor_rollout_ref.rollout.load_format=dummy_megatron"),
     ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "actor_rollout_ref.actor.optim.lr_warmup_steps=null"),
     ("actor_rollout_ref.actor.clip_ratio_low=10", "actor_rollout_ref.actor.clip_ratio_low=1.0"),
+    ("actor_rollout_ref.actor.kl_loss_type=mse+", "actor_rollout_ref.actor.kl_loss_type=mse"),
+    ("algorithm.kl_penalty=k2+", "algorithm.kl_penalty=k2"),
     ("trainer.logger=[console,file]", "trainer.logger=[console,jsonl]"),
     (
         "actor_rollout_ref.model.lora.target_modules=[linear_q,linear_fc1_up]",
@@ -192,6 +194,15 @@ def test_bounds_of_engine_ratio_are_turned_round() -> None:
     argv = [*MINIMAL, f"{correction}.rollout_rs=token_k1", f"{correction}.rollout_rs_threshold=0.5_4.0"]
     found = load_config(argv, world_size=None, check_paths=False).algorithm.rollout_correction
     assert (found.rollout_rs, found.rollout_rs_threshold_lower, found.rollout_rs_threshold) == ("token", 0.25, 2.0)
+
+
+@pytest.mark.parametrize(("written", "bounds"), [("0.5_5.0", (0.5, 5.0)), ("'3'", (None, 3.0))])
+def test_bounds_of_weights_stay_as_they_are(written: str, bounds: tuple[float | None, float]) -> None:
+    """verl's weights are train/rollout, as here."""
+    correction = "algorithm.rollout_correction"
+    argv = [*MINIMAL, f"{correction}.rollout_is=token", f"{correction}.rollout_is_threshold={written}"]
+    found = load_config(argv, world_size=None, check_paths=False).algorithm.rollout_correction
+    assert (found.rollout_is_threshold_lower, found.rollout_is_threshold) == bounds
 
 
 def test_arguments_of_vllm_may_stand_below_its_name() -> None:
@@ -277,7 +288,7 @@ def test_tables_name_keys_that_exist() -> None:
     assert {key for row in FIXED for key in row.least} <= leaves.keys()
     for row in RENAMES:
         assert all(row.target(example(key)) in leaves or "{rest}" in row.to for key in row.keys), row.to
-        assert row.defaults.keys() <= leaves.keys()
+        assert row.defaults.keys() | row.also.keys() <= leaves.keys()
     assert not [row for row in VALUES if not (row.refuses or row.becomes or row.most)]
 
 
@@ -292,6 +303,15 @@ def test_argument_parser_flag_is_answered_with_our_key(flag: str) -> None:
     assert set(keys) <= Schema.of(Config).leaves.keys()
     spelt = faults(f"--{flag}", f"{flag.replace('_', '-')}=1") if "." not in flag else faults(f"--{flag}")
     assert FLAGS[flag] in spelt[0].message
+
+
+def test_validation_keys_of_forks_sample() -> None:
+    rollout = "actor_rollout_ref.rollout"
+    argv = [*MINIMAL, "data.val_files=val.parquet", f"{rollout}.n_val=8", f"{rollout}.val_temperature=0.6"]
+    config = load_config(argv, world_size=None, check_paths=False)
+    own = config.actor_rollout_ref.rollout.val_kwargs
+    assert (own.n, own.temperature, own.do_sample) == (8, 0.6, True)
+    assert any("val_kwargs.do_sample is true" in note for note in start_notes(config, argv))
 
 
 def test_no_row_of_foreign_keys_is_shadowed() -> None:

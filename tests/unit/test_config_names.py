@@ -87,8 +87,6 @@ def test_foreign_argument_is_answered_with_our_equivalent(argument: str, equival
         ("weight_decay", "did you mean actor_rollout_ref.actor.optim.weight_decay?"),
         ("policy.optimizer.kwargs.lr", "did you mean actor_rollout_ref.actor.optim.lr?"),
         ("tensor_model_parallel_size", "nothing of this name"),
-        ("actor_rollout_ref.rollout.n_val", "val_kwargs.n, with val_kwargs.do_sample=true"),
-        ("actor_rollout_ref.rollout.val_temperature", "val_kwargs.temperature, with"),
         ("some.manager.name", "nothing of this name"),
         ("some.manager.enable", "nothing of this name"),
     ],

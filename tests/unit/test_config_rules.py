@@ -183,6 +183,14 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             "no ratio lies between 2 and 0.5",
         ),
         (
+            [
+                "algorithm.rollout_correction.rollout_is=token",
+                "algorithm.rollout_correction.rollout_is_threshold_lower=2.5",
+            ],
+            "algorithm.rollout_correction.rollout_is_threshold_lower",
+            "no weight lies between 2.5 and 2",
+        ),
+        (
             [f"{ACTOR}.ptx_coef=0.5"],
             f"{ACTOR}.ptx_files",
             "ptx_coef=0.5 needs supervised pairs",

@@ -55,6 +55,16 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
         ["algorithm.rollout_correction.rollout_is=token"],
         ["algorithm.rollout_correction={rollout_rs: token, rollout_rs_threshold: 2}"],
     ),
+    "algorithm.rollout_correction.rollout_is_threshold_lower": (
+        "0.5",
+        ["algorithm.rollout_correction.rollout_is=token"],
+        ["algorithm.rollout_correction.rollout_rs=token"],
+    ),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": (
+        "true",
+        ["algorithm.rollout_correction.rollout_is=token"],
+        ["algorithm.rollout_correction.rollout_rs=token"],
+    ),
     "algorithm.rollout_correction.rollout_rs_threshold": (
         "1.2",
         ["algorithm.rollout_correction.rollout_rs=token"],

@@ -28,12 +28,18 @@ def script(*words: str) -> Script:
 
 
 def test_scripts_of_a_directory_are_measured(tmp_path: Path) -> None:
-    for name, text in {"a/starts.sh": STARTS, "lacks.sh": LACKS, "no_launch.sh": "echo data.train_files=a"}.items():
+    for name, text in {
+        "a/starts.sh": STARTS,
+        "lacks.sh": LACKS,
+        "no_launch.sh": "echo data.train_files=a",
+        "generates.sh": STARTS.replace("main_ppo", "main_generation"),
+        "fill_in.sh": STARTS.replace("org/model", ""),
+    }.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     scripts = list(read_scripts(tmp_path))
-    assert measure(scripts) == Figures(scripts=2, start=1, start_aside=2, converted=2, undecided=1, silent=0)
+    assert measure(scripts) == Figures(scripts=3, start=2, start_aside=3, converted=3, undecided=1, silent=0)
 
 
 KEYS = sorted(Schema.of(Config).leaves)

@@ -192,6 +192,30 @@ def test_truncated_responses_count_in_group_but_are_masked() -> None:
             {"rollout_is_mean": (9.0 + 0.5 + 4.0) / 8, "rollout_is_ratio_fraction_high": 3 / 8},
         ),
         (
+            {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_threshold_lower": 0.75},
+            [[0.0, 1.0, 1.0], [0.0] * 3, [1.0] * 3, [1.0] * 3],
+            {"rollout_is_mean": 6.0 / 8, "rollout_is_ratio_fraction_high": 1 / 8},
+        ),
+        (
+            {"rollout_is": "token", "rollout_is_batch_normalize": True},
+            [[16 / 8.5, 8 / 8.5, 8 / 8.5], [4 / 8.5] * 3, [8 / 8.5] * 3, [8 / 8.5] * 3],
+            {"rollout_is_mean": 8.5 / 8, "rollout_is_ratio_fraction_high": 1 / 8},
+        ),
+        (
+            {
+                "rollout_is": "sequence",
+                "rollout_is_threshold": 3.0,
+                "rollout_is_batch_normalize": True,
+                "rollout_rs": "token",
+            },
+            [[0.0, 3.0 / 1.375, 3.0 / 1.375], [0.5 / 1.375] * 3, [1.0 / 1.375] * 3, [1.0 / 1.375] * 3],
+            {
+                "rollout_is_mean": (9.0 + 0.5 + 4.0) / 8,
+                "rollout_is_ratio_fraction_high": 3 / 8,
+                "rollout_rs_masked_fraction": 1 / 8,
+            },
+        ),
+        (
             {"rollout_rs": "token"},
             [[0.0, 1.0, 1.0], [1.0] * 3, [1.0] * 3, [1.0] * 3],  # one half is just within the bounds
             {"rollout_rs_masked_fraction": 1 / 8},

@@ -54,7 +54,8 @@ def convert(source: str, arguments: Sequence[str] = ()) -> tuple[Converted, str]
     heading = f"megarl convert {name}: the launch of {launched.program} in line {launched.line}"
     if launched.others:
         heading += f"; there are {launched.others} further launches, with fewer keys"
-    return convert_launch(launched, base=path.parent), visible(heading)
+    base = Path() if is_command_line(source) else path.parent
+    return convert_launch(launched, base=base), visible(heading)
 
 
 if __name__ == "__main__":

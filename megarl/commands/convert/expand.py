@@ -54,6 +54,11 @@ def unset_names(text: str) -> list[str]:
     return _UNSET.findall(text)
 
 
+def after_marks(text: str) -> str:
+    """Return the end of a text, without marks."""
+    return re.split(f"[{UNKNOWN}\ue001]", text)[-1]
+
+
 def without_marks(text: str) -> str:
     """Return a text in which variables that are not set are empty."""
     return _UNSET.sub("", text)

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import megarl.config
-from megarl.commands.convert.expand import UNKNOWN, links
-from megarl.commands.convert.inherit import resolved
+from megarl.commands.convert.expand import UNKNOWN, after_marks, links
+from megarl.commands.convert.inherit import read_tree, resolved
 from megarl.commands.convert.launch import Launched
 from megarl.config.foreign import ANY, Remark
 from megarl.config.layers import UNREADABLE
 from megarl.config.links import parse, shown
+from megarl.config.load import merged
+from megarl.config.schema import nest
 
 if TYPE_CHECKING:
     from megarl.commands.convert.translate import Converted
@@ -40,14 +42,22 @@ class Flags:
     sets: Mapping[str, Any] = field(default_factory=dict)  # the defaults of the trainer that train differently
     older: Mapping[str, str] = field(default_factory=dict)  # a former name of a flag -> its name in the tables
     same: Mapping[str, str] = field(default_factory=dict)  # a flag -> the key here, or key[1] for an item of its list
+    sections: Mapping[str, str] = field(default_factory=dict)  # a section of flags -> the key here, a mapping
     cases: Mapping[str, Mapping[Any, Meaning]] = field(default_factory=dict)  # a flag -> a value -> what it means here
     samples: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
     """A size in prompts here -> the flags whose product it is in samples there, with their defaults."""
+    quotients: Mapping[str, Sequence[str]] = field(default_factory=dict)  # a key here -> a flag and that of its divisor
+    lengths: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """The flag of the tokens that a prompt and its response share -> a key here -> the flag of its own limit."""
+    file: str = ""  # the flag of a YAML file, whose flags the others override
+    default_files: Mapping[str, str] = field(default_factory=dict)
+    """A pattern of programs -> the file that counts without this flag."""
     idle: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # a flag -> the values that ask for nothing
     dropped: Mapping[str, str] = field(default_factory=dict)  # a pattern of flags -> why they change nothing
     unused: Mapping[str, str] = field(default_factory=dict)  # a pattern of flags -> the switch that they would need
     decide: Mapping[str, str] = field(default_factory=dict)  # a pattern -> what there is to decide about other values
-    when: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # flag=value -> what it changes in the tables
+    when: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """flag=value -> what it changes in the tables; the last row decides."""
 
     @classmethod
     def of(cls, launched: Launched) -> Self | None:
@@ -66,6 +76,25 @@ class Flags:
     def tables(cls) -> list[Self]:
         """Return all tables."""
         return [cls(**parse(path.read_text(encoding="utf-8"))) for path in sorted(TABLES.glob("*.yaml"))]
+
+    def read_file(self, found: "Converted", launched: Launched, base: Path) -> Sequence[str]:
+        """Return the flags of the YAML file that a launch names, and then its words; `found` says that it was read.
+
+        The script is in the directory `base`. A file that is not there remains among the words.
+        """
+        given = dict(pairs(launched.words))
+        name = given.get(self.file) or _first(self.default_files, launched.program)
+        if not name:
+            return launched.words
+        path = find_file(name, base)
+        tree = _tree_of(path) if path else None
+        if tree is None:
+            return [*launched.words, f"--{self.file}={name}"]
+        given.pop(self.file, None)
+        found.dropped[f"{self.file}={links(name).replace(UNKNOWN, '$(...)')}"] = "its keys are in this file"
+        for flag, text in given.items():
+            tree = merged(tree, nest({flag: _parsed(links(text))}))  # links of the file lead to them
+        return [*words_of(tree), *(f"--{flag}={text}" for flag, text in given.items())]
 
     def fill(self, found: "Converted", words: Sequence[str]) -> None:
         """Add what the flags say to `found`."""
@@ -88,7 +117,7 @@ class Flags:
             else:
                 for key, one in meaning.items():
                     _keep(found, key, one, flag)
-        counted = table.count(found, given)
+        counted = table.count(found, given) | table.divide(found, given) | table.limit(found, given)
         for flag, why in decided.items():
             if self.older.get(flag, flag) not in counted:
                 found.decisions[f"{flag}={texts[flag]}".replace(UNKNOWN, "$(...)")] = why
@@ -103,6 +132,9 @@ class Flags:
             return why
         if flag in self.same:
             return {self.same[flag]: value}
+        section, key = next(((one, key) for one, key in self.sections.items() if flag.startswith(f"{one}.")), ("", ""))
+        if section:
+            return {key: nest({flag.removeprefix(f"{section}."): value})}
         cases = {shown(case): meaning for case, meaning in self.cases.get(flag, {}).items()}
         meaning = cases.get(text, cases.get(ANY))
         if isinstance(meaning, Mapping):
@@ -129,13 +161,69 @@ class Flags:
                 found.decisions[written] = f"counts samples, {per_prompt} of a prompt: write {key} in prompts"
         return counted
 
+    def divide(self, found: "Converted", given: Mapping[str, Any]) -> set[str]:
+        """Add the quotients of flags, and return these flags; counts that leave a rest remain to be decided."""
+        counted: set[str] = set()
+        for key, (flag, divisor) in self.quotients.items():
+            number, by = given.get(flag), given.get(divisor)
+            if not (_is_number(number) and _is_number(by) and by > 0):
+                continue
+            are_counts = isinstance(number, int) and isinstance(by, int)
+            if not (are_counts and number % by):
+                _keep(found, key, number // by if are_counts else number / by, f"{flag}={number}, {divisor}={by}")
+                counted |= {flag, divisor}
+        return counted
+
+    def limit(self, found: "Converted", given: Mapping[str, Any]) -> set[str]:
+        """Add the limits of prompt and response, and return their flags, and the flag of both if they fit into it."""
+        counted: set[str] = set()
+        for flag, parts in self.lengths.items():
+            numbers = {key: part for key, part in parts.items() if _is_number(given.get(part))}
+            if not _is_number(given.get(flag)):
+                continue
+            own = {key: given[part] for key, part in numbers.items() if given[part] < given[flag]}
+            for key, part in numbers.items():
+                if key in own:
+                    _keep(found, key, own[key], part)
+                else:
+                    found.dropped[f"{part}={given[part]}"] = f"limits nothing: {flag} is no more"
+            counted.update(numbers.values())
+            if len(own) == len(parts) and sum(own.values()) <= given[flag]:
+                counted.add(flag)
+        return counted
+
     def _adapted(self, given: Mapping[str, Any]) -> "Flags":
         """Return the tables as the flags that change the meaning of others have them."""
         tables: dict[str, Any] = {}
-        for flag, value in given.items():
-            for name, changes in self.when.get(f"{flag}={shown(value)}", {}).items():
+        written = {f"{flag}={shown(value)}" for flag, value in given.items()}
+        for _, changed in (row for row in self.when.items() if row[0] in written):
+            for name, changes in changed.items():
                 tables[name] = {**tables.get(name, getattr(self, name)), **changes}
         return replace(self, **tables)
+
+
+def find_file(name: str, base: Path) -> Path | None:
+    """Return the file that a script in the directory `base` names; None if it is not there.
+
+    A name that begins with what only the script can tell, or that has a folder, is searched in the directories above
+    `base` too.
+    """
+    known = after_marks(name)
+    known = known.lstrip("/") if known != name else known
+    folders = [base.resolve(), *(base.resolve().parents if "/" in known else ()), Path()]
+    return next((folder / known for folder in folders if known and (folder / known).is_file()), None)
+
+
+def _tree_of(path: Path) -> dict[str, Any] | None:
+    try:
+        tree = read_tree(path)
+    except (*UNREADABLE, OSError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _first(table: Mapping[str, str], flag: str) -> str | None:
@@ -156,6 +244,8 @@ def _keep(found: "Converted", key: str, value: Any, flag: str) -> None:
 
 def _inserted(template: Any, value: Any) -> Any:
     """Return a value of a case, with the value of the flag or an item of it."""
+    if isinstance(template, dict):
+        return {key: _inserted(one, value) for key, one in template.items()}
     match = re.fullmatch(r"\{(value|\d)}", template) if isinstance(template, str) else None
     if not match:
         return template
@@ -171,23 +261,23 @@ def _parsed(text: str) -> Any:
 
 
 def pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield flags with their values: `true` for a flag without one, a list for one with several."""
+    """Yield flags with their values: `true` for a flag without one and for other words, a list for several values."""
     flag, values = "", list[str]()
     for word in (*words, "--"):
         key, is_given, value = word.partition("=")
-        ends = word.startswith("--") or (is_given and "." in key)
-        if not ends:
+        ends = word.startswith(("--", "~")) or (is_given and "." in key)
+        if not ends and flag:
             values.append(word)
             continue
         if flag:
             yield flag, values[0] if len(values) == 1 else f"[{', '.join(values)}]" if values else "true"
         flag, values = "", []
         if not word.startswith("--"):
-            yield key.lstrip("+"), value
+            yield key.lstrip("+"), value if is_given else "true"
         elif word != "--":
             flag, values = key[2:].replace("-", "_"), [value] if is_given else []
 
 
 def words_of(tree: Mapping[str, Any]) -> list[str]:
     """Return the leaves of a YAML file as words."""
-    return [f"--{key}={value if value == UNKNOWN else json.dumps(value)}" for key, value in resolved(tree)]
+    return [f"--{key}={value if UNKNOWN in str(value) else json.dumps(value)}" for key, value in resolved(tree)]

@@ -13,7 +13,8 @@ from megarl.platform.errors import UserError
 
 _KEY = re.compile(r"(?:\+{1,2}|~)?[A-Za-z_]\w*(?:\.[\w-]+)+=?.*", re.DOTALL)
 _FLAG = re.compile(r"--[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
-_LEAST_KEYS = 3  # of a launch
+_FILE = re.compile(r"--config(-name)?(=.*)?", re.DOTALL)
+_LEAST_KEYS = 3  # of a launch that names no file of keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Launched:
     words: tuple[str, ...]
     line: int
     others: int  # further launches of the script
-    stray: tuple[str, ...]  # keys that stand outside of every command
+    stray: tuple[str, ...]  # keys and flags that stand outside of every command
 
 
 def find_launch(text: str, arguments: Sequence[str] = (), variables: Sequence[tuple[str, str]] = ()) -> Launched:
@@ -36,8 +37,9 @@ def find_launch(text: str, arguments: Sequence[str] = (), variables: Sequence[tu
     found: list[Launched] = []
     stray: list[str] = []
     for command in follow_script(text, arguments, variables):
-        if "=" in command.words[0] and _KEY.fullmatch(command.words[0]):
-            stray.extend(word for word in command.words if _KEY.fullmatch(word))
+        if _is_argument(command.words[0]):
+            stray.extend(word for word in command.words if _KEY.fullmatch(word) or _FLAG.fullmatch(word))
+            continue
         launched = _launched(command)
         if launched:
             found.append(launched)
@@ -47,6 +49,10 @@ def find_launch(text: str, arguments: Sequence[str] = (), variables: Sequence[tu
     return Launched(
         program=best.program, words=best.words, line=best.line, others=len(found) - 1, stray=tuple(map(links, stray))
     )
+
+
+def _is_argument(word: str) -> bool:
+    return bool(("=" in word and _KEY.fullmatch(word)) or _FLAG.fullmatch(word))
 
 
 def _launched(command: Program) -> Launched | None:
@@ -63,8 +69,8 @@ def _launched(command: Program) -> Launched | None:
 
 
 def _enough(program: str, words: Sequence[str], line: int) -> Launched | None:
-    keys = sum(bool((_KEY.fullmatch(word) and "=" in word) or _FLAG.fullmatch(word)) for word in words)
-    if keys < _LEAST_KEYS:
+    keys = sum(map(_is_argument, words))
+    if keys < _LEAST_KEYS and not any(map(_FILE.fullmatch, words)):
         return None
     return Launched(program=program, words=tuple(filter(None, words)), line=line, others=0, stray=())
 

@@ -6,8 +6,9 @@ another program counts as not met. `exit` ends its branch alone, so that a check
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import takewhile
 
 from megarl.commands.convert.expand import UNKNOWN, Expander, Variable, matches, without_marks
 from megarl.commands.convert.shell_syntax import (
@@ -26,6 +27,7 @@ from megarl.platform.errors import UserError
 
 _MOST_COMMANDS = 20_000
 _MOST_CALLS = 40
+_SHELLS = ("bash", "sh", "zsh", "dash")
 _DECLARES = ("export", "declare", "local", "typeset", "readonly")
 _NUMBERS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 _FILES = re.compile(r"-[a-eghkprstuwxGLNOS]")
@@ -214,8 +216,29 @@ class Shell:
             case "eval" | "exec" | "time":
                 return self.follow(parse_script(" ".join(rest))) if name == "eval" else self._call(rest, line)
             case _:
-                return self._record(name, rest, line)
+                inner = _script_of(words)
+                return self._follow_inner(*inner, line) if inner else self._record(name, rest, line)
         return Outcome.MET
+
+    def _follow_inner(self, text: str, arguments: Sequence[str], line: int) -> Outcome:
+        """Follow the script of a further shell, which changes no variable here."""
+        if self.calls > _MOST_CALLS:
+            raise UserError("a shell of the script starts itself")
+        try:
+            chain = parse_script(text)
+        except UserError:
+            return Outcome.UNKNOWN  # only that shell can tell
+        inner = Shell(
+            arguments=list(arguments),
+            variables=dict(self.variables),
+            functions=dict(self.functions),
+            printed=self.printed,
+            calls=self.calls + 1,
+            count=self.count,
+        )
+        inner._body(chain)
+        self.commands += [replace(one, line=line + one.line - 1) for one in inner.commands]
+        return Outcome.UNKNOWN
 
     def _call_function(self, name: str, rest: list[str]) -> Outcome:
         if self.calls > _MOST_CALLS:
@@ -279,6 +302,15 @@ class Shell:
     def _test_number(self, expression: str) -> Outcome:
         value = self._expander().arithmetic(expression)
         return Outcome.UNKNOWN if value == UNKNOWN else Outcome.of(value != "0")
+
+
+def _script_of(words: Sequence[str]) -> tuple[str, Sequence[str]] | None:
+    """Return the script that a shell among the words gets after `-c`, and its arguments."""
+    start = next((at for at, word in enumerate(words) if word.rpartition("/")[2] in _SHELLS), len(words))
+    options = list(takewhile(lambda word: word.startswith("-"), words[start + 1 :]))
+    script = start + 1 + len(options)
+    is_given = any("c" in option and not option.startswith("--") for option in options) and script < len(words)
+    return (words[script], words[script + 2 :]) if is_given else None
 
 
 def follow_script(text: str, arguments: Sequence[str] = (), variables: Sequence[tuple[str, str]] = ()) -> list[Program]:

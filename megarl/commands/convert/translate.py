@@ -53,7 +53,7 @@ def convert_launch(launched: Launched, *, base: Path) -> Converted:
     flags = Flags.of(launched)
     if flags:
         found = Converted()
-        flags.fill(found, launched.words)
+        flags.fill(found, flags.read_file(found, launched, base))
     else:
         found = convert_words(launched.words, base=base)
     for word in launched.stray:
