@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.kl import Divergence
-from megarl.learner.head_chunks import CHUNK_TOKENS, KEPT_BYTES
+from megarl.learner.head_chunks import CHUNK_TOKENS as CHUNK_TOKENS
+from megarl.learner.head_chunks import KEPT_BYTES as KEPT_BYTES
 from megarl.learner.softmax import gradient, merge, moments
 from megarl.learner.weight_gradient import WeightGradient
 from megarl.platform.memory import unused_memory
