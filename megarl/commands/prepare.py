@@ -100,6 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_rows(path, rows, note)
             print(f"{path}: {len(rows)} rows")
         _show(splits, arguments.tokenizer)
+        if task is own and not arguments.sft:
+            for line in check.remarks([str(arguments.out / f"{split}.parquet") for split in splits]):
+                print(redact(f"note: {line}"))
     except UserError as error:
         print(redact(f"megarl prepare: {error}"), file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""Checks what all rows can teach: ground truths that their rules cannot read, empty truths, blank and repeated prompts.
+"""Checks what all rows can teach: ground truths that their rules cannot read, empty truths, blank prompts, equal rows.
 
 The rule of a row scores the response that must be right, in processes that may be killed. Equal ground truths are tried
 once.
@@ -20,13 +20,14 @@ from megarl.rewards.self_test import AS_TEXT, SelfTest
 from megarl.sandbox.pool import Pool, ScoringResult, WorkerLimits
 from megarl.sandbox.wire import pack
 
-Kind = Literal["truth", "text", "empty", "blank", "seen"]
+Kind = Literal["truth", "text", "empty", "blank", "seen", "again"]
 KINDS: dict[Kind, str] = {
     "truth": "no response can be right, or none can be scored",
     "text": "the ground truth is plain text to math-verify, so only the same words are right",
     "empty": "the ground truth is empty",
     "blank": "the prompt is blank",
     "seen": "the prompt is a training prompt too",
+    "again": "prompt and ground truth are those of an earlier row",
 }
 MAX_SHOWN = 20
 """Most different messages of a kind that are kept."""
@@ -82,6 +83,7 @@ def look(
     rows = columns.open(files)
     findings = TruthFindings(len(rows))
     prompts = set[int]()
+    pairs = set[int]()
     num_given = 0
     empty = list[int]()
     limits = WorkerLimits(
@@ -105,10 +107,15 @@ def look(
                 findings.add("seen", KINDS["seen"], rows.place(index))
             if any(columns.faults(row)):
                 continue
+            truth = columns.ground_truth(row)
+            pair = hash((digest, repr(truth)))
+            if pair in pairs:
+                findings.add("again", KINDS["again"], rows.place(index))
+            pairs.add(pair)
             rules = columns.rules_of(row)
             if rules:
                 trials.add(columns, row, rules, index)
-            elif _is_nothing(columns.ground_truth(row)):
+            elif _is_nothing(truth):
                 empty.append(index)
             else:
                 num_given += 1

@@ -82,9 +82,12 @@ def test_unmatchable_ground_truths_are_named_with_row(
 
 
 def test_equal_rows_are_counted_and_first_is_named(looked: Look) -> None:
-    (remark,) = looked([*GOOD, *[row("18 dollars")] * 7])
-    assert "7 of 27 rows" in remark
+    rows = [*GOOD, *[row("18 dollars")] * 7, *GOOD[:2], GOOD[0] | {"reward_model": {"ground_truth": "5"}}]
+    remark, again = looked(rows)
+    assert "7 of 30 rows" in remark
     assert remark.count("18 dollars") == 2  # in the row, and in the error
+    assert again.startswith("data.train_files: 8 of 30 rows: prompt and ground truth are those of an earlier row; the ")
+    assert again.endswith("0.jsonl, line 22")
 
 
 def test_equal_ground_truths_with_different_inputs_are_tried(looked: Look, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +132,7 @@ def test_rows_that_cannot_teach_are_counted(looked: Look, tmp_path: Path) -> Non
         "data.train_files: 7 of 29 rows: the ground truth is empty",
         "data.train_files: 2 of 29 rows: the prompt is blank",
         "data.val_files: 2 of 3 rows: the prompt is a training prompt too",
+        "data.val_files: 1 of 3 rows: prompt and ground truth are those of an earlier row",
     ]
     assert f"the first is {tmp_path / '0.jsonl'}, line 21" in notes[0]
     assert looked([{"prompt": "1"}, {"prompt": "2"}], more=own) == []  # a reward that needs no ground truth
@@ -165,7 +169,7 @@ def test_a_damaged_memory_is_no_memory(looked: Look, tmp_path: Path) -> None:
 
 
 def test_file_check_names_same_rows(looked: Look, tmp_path: Path) -> None:
-    rows = [*GOOD, row("x"), row("1", " "), row("~1", source="math")]
+    rows = [*GOOD, row("x"), row("1", " "), row("~1", source="math"), GOOD[0]]
     notes = looked(rows)
     report = check.examine(str(tmp_path / "0.jsonl"))
     assert [line.partition("jsonl, ")[2] for line in report.faults] == [
@@ -173,4 +177,6 @@ def test_file_check_names_same_rows(looked: Look, tmp_path: Path) -> None:
         "the ground truth 'x' is not one number",
         "line 22, the prompt is blank",
     ]
-    assert all(any(line in remark for remark in notes) for line in (report.faults[0], *report.notes))
+    words, again = report.notes
+    assert all(any(line in remark for remark in notes) for line in (report.faults[0], words))
+    assert again.endswith("line 24, prompt and ground truth are those of an earlier row")
