@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from rich.live import Live
 
 from megarl.api.command import TAIL, run_command
-from megarl.commands.watch import headline, picture_of
+from megarl.checkpoint.directory import job_in
+from megarl.commands.watch import SILENT_S, headline, picture_of
 from megarl.platform.detached import CONSOLE
 from megarl.platform.early import EXIT_CODE
 from megarl.platform.errors import UserError
@@ -63,10 +64,12 @@ class TrainingRun:
         return DataFrame(read_jsonl(file) if file.is_file() else [])
 
     def is_running(self) -> bool:
-        """Return whether the run has not ended. A run of another program may have died silently."""
+        """Return whether the run has not ended. A run of another program that writes nothing for long has died."""
         if self.process:
             return self.process.poll() is None
-        return read_mapping(self.directory / STATUS_FILE).get("state") == "running"
+        status = read_mapping(self.directory / STATUS_FILE)
+        is_silent = time.time() - status.get("time", 0.0) > SILENT_S
+        return status.get("state") == "running" and (not is_silent or job_in(self.directory) is not None)
 
     def wait(self) -> "TrainingRun":
         """Wait for the end, and show the curves meanwhile on a terminal or in a notebook; return this run.
@@ -84,6 +87,10 @@ class TrainingRun:
         code = self.process.wait() if self.process else 0
         if code not in (0, EXIT_CODE):
             raise UserError(f"the run {self.directory} ended with code {code}; it printed\n{self.console[-TAIL:]}")
+        if not self.process and read_mapping(self.directory / STATUS_FILE).get("state") == "running":
+            raise UserError(
+                f"the run {self.directory} has died: no job has the directory, and nothing is written to it"
+            )
         return self
 
     def stop(self) -> "TrainingRun":

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 ROUND_S = 0.5
 REPORT_S = 5.0
+NOT_AWAITED = "the trial ended before, because the reward fails on so many other rows"
 SHOWN_CHARACTERS = 60
 NUM_SHOWN = 3
 
@@ -60,7 +61,9 @@ class Trial:
     @property
     def fault(self) -> str | None:
         """Why there is no score; None if there is one."""
-        return self.result.detail if self.result and self.result.fault else None
+        if self.result is None:
+            return NOT_AWAITED
+        return self.result.detail if self.result.fault else None
 
 
 def try_out(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> Iterator[str]:
@@ -171,7 +174,7 @@ def try_reward(config: Config) -> Iterator[str]:
     messages = [
         f"{trial.place}: the reward fails if the response is {_shown(trial.response)}: {trial.fault}"
         for trial in trials
-        if trial.fault is not None
+        if trial.fault is not None and trial.result
     ]
     if _stops(section, failed, len(trials)):
         remedy = "mend the reward or the row (reward_model.trial_rows=0 starts without this trial)"
