@@ -177,6 +177,10 @@ def write_lines(path: Path, *rows: Any) -> str:
             "line 2, column n: 'x' is of type str",
         ),
         ([{"prompt": "a"}], ("--val", "1"), "--val 1: there are 1 rows, and at least one must be left"),
+        ([{"prompt": "a"}] * 9, ("--train", "-5"), "'--train': -5 is not in the range x>=1"),
+        ([{"prompt": "a"}] * 9, ("--train", "0"), "'--train': 0 is not in the range x>=1"),
+        ([{"prompt": "a"}] * 9, ("--val", "-1"), "'--val': -1 is not in the range x>=0"),
+        ([{"prompt": "a"}], ("--val", "1", "--val-from", "b.csv"), "leave out --val or --val-from"),
         ([{"prompt": "a"}], ("--template", "x"), "--template 'x' has no {prompt}"),
         ([{"prompt": [{"role": "user", "content": "a"}]}], ("--plain",), "is a list of messages, and --plain"),
         ([{"prompt": CHAT}, {"prompt": CHAT[:1]}], (), "line 2, column prompt: the last message of some conversations"),
@@ -196,6 +200,14 @@ def test_mistakes_name_the_place_and_the_remedy(
     assert ending.value.code == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["file", "/proc/none"])
+def test_place_that_takes_no_files_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        own(write_lines(tmp_path / "mine.jsonl", {"prompt": "a"}), out=tmp_path / name)
+    assert f"megarl prepare: --out={tmp_path / name} cannot be written: " in capsys.readouterr().err
 
 
 def test_missing_column_of_text_table_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
