@@ -171,15 +171,21 @@ def try_reward(config: Config) -> Iterator[str]:
         return
     trials = call_reward(config)
     failed = [trial.result for trial in trials if trial.result and trial.result.fault]
-    messages = [
-        f"{trial.place}: the reward fails if the response is {_shown(trial.response)}: {trial.fault}"
-        for trial in trials
-        if trial.fault is not None and trial.result
-    ]
+    messages = list(_messages([trial for trial in trials if trial.result and trial.result.fault]))
     if _stops(section, failed, len(trials)):
         remedy = "mend the reward or the row (reward_model.trial_rows=0 starts without this trial)"
         raise ConfigError([Fault(_reward_key(config), f"{message}: {remedy}") for message in messages[:NUM_SHOWN]])
     yield from messages[:NUM_SHOWN]
+
+
+def _messages(failed: Sequence[Trial]) -> Iterator[str]:
+    """Yield a message for each different fault, with the first of its rows and the number of the others."""
+    of_fault: dict[str | None, list[Trial]] = {}
+    for trial in failed:
+        of_fault.setdefault(trial.fault, []).append(trial)
+    for fault, (first, *others) in of_fault.items():
+        more = f" and {len(others)} more" if others else ""
+        yield f"{first.place}{more}: the reward fails if the response is {_shown(first.response)}: {fault}"
 
 
 def call_reward(config: Config) -> list[Trial]:
