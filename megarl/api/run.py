@@ -1,6 +1,7 @@
 """A run, seen from a program: its process, if the program started it, and the files of its directory."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import time
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING
 from rich.live import Live
 
 from megarl.api.command import TAIL, run_command
-from megarl.checkpoint.directory import job_in
+from megarl.checkpoint.directory import job_in, process_in
 from megarl.commands.watch import SILENT_S, headline, picture_of
 from megarl.platform.detached import CONSOLE
 from megarl.platform.early import EXIT_CODE
 from megarl.platform.errors import UserError
+from megarl.platform.log import LOG_DIRECTORY
 from megarl.platform.screen import Screen
 from megarl.report.page import write_report
 from megarl.report.read import read_curves, read_mapping, read_run
@@ -97,11 +99,16 @@ class TrainingRun:
         """Ask the run to finish its step, to save and to end. The next `megarl.train` of its directory resumes it.
 
         Raises:
-            UserError: another program started the run.
+            UserError: the run is at work on another machine, or has died.
         """
-        if not self.process:
-            raise UserError(f"another program started the run {self.directory}: stop it there")
-        self.process.send_signal(signal.SIGTERM)
+        if self.process:
+            self.process.send_signal(signal.SIGTERM)
+        elif self.is_running():
+            process = process_in(self.directory)
+            if process is None:
+                job = job_in(self.directory) or "an unknown process"
+                raise UserError(f"{job} trains in {self.directory}, and is no process of yours here: stop it there")
+            os.kill(process, signal.SIGTERM)
         return self.wait()
 
     def report(self) -> Path:
@@ -136,7 +143,9 @@ def load_run(directory: str | Path) -> TrainingRun:
     """Return the run of a directory.
 
     Raises:
-        UserError: no run has recorded anything there.
+        UserError: no run has begun there.
     """
-    read_run(Path(directory))
-    return TrainingRun(directory=Path(directory))
+    place = Path(directory).expanduser().absolute()
+    if not (place / LOG_DIRECTORY).is_dir():
+        read_run(place)
+    return TrainingRun(directory=place)

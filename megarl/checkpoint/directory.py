@@ -8,9 +8,11 @@ RUN_DIR/global_step_40/                     complete
 """
 
 import fcntl
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -40,6 +42,20 @@ def job_in(directory: Path) -> str | None:
                 return lock.read() or "an unknown process"
     except OSError:
         return None
+    return None
+
+
+def process_in(directory: Path) -> int | None:
+    """Return this user's process on this machine that has a run's directory; None if there is no such process."""
+    found = re.match(r"process (\d+) ", job_in(directory) or "")
+    if not found:
+        return None
+    with suppress(OSError):
+        lock = (directory / LOCK).stat()
+        if any(
+            os.path.samestat(file.stat(), lock) for file in Path("/proc", found[1], "fd").iterdir() if file.exists()
+        ):
+            return int(found[1])
     return None
 
 

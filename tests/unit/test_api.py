@@ -317,6 +317,49 @@ def test_run_that_died_is_not_awaited(tmp_path: Path) -> None:
         run.wait()
 
 
+HOLD = """
+import fcntl, signal, sys, time
+lock = open(sys.argv[1] + "/.lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print(f"process {__import__('os').getpid()} on here", file=lock, flush=True)
+status = open(sys.argv[1] + "/status.json", "r+")
+def end(*_):
+    status.write('{"state": "stopped", "time": 0}')
+    status.truncate()
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+print("holds", flush=True)
+time.sleep(60)
+"""
+
+
+def test_run_of_another_program_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    status = tmp_path / "status.json"
+    status.write_text(json.dumps({"state": "running", "time": time.time()}))
+    run = megarl.load_run(tmp_path)
+    with pytest.raises(UserError, match="an unknown process trains in"):
+        run.stop()
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout and holder.stdout.readline() == b"holds\n"
+        assert run.stop() is run
+        assert holder.wait() == 0
+    (tmp_path / ".lock").write_text("process 1 on elsewhere")
+    status.write_text(json.dumps({"state": "running", "time": time.time()}))
+    with (tmp_path / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="process 1 on elsewhere trains in .*: stop it there"):
+            run.stop()
+
+
+def test_run_that_starts_is_a_run(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    run = megarl.load_run(tmp_path)
+    assert (len(run.metrics), len(run.samples)) == (0, 0)
+    with pytest.raises(UserError, match="nothing is recorded yet: the run starts"):
+        run.report()
+
+
 def test_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="name the directory of a run"):
         megarl.load_run(tmp_path)

@@ -178,5 +178,5 @@ def test_built_in_rules_are_tried_too(tmp_path: Path) -> None:
         return list(try_reward(config))
 
     assert attempt("multiply") == []
-    with pytest.raises(ConfigError, match="reward_model: .*line 1 and [0-9] more: .*': no built-in reward for .* 'sudoku'"):
+    with pytest.raises(ConfigError, match="reward_model: .*line 1 and .*': no built-in reward for .* 'sudoku'"):
         attempt("sudoku")
