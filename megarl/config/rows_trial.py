@@ -12,13 +12,15 @@ from megarl.rewards.config import RulesSection
 from megarl.section import listed
 
 NUM_SHOWN = 3
+STOPS: tuple[Kind, ...] = ("column", "truth")
+"""The rows that a run does not start with: any that it cannot read, and too many that it cannot score."""
 
 
 def check_rows(config: Config) -> Iterator[str]:
     """Yield a remark for each kind of row that cannot teach, with the number of such rows and the first of them.
 
     Raises:
-        ConfigError: rows cannot be read, or so many have ground truths that their rules cannot read that a step with
+        ConfigError: a row cannot be read, or so many have ground truths that their rules cannot read that a step with
             such rows would stop the run.
     """
     section = config.rules
@@ -28,10 +30,11 @@ def check_rows(config: Config) -> Iterator[str]:
     with fault_of("data.train_files"):
         found = _look(config, columns)
     faults = [
-        Fault(key, f"{message}. {_remedy(config, key)}")
+        Fault(key, f"{message}. {_remedy(config, key, kind)}")
         for key, findings in found.items()
-        if _stops(section, findings)
-        for message in _messages("truth", findings)
+        for kind in STOPS
+        if kind == "column" or _stops(section, findings)
+        for message in _messages(kind, findings)
     ]
     if faults:
         raise ConfigError(faults)
@@ -76,16 +79,16 @@ def _messages(kind: Kind, findings: TruthFindings) -> Iterator[str]:
         return
     shown = findings.shown[kind][:NUM_SHOWN]
     first = "; ".join(f"{finding.place}, {finding.message}" for finding in shown)
-    if kind == "truth" or kind == "text":
+    if kind in ("column", "truth", "text"):
         yield f"{number:,} of {findings.num_rows:,} rows: {KINDS[kind]}: {first}"
     else:
         yield f"{number:,} of {findings.num_rows:,} rows: {KINDS[kind]}; the first is {shown[0].place}"
 
 
-def _remedy(config: Config, key: str) -> str:
+def _remedy(config: Config, key: str, kind: Kind) -> str:
     names = listed(getattr(config.data, key.removeprefix("data.")))
     file = names[0] if names else "FILE"
-    return (
-        f"Mend the rows (`megarl prepare --check {file}` lists them) or their data source; "
-        "reward_model.trial_rows=0 starts without this look"
-    )
+    remedy = f"Mend the rows (`megarl prepare --check {file}` lists them)"
+    if kind == "column":
+        return remedy
+    return f"{remedy} or their data source; reward_model.trial_rows=0 starts without this look"

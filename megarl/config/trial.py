@@ -20,7 +20,7 @@ from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.rows import Rows
 from megarl.models.config import ModelSection
 from megarl.models.hub import config_place, read_model
-from megarl.platform.errors import UserError
+from megarl.platform.errors import UserError, placed
 from megarl.platform.log import show_printed
 from megarl.platform.secrets import beginning
 from megarl.rewards.config import RulesSection
@@ -222,14 +222,15 @@ def _rows(config: Config, section: RulesSection, *, takes_ids: bool) -> Iterator
     rows = columns.open(data.train_files)
     for index in _spread(section.trial_rows, [*rows.file_starts, len(rows)]):
         row = rows[index]
-        truth = columns.ground_truth(row)
+        with placed(f"{rows.place(index)}, "):
+            truth, info = columns.ground_truth(row), columns.extra_info(row)
         response = "" if truth is None else str(truth)
         arguments = {
             "prompt": str(row[data.prompt_key]),
             "data_source": columns.source(row),
             "solution_str": response,
             "ground_truth": truth,
-            "extra_info": columns.extra_info(row),
+            "extra_info": info,
             **({IDS: []} if takes_ids else {}),
         }
         try:

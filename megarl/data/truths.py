@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megarl.data.columns import PromptColumns
-from megarl.data.messages import plain_text, prompt_faults, shown
+from megarl.data.messages import plain_text, shown
 from megarl.data.table import DataRow
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
 from megarl.rewards.self_test import AS_TEXT, SelfTest
 from megarl.sandbox.pool import Pool, ScoringResult, WorkerLimits
 from megarl.sandbox.wire import pack
 
-Kind = Literal["truth", "text", "empty", "blank", "seen", "again"]
+Kind = Literal["column", "truth", "text", "empty", "blank", "seen", "again"]
 KINDS: dict[Kind, str] = {
+    "column": "a column has no value that a run can read",
     "truth": "no response can be right, or none can be scored",
     "text": "the ground truth is plain text to math-verify, so only the same words are right",
     "empty": "the ground truth is empty",
@@ -77,8 +78,8 @@ def look(
 ) -> tuple[TruthFindings, set[int]]:
     """Return what was found in all rows of files, and the digests of their prompts.
 
-    Rows with faults in their columns are left out. `training_prompts` are digests of prompts that no row should have.
-    Raises UserError if the files cannot be read.
+    A row with a fault in its columns brings nothing else. `training_prompts` are digests of prompts that no row should
+    have. Raises UserError if the files cannot be read.
     """
     rows = columns.open(files)
     findings = TruthFindings(len(rows))
@@ -96,17 +97,18 @@ def look(
     with closing(Pool(SelfTest(), limits)) as pool:
         trials = _Trials(pool)
         for index, row in enumerate(rows):
-            prompt = row[columns.section.prompt_key]
-            if any(prompt_faults(prompt)):
+            faults = list(columns.faults(row))
+            for fault in faults:
+                findings.add("column", fault, rows.place(index))
+            if faults:
                 continue
+            prompt = row[columns.section.prompt_key]
             digest = hash(repr(prompt))
             prompts.add(digest)
             if not plain_text(prompt).strip():
                 findings.add("blank", KINDS["blank"], rows.place(index))
             if training_prompts is not None and digest in training_prompts:
                 findings.add("seen", KINDS["seen"], rows.place(index))
-            if any(columns.faults(row)):
-                continue
             truth = columns.ground_truth(row)
             pair = hash((digest, repr(truth)))
             if pair in pairs:
@@ -117,6 +119,7 @@ def look(
                 trials.add(columns, row, rules, index)
             elif _is_nothing(truth):
                 empty.append(index)
+                num_given += truth is not None
             else:
                 num_given += 1
         for kind, message, index, num_rows in trials.messages():

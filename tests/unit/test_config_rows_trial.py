@@ -138,6 +138,31 @@ def test_rows_that_cannot_teach_are_counted(looked: Look, tmp_path: Path) -> Non
     assert looked([{"prompt": "1"}, {"prompt": "2"}], more=own) == []  # a reward that needs no ground truth
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"prompt": None}, "prompt: None is neither a text nor a list of messages"),
+        ({"prompt": [{"role": "ghost", "content": "x"}]}, "prompt: message 0: role 'ghost' is none of"),
+        ({"extra_info": "{half"}, "extra_info: the text '{half' is not JSON"),
+        ({"reward_model": "x"}, "reward_model: the text 'x' is not JSON"),
+    ],
+)
+def test_row_that_a_run_cannot_read_blocks_start(
+    wrong: dict[str, Any], said: str, looked: Look, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        looked([*GOOD, GOOD[0] | wrong])
+    assert f"data.train_files: 1 of 21 rows: a column has no value that a run can read: {tmp_path}" in str(error.value)
+    assert f"0.jsonl, line 21, {said}" in str(error.value)
+    assert len(check.faults(str(tmp_path / "0.jsonl"))) == 1
+
+
+def test_truths_that_are_all_empty_are_counted(looked: Look, tmp_path: Path) -> None:
+    (reward := tmp_path / "own.py").write_text("def compute_score(**_): return 0.0\n")
+    (remark,) = looked([row("", "1"), row(float("nan"), "2")], more=(f"custom_reward_function.path={reward}",))
+    assert "2 of 2 rows: the ground truth is empty" in remark
+
+
 def test_words_for_math_verify_are_a_remark(looked: Look) -> None:
     (remark,) = looked([row("~12", source="math"), row("12", source="math")])
     assert "1 of 2 rows: the ground truth is plain text to math-verify, so only the same words are right" in remark

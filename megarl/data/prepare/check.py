@@ -106,7 +106,7 @@ def _examine_prompts(file: str, columns: PromptColumns, report: CheckReport) -> 
     except UserError as error:
         report.faults += [line for line in (str(error),) if line not in report.faults]
         return
-    for kind in KINDS:
+    for kind in [kind for kind in KINDS if kind != "column"]:  # which is reported already
         lines = report.notes if kind in ("text", "again") else report.faults
         lines.extend(_lines(found, kind))
 
