@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
-from megarl.config.rows_trial import check_rows
+from megarl.config.rows_trial import check_responses, check_rows
 from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.rows import Rows
@@ -82,6 +82,8 @@ def try_out(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> It
         find_sources(config)
         yield from check_rows(config)
         yield from try_reward(config)
+    else:
+        yield from check_responses(config)
 
 
 def find_architectures(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> None:

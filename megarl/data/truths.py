@@ -20,7 +20,7 @@ from megarl.rewards.self_test import AS_TEXT, SelfTest
 from megarl.sandbox.pool import Pool, ScoringResult, WorkerLimits
 from megarl.sandbox.wire import pack
 
-Kind = Literal["column", "truth", "text", "empty", "blank", "seen", "again"]
+Kind = Literal["column", "truth", "text", "empty", "blank", "seen", "again", "silent", "equal"]
 KINDS: dict[Kind, str] = {
     "column": "a column has no value that a run can read",
     "truth": "no response can be right, or none can be scored",
@@ -29,6 +29,8 @@ KINDS: dict[Kind, str] = {
     "blank": "the prompt is blank",
     "seen": "the prompt is a training prompt too",
     "again": "prompt and ground truth are those of an earlier row",
+    "silent": "a response is blank",
+    "equal": "both responses are the same text",
 }
 MAX_SHOWN = 20
 """Most different messages of a kind that are kept."""

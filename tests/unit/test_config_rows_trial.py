@@ -10,8 +10,8 @@ import pytest
 
 from megarl.config import rows_trial
 from megarl.config.faults import ConfigError
-from megarl.config.load import load_config
-from megarl.config.rows_trial import check_rows
+from megarl.config.load import load_config, load_reward_train_config, load_sft_config
+from megarl.config.rows_trial import check_responses, check_rows
 from megarl.data.prepare import check
 from megarl.sandbox.pool import Pool
 
@@ -161,6 +161,25 @@ def test_truths_that_are_all_empty_are_counted(looked: Look, tmp_path: Path) -> 
     (reward := tmp_path / "own.py").write_text("def compute_score(**_): return 0.0\n")
     (remark,) = looked([row("", "1"), row(float("nan"), "2")], more=(f"custom_reward_function.path={reward}",))
     assert "2 of 2 rows: the ground truth is empty" in remark
+
+
+def test_responses_that_cannot_teach_are_counted(tmp_path: Path) -> None:
+    def remarks(load: Any, *rows: dict[str, Any]) -> list[str]:
+        file = write(tmp_path / "pairs.jsonl", list(rows))
+        arguments = ["model.path=org/start", f"data.train_files={file}"]
+        return list(check_responses(load(arguments, world_size=None, check_paths=False)))
+
+    pair = {"prompt": "1 + 1", "response": "2"}
+    (remark,) = remarks(load_sft_config, pair, pair | {"response": " "}, pair | {"response": ""})
+    assert remark.startswith("data.train_files: 2 of 3 rows: a response is blank; the first is ")
+    with pytest.raises(ConfigError, match="line 2, response: a text is expected, not 2"):
+        remarks(load_sft_config, pair, pair | {"response": 2})
+    choice = {"prompt": "1 + 1", "chosen": "2", "rejected": "3"}
+    (remark,) = remarks(load_reward_train_config, choice, choice | {"rejected": "2"})
+    assert "1 of 2 rows: both responses are the same text; the first is " in remark
+    assert remark.endswith("line 2")
+    with pytest.raises(ConfigError, match="line 1, rejected: the text is empty"):
+        remarks(load_reward_train_config, choice | {"rejected": ""})
 
 
 def test_words_for_math_verify_are_a_remark(looked: Look) -> None:
