@@ -2,12 +2,12 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.api.command import run_command
-from megarl.api.rows import data_files
+from megarl.api.rows import as_json, data_files
 from megarl.api.source import reward_keys
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
@@ -46,6 +46,8 @@ def score(
     *,
     prompt: str = "prompt",
     answer: str | None = None,
+    keep: Sequence[str] = (),
+    data_source: str = "own",
     n: int = 10,
 ) -> list[Trial]:
     """Call a reward for the first `n` rows as a run does, in processes of its own, with the truth as the response.
@@ -56,9 +58,11 @@ def score(
         UserError: the rows or the reward cannot be used.
     """
     with tempfile.TemporaryDirectory(prefix="megarl-score-") as place:
-        files = data_files(data, Path(place), prompt=prompt, answer=answer, plain=True)
+        files = data_files(
+            data, Path(place), prompt=prompt, answer=answer, plain=False, keep=keep, data_source=data_source
+        )
         keys: dict[str, Any] = {
-            "data.train_files": str(files["train"]),
+            "data.train_files": files["train"],
             "actor_rollout_ref.model.path": "none",
             "algorithm.adv_estimator": "grpo",
             "actor_rollout_ref.rollout.n": 2,
@@ -71,4 +75,5 @@ def score(
 
 def _words(files: tuple[str | Path, ...], keys: Mapping[str, Any] | None) -> list[str]:
     """Return files and keys as the words of a command."""
-    return [*map(str, files), *(f"{key}={json.dumps(value)}" for key, value in (keys or {}).items())]
+    written = {key: json.dumps(value, ensure_ascii=False, default=as_json) for key, value in (keys or {}).items()}
+    return [*map(str, files), *(f"{key}={value}" for key, value in written.items())]

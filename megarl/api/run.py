@@ -1,6 +1,7 @@
 """A run, seen from a program: its process, if the program started it, and the files of its directory."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import time
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING
 from rich.live import Live
 
 from megarl.api.command import TAIL, run_command
-from megarl.commands.watch import headline, picture_of
+from megarl.checkpoint.directory import job_in, process_in
+from megarl.commands.watch import SILENT_S, headline, picture_of
 from megarl.platform.detached import CONSOLE
 from megarl.platform.early import EXIT_CODE
 from megarl.platform.errors import UserError
+from megarl.platform.log import LOG_DIRECTORY
 from megarl.platform.screen import Screen
 from megarl.report.page import write_report
 from megarl.report.read import read_curves, read_mapping, read_run
@@ -63,10 +66,12 @@ class TrainingRun:
         return DataFrame(read_jsonl(file) if file.is_file() else [])
 
     def is_running(self) -> bool:
-        """Return whether the run has not ended. A run of another program may have died silently."""
+        """Return whether the run has not ended. A run of another program that writes nothing for long has died."""
         if self.process:
             return self.process.poll() is None
-        return read_mapping(self.directory / STATUS_FILE).get("state") == "running"
+        status = read_mapping(self.directory / STATUS_FILE)
+        is_silent = time.time() - status.get("time", 0.0) > SILENT_S
+        return status.get("state") == "running" and (not is_silent or job_in(self.directory) is not None)
 
     def wait(self) -> "TrainingRun":
         """Wait for the end, and show the curves meanwhile on a terminal or in a notebook; return this run.
@@ -84,17 +89,26 @@ class TrainingRun:
         code = self.process.wait() if self.process else 0
         if code not in (0, EXIT_CODE):
             raise UserError(f"the run {self.directory} ended with code {code}; it printed\n{self.console[-TAIL:]}")
+        if not self.process and read_mapping(self.directory / STATUS_FILE).get("state") == "running":
+            raise UserError(
+                f"the run {self.directory} has died: no job has the directory, and nothing is written to it"
+            )
         return self
 
     def stop(self) -> "TrainingRun":
         """Ask the run to finish its step, to save and to end. The next `megarl.train` of its directory resumes it.
 
         Raises:
-            UserError: another program started the run.
+            UserError: the run is at work on another machine, or has died.
         """
-        if not self.process:
-            raise UserError(f"another program started the run {self.directory}: stop it there")
-        self.process.send_signal(signal.SIGTERM)
+        if self.process:
+            self.process.send_signal(signal.SIGTERM)
+        elif self.is_running():
+            process = process_in(self.directory)
+            if process is None:
+                job = job_in(self.directory) or "an unknown process"
+                raise UserError(f"{job} trains in {self.directory}, and is no process of yours here: stop it there")
+            os.kill(process, signal.SIGTERM)
         return self.wait()
 
     def report(self) -> Path:
@@ -129,7 +143,9 @@ def load_run(directory: str | Path) -> TrainingRun:
     """Return the run of a directory.
 
     Raises:
-        UserError: no run has recorded anything there.
+        UserError: no run has begun there.
     """
-    read_run(Path(directory))
-    return TrainingRun(directory=Path(directory))
+    place = Path(directory).expanduser().absolute()
+    if not (place / LOG_DIRECTORY).is_dir():
+        read_run(place)
+    return TrainingRun(directory=place)

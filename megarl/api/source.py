@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,35 +38,59 @@ def reward_file(reward: Callable[..., Any] | str | Path, directory: Path) -> tup
     """
     if isinstance(reward, str | Path):
         return Path(reward).absolute(), None
-    name = reward.__name__
+    name = getattr(reward, "__name__", repr(reward))
     module = inspect.getmodule(reward)
-    if module and module.__name__ != "__main__" and getattr(module, name, None) is reward and module.__file__:
-        return Path(module.__file__).absolute(), name
-    if not name.isidentifier() or not isinstance(reward, FunctionType):
+    place = Path(getattr(module, "__file__", None) or "")
+    if place.suffix == ".py" and module and module.__name__ != "__main__" and getattr(module, name, None) is reward:
+        return place.absolute(), name
+    if not name.isidentifier() or not isinstance(inspect.unwrap(reward), FunctionType):
         raise UserError(f"reward={name} is no function that `def` has named: define one, or name its file")
     file = directory / REWARD_FILE
     write_whole(file, "\n\n".join(_parts(reward, {name})).encode())
     return file, name
 
 
-def _parts(function: FunctionType, known: set[str]) -> Iterator[str]:
+def _parts(decorated: Callable[..., Any], known: set[str]) -> Iterator[str]:
     """Yield what a function names, and its source. `known` are the names that are written already."""
+    function: FunctionType = inspect.unwrap(decorated)
+    source, definition = _source(function)
+    if function is not decorated and not definition.decorator_list:
+        raise UserError(
+            f"reward={function.__name__} is wrapped by a call: write the call as a decorator above its `def`"
+        )
     if function.__closure__:
         names = ", ".join(function.__code__.co_freevars)
         raise UserError(
             f"reward={function.__name__} uses {names} of the function around it: define it at the top level"
         )
-    for name in sorted(_names(function.__code__) & function.__globals__.keys() - known):
+    used = _names(function.__code__) | _names_around(definition)
+    for name in sorted(used & function.__globals__.keys() - known):
         known.add(name)
         value = function.__globals__[name]
-        if isinstance(value, FunctionType) and value.__module__ == function.__module__:
+        inner = inspect.unwrap(value) if callable(value) else value
+        if isinstance(inner, FunctionType) and inner.__module__ == function.__module__:
             yield from _parts(value, known)
         else:
             yield _definition(name, value, function)
+    yield source
+
+
+def _source(function: FunctionType) -> tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Return the source of a function, as text and as a tree. Raises UserError if it is not known."""
     try:
-        yield textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError) as error:
+        source = textwrap.dedent(inspect.getsource(function))
+        definition = ast.parse(source).body[0]
+    except (OSError, TypeError, SyntaxError) as error:
         raise UserError(f"the source of reward={function.__name__} is not known: write it to a file") from error
+    if not isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
+        raise UserError(f"reward={function.__name__} is no function that `def` has named: define one, or name its file")
+    return source, definition
+
+
+def _names_around(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Return the names in decorators, defaults and annotations, which Python reads when it defines the function."""
+    parts = (definition.args, definition.returns or ast.Pass(), *definition.decorator_list)
+    return {node.id for part in parts for node in ast.walk(part) if isinstance(node, ast.Name)}
 
 
 def _names(code: CodeType) -> set[str]:
@@ -86,6 +111,8 @@ def _definition(name: str, value: object, function: FunctionType) -> str:
     if module and module != function.__module__ and hasattr(value, "__name__"):
         return f"from {module} import {value.__name__} as {name}"
     text = repr(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{name} = float({text!r})"
     if _is_literal(text, value):
         return f"{name} = {text}"
     raise UserError(

@@ -1,20 +1,26 @@
 """Start a run from a program: `megarl.train(model=..., data=..., reward=...)`."""
 
 import json
+import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megarl.api.rows import count_rows, data_files
+from megarl.api.rows import as_json, count_rows, data_files
 from megarl.api.run import TrainingRun
 from megarl.api.source import reward_keys
-from megarl.config.load import load_config
+from megarl.checkpoint.directory import job_in, saved_steps
+from megarl.config.load import load_config, merged
 from megarl.config.schema import nest
 from megarl.platform.detached import start_detached
-from megarl.platform.files import write_whole
+from megarl.platform.errors import UserError
+from megarl.platform.files import check_writable, write_whole
+from megarl.platform.log import show_on_console
+
+logger = logging.getLogger(__name__)
 
 INPUTS = "inputs"
 """Directory of a run with what the program gave: config.yaml, the reward and the rows."""
@@ -29,6 +35,8 @@ def train(
     reward: Callable[..., Any] | str | Path | None = None,
     prompt: str = "prompt",
     answer: str | None = None,
+    keep: Sequence[str] = (),
+    data_source: str = "own",
     algorithm: str = "grpo",
     steps: int = 100,
     out: str | Path | None = None,
@@ -38,11 +46,14 @@ def train(
 
     Args:
         model: a Hugging Face directory or id.
-        data: a file (CSV, JSON, parquet, Arrow); or rows: mappings, a `datasets.Dataset` or a pandas DataFrame.
+        data: a file (CSV, JSON, parquet, Arrow) or a data set of the Hugging Face hub; or rows: mappings, a
+            `datasets.Dataset` or a pandas DataFrame.
         reward: a function f(data_source, solution_str, ground_truth, extra_info) -> float, or the Python file of
-            `compute_score`; None = the built-in reward of each row's data source.
+            `compute_score`; None = the built-in reward of `data_source`.
         prompt: the column of the prompts.
         answer: the column of the ground truths, which the reward receives.
+        keep: the columns that the reward receives in `extra_info`.
+        data_source: chooses a built-in reward, such as `gsm8k`, and names the score of the validation.
         algorithm: `algorithm.adv_estimator`; `gae` (PPO) also trains a critic, from the same model.
         steps: to train.
         out: directory of the run; a run that is there is resumed. None = `runs/MODEL-ALGORITHM`.
@@ -50,16 +61,19 @@ def train(
 
     Raises:
         ConfigError: lists every fault of the configuration.
-        UserError: the rows or the reward cannot be used.
+        UserError: the rows or the reward cannot be used, or a run is at work in `out`.
     """
-    model_name = Path(model).name
-    directory = Path(out or f"runs/{model_name}-{algorithm}").absolute()
+    model = Path(model).expanduser() if isinstance(model, Path) or model.startswith("~") else model
+    directory = Path(out or f"runs/{Path(model).name}-{algorithm}").expanduser().absolute()
+    _require_free(directory)
     inputs = directory / INPUTS
+    check_writable(directory, "out")
     inputs.mkdir(parents=True, exist_ok=True)
-    files = data_files(data, inputs, prompt=prompt, answer=answer, plain=_is_plain(Path(model)))
+    plain = _is_plain(Path(model))
+    files = data_files(data, inputs, prompt=prompt, answer=answer, plain=plain, keep=keep, data_source=data_source)
     num_prompts = _batch_size(count_rows(files["train"]))
     keys: dict[str, Any] = {
-        "data.train_files": str(files["train"]),
+        "data.train_files": files["train"],
         "data.train_batch_size": num_prompts,
         "data.max_prompt_length": 512,
         "data.max_response_length": 512,
@@ -72,20 +86,43 @@ def train(
         "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": steps,
         "trainer.save_freq": 20,
-        "trainer.test_freq": 10,
+        "trainer.test_freq": 10 if "val" in files else -1,
     }
     if "val" in files:
-        keys["data.val_files"] = str(files["val"])
+        keys["data.val_files"] = files["val"]
     if algorithm == "gae":
         keys["critic.model.path"] = _place(model)
     else:
         keys["algorithm.use_kl_in_reward"] = False
     keys |= reward_keys(reward, inputs)
     config = inputs / "config.yaml"
-    write_whole(config, yaml.safe_dump(nest(keys | dict(set or {})), sort_keys=False).encode())
-    load_config([str(config)], world_size=None)
+    given = nest(json.loads(json.dumps(dict(set or {}), default=as_json)))
+    write_whole(config, yaml.safe_dump(merged(nest(keys), given), sort_keys=False).encode())
+    if load_config([str(config)], world_size=None).trainer.default_local_dir != str(directory):
+        raise UserError("trainer.default_local_dir is set: name the directory of the run by `out`")
+    _report_resumption(directory, steps)
     process = start_detached([sys.executable, "-m", "megarl", "train", str(config)], directory)
     return TrainingRun(directory=directory, process=process)
+
+
+def _require_free(directory: Path) -> None:
+    """Raise UserError if a job has the directory: what it would resume from must not change."""
+    job = job_in(directory)
+    if job:
+        raise UserError(
+            f"out={directory}: {job} trains there: stop it (`megarl.load_run(out)` shows it), or name another"
+        )
+
+
+def _report_resumption(directory: Path, steps: int) -> None:
+    """Report that a run is resumed: after a change of its reward or data a person may want another."""
+    step = max(saved_steps(directory), default=0)
+    if step:
+        left = (
+            f"continues after step {step}" if step < steps else f"is at step {step} of {steps}: nothing is left to do"
+        )
+        show_on_console(rank=0)
+        logger.info("note: the run of %s %s; name another `out` to start anew with what has changed", directory, left)
 
 
 def _batch_size(num_rows: int) -> int:

@@ -4,11 +4,15 @@ RUN_DIR/global_step_40/                     complete
         .global_step_40.part/               being written, fetched or removed; may remain after a crash
         latest_checkpointed_iteration.txt   the pointer: the step to resume from; an earlier step if that is damaged
         set_aside-20260131-235959/          checkpoints, and the pointer, that the run does not continue
+        .lock                               host and process of the job that has the directory, locked while it lives
 """
 
+import fcntl
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -25,6 +29,34 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 """The state of the run except its models, in each checkpoint."""
 STEP_PREFIX = "global_step_"
+LOCK = ".lock"
+
+
+def job_in(directory: Path) -> str | None:
+    """Return process and host of the job that has a run's directory; None if no job has, or files cannot be locked."""
+    try:
+        with (directory / LOCK).open(encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read() or "an unknown process"
+    except OSError:
+        return None
+    return None
+
+
+def process_in(directory: Path) -> int | None:
+    """Return this user's process on this machine that has a run's directory; None if there is no such process."""
+    found = re.match(r"process (\d+) ", job_in(directory) or "")
+    if not found:
+        return None
+    with suppress(OSError):
+        lock = (directory / LOCK).stat()
+        if any(
+            os.path.samestat(file.stat(), lock) for file in Path("/proc", found[1], "fd").iterdir() if file.exists()
+        ):
+            return int(found[1])
+    return None
 
 
 def saved_steps(directory: Path) -> list[int]:

@@ -20,14 +20,13 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from megarl.checkpoint.directory import STEP_PREFIX
+from megarl.checkpoint.directory import LOCK, STEP_PREFIX
 from megarl.distributed.exchange import on_each_rank, on_first_rank, together
 from megarl.platform.errors import UserError
 from megarl.platform.files import remedy
 
 logger = logging.getLogger(__name__)
 
-LOCK = ".lock"
 PATIENCE_S = 60.0
 """How long a job that was killed may take to end: giving back the memory of a device takes seconds."""
 VISIBLE_S = 10.0

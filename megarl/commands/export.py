@@ -70,7 +70,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> ExportArgu
 
     Raises:
         ConfigError: there is no best checkpoint, the checkpoint has no adapters, the directory to write takes no
-            files, or the repository to upload to has no possible name.
+            files or has files of others, or the repository to upload to has no possible name.
     """
     typed = parse(EXPORT, argv)
     faults = []
@@ -87,6 +87,8 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> ExportArgu
         check_writable(typed["out"], "OUT")
     except WriteError as error:
         faults.append(Fault("OUT", str(error).removeprefix("OUT=")))
+    if holds_others(typed["out"]):
+        faults.append(Fault("OUT", f"{typed['out']} has files that are no model: name a new directory"))
     faults += repository_faults(typed["push_to"], private=typed["private"])
     if faults:
         raise ConfigError(faults)
@@ -114,6 +116,12 @@ def find_repository(arguments: ExportArguments) -> None:
 def holds_adapters(path: Path) -> bool:
     """Return whether a checkpoint, or some checkpoint of a run, has adapters."""
     return any(any(path.glob(f"{begin}*/{ADAPTERS_CONFIG}")) for begin in ("", f"{STEP_PREFIX}*/"))
+
+
+def holds_others(out: Path) -> bool:
+    """Return whether a directory has files, such as those of a run or a project, and no model to be replaced."""
+    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    return bool(names) and not names & {"config.json", ADAPTERS_CONFIG}
 
 
 def write(arguments: ExportArguments, launch: Launch) -> None:

@@ -33,6 +33,7 @@ from megarl.data.prepare.options import option, single_values
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError, placed
+from megarl.platform.files import check_writable, explained
 from megarl.platform.functions import load_module
 from megarl.platform.secrets import guard_output, redact
 from megarl.rewards.config import CustomRewardSection, RulesSection
@@ -91,15 +92,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         _check(arguments.check, [*_custom_faults(arguments), *report.faults], report)
         return
     try:
+        check_writable(arguments.out, "--out")
         if arguments.tokenizer:
             _find(arguments.tokenizer)
         splits = task.build(arguments)
         note = as_note(_hub_datasets(arguments))
         for split, rows in splits.items():
             path = arguments.out / f"{split}.parquet"
-            write_rows(path, rows, note)
+            with explained(str(path)):
+                write_rows(path, rows, note)
             print(f"{path}: {len(rows)} rows")
         _show(splits, arguments.tokenizer)
+        if task is own and not arguments.sft:
+            for line in check.remarks([str(arguments.out / f"{split}.parquet") for split in splits]):
+                print(redact(f"note: {line}"))
     except UserError as error:
         print(redact(f"megarl prepare: {error}"), file=sys.stderr)
         sys.exit(2)

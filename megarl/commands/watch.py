@@ -23,7 +23,7 @@ from megarl.platform.errors import UserError
 from megarl.platform.log import LOG_DIRECTORY
 from megarl.platform.screen import Screen, plain
 from megarl.platform.terminal import visible
-from megarl.report.read import Points, Run, read_mapping, read_run
+from megarl.report.read import NOTHING_YET, Points, Run, read_mapping, read_run
 from megarl.report.summary import score_of, summary
 from megarl.tracking.names import KL, LEARNT, REWARD
 from megarl.tracking.samples import Pair, pairs
@@ -68,7 +68,7 @@ def picture_of(directory: Path) -> RenderableType:
     except UserError:
         if not (directory / LOG_DIRECTORY).is_dir():
             raise
-        return plain(f"{directory.name}  nothing is recorded yet: the run starts, or ended before its first step")
+        return plain(f"{directory.name}  {NOTHING_YET}")
     return picture(run, read_mapping(directory / STATUS_FILE), time.time())
 
 

@@ -184,7 +184,7 @@ def data_faults(data: TextSection, model: CheckpointSection) -> Iterator[Fault]:
     place = data.tokenizer
     remedy = "give a directory, a .model file, a URI or a HF id"
     yield from tokenizer_faults(place, "data.tokenizer", remedy)
-    if place is None and is_without_tokenizer(Path(model.path)):
+    if place is None and model.path and is_without_tokenizer(Path(model.path)):
         yield Fault("data.tokenizer", f"is not set, and {model.path} has no tokenizer: {remedy}")
 
 

@@ -1,24 +1,29 @@
 """The look at all rows before a run: what each of them can teach, remembered for the next start."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from megarl.config.faults import ConfigError, Fault, fault_of
-from megarl.config.root import Config
+from megarl.config.root import Config, RewardTrainConfig, SFTConfig
 from megarl.data import remembered
 from megarl.data.columns import Needs, PromptColumns
+from megarl.data.config import PreferenceDataSection, SFTDataSection
+from megarl.data.messages import prompt_faults, text_faults
+from megarl.data.rows import Rows
 from megarl.data.truths import KINDS, Kind, TruthFindings, look
 from megarl.rewards.config import RulesSection
 from megarl.section import listed
 
 NUM_SHOWN = 3
+STOPS: tuple[Kind, ...] = ("column", "truth")
+"""The rows that a run does not start with: any that it cannot read, and too many that it cannot score."""
 
 
 def check_rows(config: Config) -> Iterator[str]:
     """Yield a remark for each kind of row that cannot teach, with the number of such rows and the first of them.
 
     Raises:
-        ConfigError: rows cannot be read, or so many have ground truths that their rules cannot read that a step with
+        ConfigError: a row cannot be read, or so many have ground truths that their rules cannot read that a step with
             such rows would stop the run.
     """
     section = config.rules
@@ -28,16 +33,53 @@ def check_rows(config: Config) -> Iterator[str]:
     with fault_of("data.train_files"):
         found = _look(config, columns)
     faults = [
-        Fault(key, f"{message}. {_remedy(config, key)}")
+        Fault(key, f"{message}. {_remedy(config, key, kind)}")
         for key, findings in found.items()
-        if _stops(section, findings)
-        for message in _messages("truth", findings)
+        for kind in STOPS
+        if kind == "column" or _stops(section, findings)
+        for message in _messages(kind, findings)
     ]
     if faults:
         raise ConfigError(faults)
     for key, findings in found.items():
         for kind in KINDS:
             yield from (f"{key}: {message}" for message in _messages(kind, findings))
+
+
+def check_responses(config: SFTConfig | RewardTrainConfig) -> Iterator[str]:
+    """Yield a remark for each kind of row whose responses cannot teach, with the number of such rows and the first.
+
+    Raises:
+        ConfigError: a prompt or a response cannot be read.
+    """
+    for key, names in {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}.items():
+        if not names:
+            continue
+        with fault_of(key):
+            found = _look_at_responses(config.data, names)
+        remedy = f"Mend the rows (`megarl prepare --check {listed(names)[0]}` lists them)"
+        if faults := [Fault(key, f"{message}. {remedy}") for message in _messages("column", found)]:
+            raise ConfigError(faults)
+        for kind in KINDS:
+            yield from (f"{key}: {message}" for message in _messages(kind, found))
+
+
+def _look_at_responses(data: SFTDataSection | PreferenceDataSection, names: str | Sequence[str]) -> TruthFindings:
+    keys = [data.response_key] if isinstance(data, SFTDataSection) else [data.chosen_key, data.rejected_key]
+    rows = Rows(names, columns=[data.prompt_key, *keys])
+    findings = TruthFindings(len(rows))
+    for index, row in enumerate(rows):
+        place = rows.place(index)
+        faults = [f"{data.prompt_key}: {fault}" for fault in prompt_faults(row[data.prompt_key])]
+        faults += [f"{key}: {fault}" for key in keys for fault in text_faults(row[key], may_be_empty=len(keys) == 1)]
+        for fault in faults:
+            findings.add("column", fault, place)
+        responses = [] if faults else [row[key].strip() for key in keys]
+        if not all(responses):
+            findings.add("silent", KINDS["silent"], place)
+        elif len({*responses}) < len(responses):
+            findings.add("equal", KINDS["equal"], place)
+    return findings
 
 
 def _look(config: Config, columns: PromptColumns) -> Mapping[str, TruthFindings]:
@@ -76,16 +118,16 @@ def _messages(kind: Kind, findings: TruthFindings) -> Iterator[str]:
         return
     shown = findings.shown[kind][:NUM_SHOWN]
     first = "; ".join(f"{finding.place}, {finding.message}" for finding in shown)
-    if kind == "truth" or kind == "text":
+    if kind in ("column", "truth", "text"):
         yield f"{number:,} of {findings.num_rows:,} rows: {KINDS[kind]}: {first}"
     else:
         yield f"{number:,} of {findings.num_rows:,} rows: {KINDS[kind]}; the first is {shown[0].place}"
 
 
-def _remedy(config: Config, key: str) -> str:
+def _remedy(config: Config, key: str, kind: Kind) -> str:
     names = listed(getattr(config.data, key.removeprefix("data.")))
     file = names[0] if names else "FILE"
-    return (
-        f"Mend the rows (`megarl prepare --check {file}` lists them) or their data source; "
-        "reward_model.trial_rows=0 starts without this look"
-    )
+    remedy = f"Mend the rows (`megarl prepare --check {file}` lists them)"
+    if kind == "column":
+        return remedy
+    return f"{remedy} or their data source; reward_model.trial_rows=0 starts without this look"

@@ -14,13 +14,13 @@ from typing import Any
 
 from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
-from megarl.config.rows_trial import check_rows
+from megarl.config.rows_trial import check_responses, check_rows
 from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.rows import Rows
 from megarl.models.config import ModelSection
 from megarl.models.hub import config_place, read_model
-from megarl.platform.errors import UserError
+from megarl.platform.errors import UserError, placed
 from megarl.platform.log import show_printed
 from megarl.platform.secrets import beginning
 from megarl.rewards.config import RulesSection
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 ROUND_S = 0.5
 REPORT_S = 5.0
+NOT_AWAITED = "the trial ended before, because the reward fails on so many other rows"
 SHOWN_CHARACTERS = 60
 NUM_SHOWN = 3
 
@@ -60,7 +61,9 @@ class Trial:
     @property
     def fault(self) -> str | None:
         """Why there is no score; None if there is one."""
-        return self.result.detail if self.result and self.result.fault else None
+        if self.result is None:
+            return NOT_AWAITED
+        return self.result.detail if self.result.fault else None
 
 
 def try_out(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> Iterator[str]:
@@ -79,6 +82,8 @@ def try_out(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> It
         find_sources(config)
         yield from check_rows(config)
         yield from try_reward(config)
+    else:
+        yield from check_responses(config)
 
 
 def find_architectures(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> None:
@@ -168,15 +173,21 @@ def try_reward(config: Config) -> Iterator[str]:
         return
     trials = call_reward(config)
     failed = [trial.result for trial in trials if trial.result and trial.result.fault]
-    messages = [
-        f"{trial.place}: the reward fails if the response is {_shown(trial.response)}: {trial.fault}"
-        for trial in trials
-        if trial.fault is not None
-    ]
+    messages = list(_messages([trial for trial in trials if trial.result and trial.result.fault]))
     if _stops(section, failed, len(trials)):
         remedy = "mend the reward or the row (reward_model.trial_rows=0 starts without this trial)"
         raise ConfigError([Fault(_reward_key(config), f"{message}: {remedy}") for message in messages[:NUM_SHOWN]])
     yield from messages[:NUM_SHOWN]
+
+
+def _messages(failed: Sequence[Trial]) -> Iterator[str]:
+    """Yield a message for each different fault, with the first of its rows and the number of the others."""
+    of_fault: dict[str | None, list[Trial]] = {}
+    for trial in failed:
+        of_fault.setdefault(trial.fault, []).append(trial)
+    for fault, (first, *others) in of_fault.items():
+        more = f" and {len(others)} more" if others else ""
+        yield f"{first.place}{more}: the reward fails if the response is {_shown(first.response)}: {fault}"
 
 
 def call_reward(config: Config) -> list[Trial]:
@@ -213,14 +224,15 @@ def _rows(config: Config, section: RulesSection, *, takes_ids: bool) -> Iterator
     rows = columns.open(data.train_files)
     for index in _spread(section.trial_rows, [*rows.file_starts, len(rows)]):
         row = rows[index]
-        truth = columns.ground_truth(row)
+        with placed(f"{rows.place(index)}, "):
+            truth, info = columns.ground_truth(row), columns.extra_info(row)
         response = "" if truth is None else str(truth)
         arguments = {
             "prompt": str(row[data.prompt_key]),
             "data_source": columns.source(row),
             "solution_str": response,
             "ground_truth": truth,
-            "extra_info": columns.extra_info(row),
+            "extra_info": info,
             **({IDS: []} if takes_ids else {}),
         }
         try:

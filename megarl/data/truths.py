@@ -1,4 +1,4 @@
-"""Checks what all rows can teach: ground truths that their rules cannot read, empty truths, blank and repeated prompts.
+"""Checks what all rows can teach: ground truths that their rules cannot read, empty truths, blank prompts, equal rows.
 
 The rule of a row scores the response that must be right, in processes that may be killed. Equal ground truths are tried
 once.
@@ -13,20 +13,24 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megarl.data.columns import PromptColumns
-from megarl.data.messages import plain_text, prompt_faults, shown
+from megarl.data.messages import plain_text, shown
 from megarl.data.table import DataRow
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
 from megarl.rewards.self_test import AS_TEXT, SelfTest
 from megarl.sandbox.pool import Pool, ScoringResult, WorkerLimits
 from megarl.sandbox.wire import pack
 
-Kind = Literal["truth", "text", "empty", "blank", "seen"]
+Kind = Literal["column", "truth", "text", "empty", "blank", "seen", "again", "silent", "equal"]
 KINDS: dict[Kind, str] = {
+    "column": "a column has no value that a run can read",
     "truth": "no response can be right, or none can be scored",
     "text": "the ground truth is plain text to math-verify, so only the same words are right",
     "empty": "the ground truth is empty",
     "blank": "the prompt is blank",
     "seen": "the prompt is a training prompt too",
+    "again": "prompt and ground truth are those of an earlier row",
+    "silent": "a response is blank",
+    "equal": "both responses are the same text",
 }
 MAX_SHOWN = 20
 """Most different messages of a kind that are kept."""
@@ -76,12 +80,13 @@ def look(
 ) -> tuple[TruthFindings, set[int]]:
     """Return what was found in all rows of files, and the digests of their prompts.
 
-    Rows with faults in their columns are left out. `training_prompts` are digests of prompts that no row should have.
-    Raises UserError if the files cannot be read.
+    A row with a fault in its columns brings nothing else. `training_prompts` are digests of prompts that no row should
+    have. Raises UserError if the files cannot be read.
     """
     rows = columns.open(files)
     findings = TruthFindings(len(rows))
     prompts = set[int]()
+    pairs = set[int]()
     num_given = 0
     empty = list[int]()
     limits = WorkerLimits(
@@ -94,22 +99,29 @@ def look(
     with closing(Pool(SelfTest(), limits)) as pool:
         trials = _Trials(pool)
         for index, row in enumerate(rows):
-            prompt = row[columns.section.prompt_key]
-            if any(prompt_faults(prompt)):
+            faults = list(columns.faults(row))
+            for fault in faults:
+                findings.add("column", fault, rows.place(index))
+            if faults:
                 continue
+            prompt = row[columns.section.prompt_key]
             digest = hash(repr(prompt))
             prompts.add(digest)
             if not plain_text(prompt).strip():
                 findings.add("blank", KINDS["blank"], rows.place(index))
             if training_prompts is not None and digest in training_prompts:
                 findings.add("seen", KINDS["seen"], rows.place(index))
-            if any(columns.faults(row)):
-                continue
+            truth = columns.ground_truth(row)
+            pair = hash((digest, repr(truth)))
+            if pair in pairs:
+                findings.add("again", KINDS["again"], rows.place(index))
+            pairs.add(pair)
             rules = columns.rules_of(row)
             if rules:
                 trials.add(columns, row, rules, index)
-            elif _is_nothing(columns.ground_truth(row)):
+            elif _is_nothing(truth):
                 empty.append(index)
+                num_given += truth is not None
             else:
                 num_given += 1
         for kind, message, index, num_rows in trials.messages():

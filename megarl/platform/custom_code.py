@@ -4,6 +4,7 @@ The name holds the path of the file. So a function or a class of such a file can
 starts itself: to unpickle it, that process imports the module, which needs nothing but megarl.
 """
 
+import linecache
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,12 @@ from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
 
+from megarl.platform.secrets import beginning
+
 __path__: list[str] = []  # makes this module a package without files
 _PREFIX = f"{__name__}."
+_SHOWN_CHARACTERS = 100
+"""Characters of a line that an error left."""
 
 
 def module_name(path: Path) -> str:
@@ -30,9 +35,13 @@ def path_of(name: str) -> Path:
 
 
 def place_of(error: BaseException) -> str:
-    """Return ` (FILE:LINE)` of the innermost line of a user's file that an error left, or '' if it left none."""
+    """Return ` (FILE:LINE, TEXT)` of the innermost line of a user's file that an error left, or '' if it left none."""
     frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _is_custom(frame.f_globals)]
-    return f" ({frames[-1][0].f_code.co_filename}:{frames[-1][1]})" if frames else ""
+    if not frames:
+        return ""
+    file, line = frames[-1][0].f_code.co_filename, frames[-1][1]
+    text = beginning(linecache.getline(file, line).strip(), _SHOWN_CHARACTERS)
+    return f" ({file}:{line}, `{text}`)" if text else f" ({file}:{line})"
 
 
 def _is_custom(module: Mapping[str, object]) -> bool:

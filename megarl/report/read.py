@@ -13,6 +13,7 @@ import yaml
 
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.platform.errors import UserError
+from megarl.platform.log import LOG_DIRECTORY
 from megarl.tracking.history import HISTORY_FILE
 from megarl.tracking.jsonl import METRICS_FILE, read_jsonl, table_file
 from megarl.tracking.lines import has_step, read_lines
@@ -20,6 +21,7 @@ from megarl.tracking.protocol import Row
 from megarl.tracking.samples import GENERATIONS, is_sample
 
 Points = list[tuple[int, float]]
+NOTHING_YET = "nothing is recorded yet: the run starts, or ended before its first step"
 NONFINITE = "nonfinite"  # directory of the mini-batches that a run skipped
 
 
@@ -68,6 +70,8 @@ class RunReader:
         """
         directory = self._directory
         if not any((directory / name).is_file() for name in (METRICS_FILE, HISTORY_FILE)):
+            if (directory / LOG_DIRECTORY).is_dir():
+                raise UserError(f"{directory}: {NOTHING_YET}")
             raise UserError(
                 f"{directory} has no {METRICS_FILE}: name the directory of a run (trainer.default_local_dir)"
             )

@@ -18,6 +18,8 @@ REPETITIVE = 0.3
 LONGER = 2.0
 _WORDS = 8  # of a text that can be called repetitive
 _DISTINCT = 0.25
+_SIGNS = 12  # of a text of few words that can be called repetitive, as `!!!!!!!!!!!!` and `haha...`
+_SIGN_PAIRS = 2
 _SHOWN = 60
 
 
@@ -41,10 +43,10 @@ def text_notes(run: Run) -> Iterator[str]:
 
 
 def is_repetitive(text: str) -> bool:
-    """Return whether a text of at least 8 words has few different ones, alone and in pairs."""
+    """Return whether a text of at least 8 words has few different ones, alone and in pairs, or few pairs of signs."""
     words = text.split()
     if len(words) < _WORDS:
-        return False
+        return len(text) >= _SIGNS and len(set(pairwise(text))) <= _SIGN_PAIRS
     pairs = set(pairwise(words))
     return len({*words}) <= _DISTINCT * len(words) and len(pairs) <= 2 * _DISTINCT * len(words)
 

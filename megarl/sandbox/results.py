@@ -45,10 +45,12 @@ def as_numbers(result: Any) -> Numbers:
     Raises TypeError if the score, or `acc` if given, is not a finite number in float32.
     """
     values = result if isinstance(result, Mapping) else {"score": result}
-    if not is_number(values.get("score")) or not is_number(values.get("acc", 0.0)):
+    if not is_number(values.get("score")):
         raise TypeError(
             f"a reward returns a finite number or a dict with such a 'score', not {show(result)} (as float32)"
         )
+    if not is_number(values.get("acc", 0.0)):
+        raise TypeError(f"'acc' is a finite number as the score is, not {show(values['acc'])} (as float32)")
     numbers = {name: float(values[name]) for name in ("score", "acc") if name in values}
     for name, number in _others(values):
         if len(numbers) == MAX_NUMBERS + 2:

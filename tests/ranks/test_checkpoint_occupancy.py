@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megarl.assembly.resume import prepare_checkpoint
 from megarl.checkpoint import occupancy
-from megarl.checkpoint.directory import LATEST_FILE
+from megarl.checkpoint.directory import LATEST_FILE, LOCK
 from megarl.checkpoint.find import find_checkpoint
-from megarl.checkpoint.occupancy import LOCK, occupy
+from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import CheckpointStore
 from megarl.tracking.config import TrainerSection

@@ -5,4 +5,4 @@ import re
 
 def without_places(message: str) -> str:
     """Return a message without the ` (FILE:LINE)` of a user's file."""
-    return re.sub(r" \([^()]*\.py:\d+\)", "", message)
+    return re.sub(r" \([^()]*\.py:\d+(, `[^`]*`)?\)", "", message)

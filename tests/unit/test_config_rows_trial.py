@@ -10,8 +10,8 @@ import pytest
 
 from megarl.config import rows_trial
 from megarl.config.faults import ConfigError
-from megarl.config.load import load_config
-from megarl.config.rows_trial import check_rows
+from megarl.config.load import load_config, load_reward_train_config, load_sft_config
+from megarl.config.rows_trial import check_responses, check_rows
 from megarl.data.prepare import check
 from megarl.sandbox.pool import Pool
 
@@ -82,9 +82,12 @@ def test_unmatchable_ground_truths_are_named_with_row(
 
 
 def test_equal_rows_are_counted_and_first_is_named(looked: Look) -> None:
-    (remark,) = looked([*GOOD, *[row("18 dollars")] * 7])
-    assert "7 of 27 rows" in remark
+    rows = [*GOOD, *[row("18 dollars")] * 7, *GOOD[:2], GOOD[0] | {"reward_model": {"ground_truth": "5"}}]
+    remark, again = looked(rows)
+    assert "7 of 30 rows" in remark
     assert remark.count("18 dollars") == 2  # in the row, and in the error
+    assert again.startswith("data.train_files: 8 of 30 rows: prompt and ground truth are those of an earlier row; the ")
+    assert again.endswith("0.jsonl, line 22")
 
 
 def test_equal_ground_truths_with_different_inputs_are_tried(looked: Look, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +132,54 @@ def test_rows_that_cannot_teach_are_counted(looked: Look, tmp_path: Path) -> Non
         "data.train_files: 7 of 29 rows: the ground truth is empty",
         "data.train_files: 2 of 29 rows: the prompt is blank",
         "data.val_files: 2 of 3 rows: the prompt is a training prompt too",
+        "data.val_files: 1 of 3 rows: prompt and ground truth are those of an earlier row",
     ]
     assert f"the first is {tmp_path / '0.jsonl'}, line 21" in notes[0]
     assert looked([{"prompt": "1"}, {"prompt": "2"}], more=own) == []  # a reward that needs no ground truth
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"prompt": None}, "prompt: None is neither a text nor a list of messages"),
+        ({"prompt": [{"role": "ghost", "content": "x"}]}, "prompt: message 0: role 'ghost' is none of"),
+        ({"extra_info": "{half"}, "extra_info: the text '{half' is not JSON"),
+        ({"reward_model": "x"}, "reward_model: the text 'x' is not JSON"),
+    ],
+)
+def test_row_that_a_run_cannot_read_blocks_start(
+    wrong: dict[str, Any], said: str, looked: Look, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        looked([*GOOD, GOOD[0] | wrong])
+    assert f"data.train_files: 1 of 21 rows: a column has no value that a run can read: {tmp_path}" in str(error.value)
+    assert f"0.jsonl, line 21, {said}" in str(error.value)
+    assert len(check.faults(str(tmp_path / "0.jsonl"))) == 1
+
+
+def test_truths_that_are_all_empty_are_counted(looked: Look, tmp_path: Path) -> None:
+    (reward := tmp_path / "own.py").write_text("def compute_score(**_): return 0.0\n")
+    (remark,) = looked([row("", "1"), row(float("nan"), "2")], more=(f"custom_reward_function.path={reward}",))
+    assert "2 of 2 rows: the ground truth is empty" in remark
+
+
+def test_responses_that_cannot_teach_are_counted(tmp_path: Path) -> None:
+    def remarks(load: Any, *rows: dict[str, Any]) -> list[str]:
+        file = write(tmp_path / "pairs.jsonl", list(rows))
+        arguments = ["model.path=org/start", f"data.train_files={file}"]
+        return list(check_responses(load(arguments, world_size=None, check_paths=False)))
+
+    pair = {"prompt": "1 + 1", "response": "2"}
+    (remark,) = remarks(load_sft_config, pair, pair | {"response": " "}, pair | {"response": ""})
+    assert remark.startswith("data.train_files: 2 of 3 rows: a response is blank; the first is ")
+    with pytest.raises(ConfigError, match="line 2, response: a text is expected, not 2"):
+        remarks(load_sft_config, pair, pair | {"response": 2})
+    choice = {"prompt": "1 + 1", "chosen": "2", "rejected": "3"}
+    (remark,) = remarks(load_reward_train_config, choice, choice | {"rejected": "2"})
+    assert "1 of 2 rows: both responses are the same text; the first is " in remark
+    assert remark.endswith("line 2")
+    with pytest.raises(ConfigError, match="line 1, rejected: the text is empty"):
+        remarks(load_reward_train_config, choice | {"rejected": ""})
 
 
 def test_words_for_math_verify_are_a_remark(looked: Look) -> None:
@@ -165,7 +213,7 @@ def test_a_damaged_memory_is_no_memory(looked: Look, tmp_path: Path) -> None:
 
 
 def test_file_check_names_same_rows(looked: Look, tmp_path: Path) -> None:
-    rows = [*GOOD, row("x"), row("1", " "), row("~1", source="math")]
+    rows = [*GOOD, row("x"), row("1", " "), row("~1", source="math"), GOOD[0]]
     notes = looked(rows)
     report = check.examine(str(tmp_path / "0.jsonl"))
     assert [line.partition("jsonl, ")[2] for line in report.faults] == [
@@ -173,4 +221,6 @@ def test_file_check_names_same_rows(looked: Look, tmp_path: Path) -> None:
         "the ground truth 'x' is not one number",
         "line 22, the prompt is blank",
     ]
-    assert all(any(line in remark for remark in notes) for line in (report.faults[0], *report.notes))
+    words, again = report.notes
+    assert all(any(line in remark for remark in notes) for line in (report.faults[0], words))
+    assert again.endswith("line 24, prompt and ground truth are those of an earlier row")

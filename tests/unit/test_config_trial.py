@@ -1,6 +1,7 @@
 """The trial of a reward before a run, in real processes: faults are said with their rows, honest zeros pass."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ def test_rows_of_every_file_are_tried(tmp_path: Path) -> None:
         ("raise KeyError('answer')", "KeyError: 'answer'"),
         ("return 'good'", "TypeError: a reward returns a finite number or a dict with such a 'score', not 'good'"),
         ("return float('nan')", "not nan"),
+        ("return {'score': 1.0, 'acc': None}", "TypeError: 'acc' is a finite number as the score is, not None"),
         ("import time; time.sleep(1000)", "it took longer than reward_model.timeout_s=0.5"),
     ],
 )
@@ -134,7 +136,8 @@ def test_failing_reward_is_configuration_fault(body: str, detail: str, tried: An
     with pytest.raises(ConfigError) as error:
         tried(body, "reward_model.timeout_s=0.5" if "sleep" in body else "reward_model.timeout_s=100")
     assert "custom_reward_function: " in said_by(error)
-    assert "rows.jsonl, line 1: the reward fails if the response is '1': " in said_by(error)
+    (said,) = error.value.faults
+    assert re.search(r"rows\.jsonl, line 1 and [0-9] more: the reward fails if the response is '1': ", said.message)
     assert detail in said_by(error)
     assert "reward_model.trial_rows=0 starts without this trial" in said_by(error)
 
@@ -148,7 +151,8 @@ def test_failures_count_as_in_a_step(tried: Any) -> None:
         tried(on_one, "reward_model.on_failure=stop")
     assert "line 3" in said_by(error)
     on_most = "if len(solution_str) == 1 and solution_str > '2': raise KeyError('answer')"
-    assert len(tried(on_most, "reward_model.on_failure=score")) == 3
+    (remark,) = tried(on_most, "reward_model.on_failure=score")
+    assert " and 6 more: the reward fails if the response is '3': " in remark
     with pytest.raises(ConfigError):
         tried(on_most)
     with pytest.raises(ConfigError):
@@ -174,5 +178,5 @@ def test_built_in_rules_are_tried_too(tmp_path: Path) -> None:
         return list(try_reward(config))
 
     assert attempt("multiply") == []
-    with pytest.raises(ConfigError, match="reward_model: .*line 1: .*': no built-in reward for .* 'sudoku'"):
+    with pytest.raises(ConfigError, match="reward_model: .*line 1 and .*': no built-in reward for .* 'sudoku'"):
         attempt("sudoku")

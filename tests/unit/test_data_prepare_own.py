@@ -177,6 +177,10 @@ def write_lines(path: Path, *rows: Any) -> str:
             "line 2, column n: 'x' is of type str",
         ),
         ([{"prompt": "a"}], ("--val", "1"), "--val 1: there are 1 rows, and at least one must be left"),
+        ([{"prompt": "a"}] * 9, ("--train", "-5"), "'--train': -5 is not in the range x>=1"),
+        ([{"prompt": "a"}] * 9, ("--train", "0"), "'--train': 0 is not in the range x>=1"),
+        ([{"prompt": "a"}] * 9, ("--val", "-1"), "'--val': -1 is not in the range x>=0"),
+        ([{"prompt": "a"}], ("--val", "1", "--val-from", "b.csv"), "leave out --val or --val-from"),
         ([{"prompt": "a"}], ("--template", "x"), "--template 'x' has no {prompt}"),
         ([{"prompt": [{"role": "user", "content": "a"}]}], ("--plain",), "is a list of messages, and --plain"),
         ([{"prompt": CHAT}, {"prompt": CHAT[:1]}], (), "line 2, column prompt: the last message of some conversations"),
@@ -196,6 +200,14 @@ def test_mistakes_name_the_place_and_the_remedy(
     assert ending.value.code == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["file", "/proc/none"])
+def test_place_that_takes_no_files_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        own(write_lines(tmp_path / "mine.jsonl", {"prompt": "a"}), out=tmp_path / name)
+    assert f"megarl prepare: --out={tmp_path / name} cannot be written: " in capsys.readouterr().err
 
 
 def test_missing_column_of_text_table_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,3 +253,41 @@ def test_run_naming_saved_data_set_is_referred_here(tmp_path: Path) -> None:
     data = DataSection(train_files=str(saved_data_set(tmp_path)))
     (fault,) = data_faults(data, CheckpointSection(path="nobody/nothing"))
     assert "is a directory: name the files in it, or convert a saved data set with `megarl prepare own" in fault.message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("q,a\n1,2\ncafé,3\n".encode("latin-1"), "Row #3"),
+        ("q,a\n1,2\n".encode("utf-16"), "the text must be UTF-8"),
+        (b"q,a\n1,2\n1,2,3\n", "Row #3: Expected 2 columns, got 3"),
+    ],
+)
+def test_damaged_text_table_names_row_and_remedy(
+    text: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.csv").write_bytes(text)
+    with pytest.raises(SystemExit):
+        own(tmp_path / "mine.csv", "--prompt", "q", "--answer", "a", out=tmp_path / "out")
+    printed = capsys.readouterr().err
+    assert said in printed and "the text must be UTF-8, with as many cells in each row" in printed
+
+
+def test_cells_of_a_text_table_may_be_long(tmp_path: Path) -> None:
+    text = "x" * 3_000_000
+    (tmp_path / "mine.csv").write_text(f"q\n{text}\ny\n")
+    rows = own(tmp_path / "mine.csv", "--prompt", "q", "--plain", out=tmp_path / "out")["train"]
+    assert [row["prompt"] for row in rows] == [text, "y"]
+
+
+def test_rows_that_cannot_teach_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{number} + 1", "total": str(number + 1)} for number in range(20)]
+    rows += [{"prompt": " ", "total": "1"}, {"prompt": "5 - 5", "total": ""}, rows[0]]
+    own(write_lines(tmp_path / "mine.jsonl", *rows), "--answer", "total", "--val", 0, "--plain", out=tmp_path / "out")
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert sorted(note.partition(";")[0] for note in notes) == [
+        "note: 1 of 23 rows: prompt and ground truth are those of an earlier row",
+        "note: 1 of 23 rows: the ground truth is empty",
+        "note: 1 of 23 rows: the prompt is blank",
+    ]
+    assert f"the first is {tmp_path / 'out' / 'train.parquet'}, row 20" in " ".join(notes)

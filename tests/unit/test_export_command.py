@@ -40,6 +40,19 @@ def test_missing_best_checkpoint_and_unwritable_output_are_faults(name: str, bes
     assert f"\n  OUT: {out} cannot be written: " in str(caught.value)
 
 
+def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", Best(0.5, 2))
+    (project := tmp_path / "project").mkdir()
+    (project / "README.md").touch()
+    for out in (run_dir, run_dir / "global_step_2", project):
+        with pytest.raises(ConfigError, match=f"OUT: {out} has files that are no model: name a new directory"):
+            export.read_arguments([str(run_dir), str(out)], world_size=None)
+    for name in ("config.json", "adapter_config.json"):
+        (old := tmp_path / name / "old").mkdir(parents=True)
+        (old / name).touch()
+        assert export.read_arguments([str(run_dir), str(old)], world_size=None).out == old
+
+
 def test_argument_mistake_writes_no_file_nor_names_rank(tmp_path: Path, here: Path) -> None:
     run_dir = make_run(tmp_path / "run", Best(0.5, 0))
     command = [sys.executable, "-m", "megarl", "export", run_dir, "out", "--best"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from megarl.commands.explain import main as config
 from megarl.commands.new.__main__ import DATA, FILES, main
@@ -73,6 +74,17 @@ def test_every_task_has_a_command_and_files(tmp_path: Path) -> None:
     for task in FILES:
         assert main([str(tmp_path / task), "--task", task]) == 0
         assert "path: Qwen/" in (tmp_path / task / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["a: b", "yes", "123", "#x", "{x}", "[a]", "null", "1e3", "-x", "x, 'y' ü😀", 'q"', "plain-1"]
+)
+def test_names_of_any_form_are_texts_of_yaml(name: str, tmp_path: Path) -> None:
+    (model := tmp_path / "models" / name).mkdir(parents=True)
+    assert main(["--model", str(model), "--", str(tmp_path / name)]) == 0
+    tree = yaml.safe_load((tmp_path / name / "config.yaml").read_text())
+    assert tree["trainer"]["project_name"] == name
+    assert tree["actor_rollout_ref"]["model"]["path"] == str(model)
 
 
 def test_a_directory_in_use_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

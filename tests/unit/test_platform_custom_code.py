@@ -54,15 +54,28 @@ def test_a_file_that_is_gone_is_no_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("statement", "line"),
-    [("a, b = 1, 2, 3", 4), ("list(zip([1], [], strict=True))", 4), ("int('x')", 4), ("helper()", 2)],
+    ("statement", "line", "text"),
+    [
+        ("a, b = 1, 2, 3", 4, "a, b = 1, 2, 3"),
+        ("list(zip([1], [], strict=True))", 4, "list(zip([1], [], strict=True))"),
+        ("int('x')", 4, "int('x')"),
+        ("helper()", 2, "raise KeyError"),
+    ],
 )
-def test_error_location_is_innermost_line_of_user_file(statement: str, line: int, tmp_path: Path) -> None:
+def test_error_location_is_innermost_line_of_user_file(statement: str, line: int, text: str, tmp_path: Path) -> None:
     file = tmp_path / "a reward.py"
     file.write_text(f"def helper():\n    raise KeyError\ndef score():\n    {statement}\n")
     with pytest.raises((ValueError, KeyError)) as raised:
         load_module(file, key="own.path").score()
-    assert place_of(raised.value) == f" ({file}:{line})"
+    assert place_of(raised.value) == f" ({file}:{line}, `{text}`)"
+
+
+def test_line_of_an_error_shows_no_secret(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def score(): raise ValueError('api_key=tsk9-4f1Wq8zLm2')\n")
+    with pytest.raises(ValueError) as raised:
+        load_module(tmp_path / "own.py", key="own.path").score()
+    assert "raise ValueError('api_key=" in place_of(raised.value)
+    assert "4f1Wq8zLm2" not in place_of(raised.value)
 
 
 def test_error_outside_user_files_has_no_location(tmp_path: Path) -> None:
@@ -73,5 +86,7 @@ def test_error_outside_user_files_has_no_location(tmp_path: Path) -> None:
 
 def test_file_load_failure_names_line(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("x = 1\ny = x / 0\n")
-    with pytest.raises(UserError, match=r"fails to load: ZeroDivisionError: division by zero \(.*own.py:2\)"):
+    with pytest.raises(
+        UserError, match=r"fails to load: ZeroDivisionError: division by zero \(.*own.py:2, `y = x / 0`\)"
+    ):
         load_module(tmp_path / "own.py", key="own.path")

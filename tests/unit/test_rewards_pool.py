@@ -116,7 +116,7 @@ def test_unscored_response_has_fault(behaviour: str, outcomes: dict[str, list[Sc
 @pytest.mark.parametrize("behaviour", ["has_last_words", "prints_a_private_key", "leaves", "has_no_words"])
 def test_a_failure_names_the_line_of_the_file(behaviour: str, outcomes: dict[str, list[ScoringResult]]) -> None:
     (outcome,) = outcomes[behaviour]
-    [line] = re.findall(rf" \({re.escape(RULES.path or '')}:(\d+)\)", outcome.detail)
+    [line] = re.findall(rf" \({re.escape(RULES.path or '')}:(\d+), `[^`]+`\)", outcome.detail)
     assert Path(RULES.path or "").read_text().splitlines()[int(line) - 1].strip().startswith(("raise", "sys.exit"))
 
 

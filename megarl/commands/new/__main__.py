@@ -1,10 +1,14 @@
 """Write a small project: `megarl new DIR [--task countdown|gsm8k|own] [--model PATH_OR_ID]`."""
 
+import json
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
+
+import yaml
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse, print_error
@@ -36,6 +40,7 @@ DATA = {
     "own": "megarl prepare own rows.jsonl --prompt question --answer answer --out data",
 }
 """Task -> the command that makes its data."""
+_PLAIN = re.compile(r"[a-zA-Z/][\w./-]*")
 PLAIN = {"countdown": "", "own": " --plain"}
 """Task that needs no network -> what its command needs if the model has no chat template."""
 
@@ -77,8 +82,9 @@ def write_project(directory: Path, *, task: str, model: str, is_tiny: bool) -> l
     name = directory.resolve().name
     values = {
         "name": name,
+        "written_name": _written(name),
         "task": task,
-        "model": place,
+        "written_model": _written(place),
         "origin": "a small random model" if is_tiny else f"`{place}`",
         "tokenizer": "model" if is_tiny else shlex.quote(place),
         "data": f"{DATA[task]}{PLAIN[task]}" if is_tiny else DATA[task],
@@ -95,6 +101,12 @@ def write_project(directory: Path, *, task: str, model: str, is_tiny: bool) -> l
         print(write_model(directory / MODEL), file=sys.stderr)
         paths.append(directory / MODEL)
     return paths
+
+
+def _written(text: str) -> str:
+    """Return a text as YAML reads it anywhere."""
+    is_plain = _PLAIN.fullmatch(text) and yaml.safe_load(text) == text
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 if __name__ == "__main__":

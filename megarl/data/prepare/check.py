@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megarl.data.columns import BY_SOURCE, REWARD_MODEL, PromptColumns
+from megarl.data.columns import BY_SOURCE, REWARD_MODEL, Needs, PromptColumns
 from megarl.data.config import DataSection
 from megarl.data.messages import prompt_faults, text_faults
 from megarl.data.rows import Rows
@@ -27,6 +27,8 @@ UNREAD = ("images", "videos", "agent_name", "tools")
 
 COLUMNS = PromptColumns(section=DataSection(train_files=""), needs=BY_SOURCE)
 """Prompts as a run reads them by default."""
+ANY_REWARD = PromptColumns(section=DataSection(train_files=""), needs=Needs(source=False, ground_truth=False))
+"""Prompts as a run with a reward of its own reads them."""
 
 
 @dataclass
@@ -65,6 +67,17 @@ def examine(file: str, columns: PromptColumns = COLUMNS, kind: Kind | None = Non
     return report
 
 
+def remarks(files: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each kind of row that cannot teach; the prompts of the first file are training prompts."""
+    training_prompts = None
+    for file in files:
+        findings, prompts = look(ANY_REWARD, file, training_prompts=training_prompts)
+        training_prompts = training_prompts or prompts
+        for kind, number in findings.counts.items():
+            place = findings.shown[kind][0].place
+            yield f"{number:,} of {findings.num_rows:,} rows: {KINDS[kind]}; the first is {place}"
+
+
 def faults(file: str, columns: PromptColumns = COLUMNS, kind: Kind | None = None) -> list[str]:
     """Return one line for each fault of a file."""
     return examine(file, columns, kind).faults
@@ -93,8 +106,8 @@ def _examine_prompts(file: str, columns: PromptColumns, report: CheckReport) -> 
     except UserError as error:
         report.faults += [line for line in (str(error),) if line not in report.faults]
         return
-    for kind in KINDS:
-        lines = report.notes if kind == "text" else report.faults
+    for kind in [kind for kind in KINDS if kind != "column"]:  # which is reported already
+        lines = report.notes if kind in ("text", "again") else report.faults
         lines.extend(_lines(found, kind))
 
 

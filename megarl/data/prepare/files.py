@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.data.prepare.hub_data import HubData
-from megarl.data.prepare.options import option
+from megarl.data.prepare.options import AT_LEAST_ONE, option
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError, placed
 
@@ -39,7 +39,7 @@ def source_options(default: str) -> tuple[click.Option, ...]:
             "with one problem per .json), one such file, for training problems alone, or a data set of the hub, "
             "OWNER/NAME[:CONFIG] or hf://datasets/OWNER/NAME[@REVISION][/FILE]",
         ),
-        option("--train", type=int, help="most training problems"),
+        option("--train", type=AT_LEAST_ONE, help="most training problems"),
         option("--val", type=int, help="most validation problems"),
     )
 

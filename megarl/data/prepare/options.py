@@ -5,6 +5,9 @@ from typing import Any
 
 import click
 
+COUNT = click.IntRange(min=0)
+AT_LEAST_ONE = click.IntRange(min=1)
+
 
 class Several(click.Option):
     """An option with one value or more, all words up to the next option: `--num-numbers 3 4`."""
@@ -18,7 +21,9 @@ class Several(click.Option):
 
 
 def option(*names: str, **keywords: Any) -> click.Option:
-    """Return an option of the type of its default; the help shows a default that informs."""
+    """Return an option of the type of its default; integers are counts, and the help shows a default that informs."""
+    if keywords.get("type", type(keywords.get("default"))) is int:
+        keywords["type"] = COUNT
     return click.Option(names, show_default=bool(keywords.get("default")), **keywords)
 
 

@@ -13,7 +13,7 @@ import click
 
 from megarl.data.messages import prompt_faults, shown
 from megarl.data.prepare.dialects import as_text, as_usual
-from megarl.data.prepare.options import option
+from megarl.data.prepare.options import AT_LEAST_ONE, option
 from megarl.data.prepare.tables import Record, records_of
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
@@ -44,7 +44,7 @@ OPTIONS = (
     ),
     option("--system", metavar="TEXT", help="a system message before each prompt that is a text"),
     option("--plain", is_flag=True, help="write texts, not messages: for models without a chat template"),
-    option("--train", type=int, metavar="N", help="most rows to learn from"),
+    option("--train", type=AT_LEAST_ONE, metavar="N", help="most rows to learn from"),
     option(
         "--val",
         type=int,
@@ -70,6 +70,8 @@ def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
         raise UserError(f"--template {arguments.template!r} has no {PLACE}: write it at the place of the prompt")
     if arguments.plain and arguments.system:
         raise UserError("--system is a message, and --plain writes texts: leave out --system or --plain")
+    if arguments.val is not None and arguments.val_from:
+        raise UserError("--val draws rows from FILE, and --val-from names another file: leave out --val or --val-from")
     train = list(_rows(arguments, arguments.files, "train", arguments.split))
     if arguments.val_from:
         val = list(_rows(arguments, arguments.val_from, "val", arguments.val_split))

@@ -15,7 +15,10 @@ from megarl.data.table import DataRow, WantedColumns
 from megarl.platform.errors import UserError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
+TEXT_TABLE = "the text must be UTF-8, with as many cells in each row as in the first, which names the columns"
 ARROW = (".arrow", ".feather")
+MOST_BYTES = 2**31 - 1
+"""Bytes of a block, an `int32` of pyarrow. No row may be longer."""
 
 
 class Record(NamedTuple):
@@ -48,7 +51,8 @@ def records_of(
         except FileNotFoundError as error:
             raise UserError(f"no such file: {file}") from error
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{file} cannot be read as {suffix}: {error}") from error
+            wanted_text = f"; {TEXT_TABLE}" if suffix in SEPARATORS else ""
+            raise UserError(f"{file} cannot be read as {suffix}: {error}{wanted_text}") from error
         table = table.select(wanted.find(file, table.column_names))
         if not len(table):
             raise UserError(f"{file} is empty: it has columns but no row")
@@ -77,11 +81,15 @@ def _files_of(name: str, split: str) -> list[str]:
 
 def _read_texts(file: str, separator: str) -> Any:
     """Read a table whose values are all texts: a column of answers such as 007 is no column of numbers."""
-    parse = pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True)
-    with pyarrow.csv.open_csv(file, parse_options=parse) as head:
+    block = min(Path(file).stat().st_size + 1, MOST_BYTES)
+    how = {
+        "read_options": pyarrow.csv.ReadOptions(block_size=block, use_threads=False),  # so that errors name the row
+        "parse_options": pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
+    }
+    with pyarrow.csv.open_csv(file, **how) as head:
         names = head.schema.names
     texts = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
-    return pyarrow.csv.read_csv(file, parse_options=parse, convert_options=texts)
+    return pyarrow.csv.read_csv(file, convert_options=texts, **how)
 
 
 def _read_arrow(file: str) -> Any:
