@@ -217,6 +217,7 @@ def summarize(out: Path, task: Task, seconds: float) -> None:
     print(json.dumps(summary, indent=2))
     print(f"curves  {out}/curves.png\nactor   {out}/actor (a Hugging Face directory)")
     print(f"MLflow  .venv/bin/mlflow ui --backend-store-uri sqlite:///{out}/mlflow.db")
+    print("next    .venv/bin/megarl new mine --tiny    a project for data and a reward of your own: see mine/README.md")
 
 
 def plot_curves(metrics_jsonl: Path, png: Path) -> None:

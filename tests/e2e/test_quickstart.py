@@ -19,6 +19,7 @@ def test_every_stage_leaves_what_it_promises(tmp_path: Path) -> None:
     assert summary["rollout_probs_diff_max"] < 1e-3
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "mlflow ui --backend-store-uri sqlite:///" in printed
+    assert "megarl new mine --tiny" in printed
     model, tokenizer = (kind.from_pretrained(tmp_path / "actor") for kind in (AutoModelForCausalLM, AutoTokenizer))
     ids = tokenizer("1 2 3 = 6 :", return_tensors="pt").input_ids
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]
