@@ -14,6 +14,7 @@ from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
 
+from megarl.platform.secret_names import is_secret
 from megarl.platform.secrets import beginning
 
 __path__: list[str] = []  # makes this module a package without files
@@ -35,13 +36,18 @@ def path_of(name: str) -> Path:
 
 
 def place_of(error: BaseException) -> str:
-    """Return ` (FILE:LINE, TEXT)` of the innermost line of a user's file that an error left, or '' if it left none."""
+    """Return ` (FILE:LINE, TEXT)` of the innermost line of a user's file that an error left, or '' if it left none.
+
+    A line that names a secret, such as `Client(api_key='...')`, has no text.
+    """
     frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _is_custom(frame.f_globals)]
     if not frames:
         return ""
     file, line = frames[-1][0].f_code.co_filename, frames[-1][1]
-    text = beginning(linecache.getline(file, line).strip(), _SHOWN_CHARACTERS)
-    return f" ({file}:{line}, `{text}`)" if text else f" ({file}:{line})"
+    code = linecache.getline(file, line).strip()
+    if not code or any(map(is_secret, re.findall(r"\w+", code))):
+        return f" ({file}:{line})"
+    return f" ({file}:{line}, `{beginning(code, _SHOWN_CHARACTERS)}`)"
 
 
 def _is_custom(module: Mapping[str, object]) -> bool:

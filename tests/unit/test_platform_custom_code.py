@@ -70,12 +70,22 @@ def test_error_location_is_innermost_line_of_user_file(statement: str, line: int
     assert place_of(raised.value) == f" ({file}:{line}, `{text}`)"
 
 
-def test_line_of_an_error_shows_no_secret(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def score(): raise ValueError('api_key=tsk9-4f1Wq8zLm2')\n")
-    with pytest.raises(ValueError) as raised:
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "raise ValueError('api_key=tsk9-4f1Wq8zLm2')",
+        "dict(api_key='a plain word')[0]",
+        "{'password': 'a plain word'}[0]",
+        "int(' sk-proj-4f1Wq8zLm2Xk4f1Wq8zLm2Xk4f1Wq8zLm2Xk')",
+    ],
+)
+def test_line_of_an_error_shows_no_secret(statement: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(f"def score():\n    {statement}\n")
+    with pytest.raises((ValueError, KeyError)) as raised:
         load_module(tmp_path / "own.py", key="own.path").score()
-    assert "raise ValueError('api_key=" in place_of(raised.value)
-    assert "4f1Wq8zLm2" not in place_of(raised.value)
+    found = place_of(raised.value)
+    assert f"({tmp_path}/own.py:2" in found
+    assert "4f1Wq8zLm2" not in found and "a plain word" not in found
 
 
 def test_error_outside_user_files_has_no_location(tmp_path: Path) -> None:
