@@ -5,6 +5,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from benchmarks.cases import MODELS
@@ -130,23 +131,33 @@ class Workload:
 
     def _write_model(self, directory: Path) -> None:
         """Write a model with random weights and a tokenizer of one token for each number."""
-        import torch
-        from tokenizers import Tokenizer, models, pre_tokenizers
-        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
         fields: dict[str, Any] = dict(MODELS[self.model])
         size = fields["vocab_size"]
         mean = MEAN_TOKENS[self.lengths]
         if mean:  # a random model draws every token about equally often
             fields["eos_token_id"] = list(range(size - size // mean, size))
-        whole, directory = directory, directory.with_suffix(".part")  # so that an interrupted one is not used again
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(directory)
-        special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-        names = [*special.values(), *map(str, range(len(special), size))]
-        words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}))
-        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(directory / "tokenizer")
-        directory.rename(whole)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=directory.parent) as place:  # so that an interrupted one is not used again
+            part = Path(place) / "model"
+            part.mkdir()
+            _write_random_model(part, fields)
+            try:
+                part.rename(directory)
+            except OSError:  # another process may have written the same
+                if not directory.is_dir():
+                    raise
+
+
+def _write_random_model(directory: Path, fields: Mapping[str, Any]) -> None:
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(directory)
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    names = [*special.values(), *map(str, range(len(special), fields["vocab_size"]))]
+    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(directory / "tokenizer")

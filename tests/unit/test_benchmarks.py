@@ -100,6 +100,15 @@ def test_throughputs_are_compared_over_all_steps() -> None:
     }
 
 
+def test_a_model_of_another_process_is_kept(tmp_path: Path) -> None:
+    workload = Workload(model="llama-1m", lengths="equal", algorithm="grpo", num_prompts=2, num_responses=2)
+    model = workload.model_in(tmp_path)
+    for _ in range(2):  # two processes that find no model
+        workload._write_model(model)
+    assert (model / "config.json").is_file() and (model / "tokenizer").is_dir()
+    assert [path.name for path in model.parent.iterdir()] == [model.name]
+
+
 GRPO = Workload(model="llama-1m", lengths="equal", algorithm="grpo", num_prompts=32, num_responses=4)
 
 
