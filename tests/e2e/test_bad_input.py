@@ -223,7 +223,7 @@ def test_always_raising_reward_stops_every_rank(workspace: Workspace, tmp_path: 
     job = Job(2, main, argv, log=tmp_path / "train")
     codes, output = job.end_alone(timeout_s=300), job.printed()
     assert codes == [USER_ERROR, USER_ERROR], output
-    assert f"KeyError: 'answer' ({reward}:3); it printed 'looking for it'" in output
+    assert f"KeyError: 'answer' ({reward}:3, `raise KeyError('answer')`); it printed 'looking for it'" in output
     assert "Traceback" not in output
     message = (
         "the reward failed on 16 of 16 responses, more than half, so the others would teach something else: "
