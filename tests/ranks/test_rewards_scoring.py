@@ -197,7 +197,7 @@ def test_reward_failing_on_all_responses_stops_every_rank(pool: RankPool, tmp_pa
     (tmp_path / "mine.py").write_text(FAILS)
     message = (
         "the reward fails on all 6 responses; the reward failed on sample 0 (data source 'countdown', data row 0, "
-        f"response '10 11'): KeyError: 'answer' ({tmp_path / 'mine.py'}:1)"
+        f"response '10 11'): KeyError: 'answer' ({tmp_path / 'mine.py'}:1, `{FAILS.strip()}`)"
     )
     assert pool.run(2, judged, str(tmp_path / "mine.py")) == [message] * 2
 
