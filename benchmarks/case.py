@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import Case, Split
 from benchmarks.memory import peak_extra_bytes
-from megarl.commands.entry import Program, run
+from megarl.commands.entry import JobProgram, run
 from megarl.distributed.exchange import wait_for_all
 from megarl.distributed.launch import Launch
 from megarl.platform.errors import UserError
@@ -42,7 +42,7 @@ class Arguments:
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Measure one case."""
     imports = ("benchmarks.subject", "megarl.rollout.imported")
-    run(Program(module="benchmarks.case", load=read_arguments, body=measure, imports=imports), argv)
+    run(JobProgram(module="benchmarks.case", load=read_arguments, body=measure, imports=imports), argv)
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:

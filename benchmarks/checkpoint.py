@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.cases import MODELS
 from benchmarks.options import checkpoint_parser
 from benchmarks.report import command_line
-from megarl.commands.entry import Program, run
+from megarl.commands.entry import JobProgram, run
 from megarl.distributed.launch import Launch
 from megarl.tracking.config import TrainerSection
 
@@ -47,7 +47,7 @@ class Arguments:
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Measure, and print the results."""
     imports = ("megarl.learner.imported",)
-    run(Program(module="benchmarks.checkpoint", load=read_arguments, body=measure, imports=imports), argv)
+    run(JobProgram(module="benchmarks.checkpoint", load=read_arguments, body=measure, imports=imports), argv)
     return 0
 
 

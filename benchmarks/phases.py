@@ -19,7 +19,7 @@ from benchmarks.cases import MODELS, Case, Split
 from benchmarks.options import phases_parser
 from benchmarks.report import command_line
 from benchmarks.reshard import BUCKET_MEGABYTES
-from megarl.commands.entry import Program, run
+from megarl.commands.entry import JobProgram, run
 from megarl.distributed.launch import Launch
 from megarl.platform.device import decide_device
 from megarl.platform.errors import UserError
@@ -71,7 +71,7 @@ class Clock:
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Measure, and print the results."""
     imports = ("benchmarks.subject", "megarl.rollout.imported")
-    run(Program(module="benchmarks.phases", load=read_arguments, body=measure, imports=imports), argv)
+    run(JobProgram(module="benchmarks.phases", load=read_arguments, body=measure, imports=imports), argv)
     return 0
 
 

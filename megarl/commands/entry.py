@@ -51,8 +51,8 @@ C = TypeVar("C", bound=Configuration)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program(Generic[C]):
-    """What a command does in a job: it reads the configuration, and works on every rank."""
+class JobProgram(Generic[C]):
+    """The parts of a command that runs on the ranks of a job."""
 
     module: str  # `python -m` starts it
     load: Callable[..., C]  # reads the arguments, given the `world_size`; raises ConfigError
@@ -61,7 +61,7 @@ class Program(Generic[C]):
     trial: Callable[[C], Iterable[str] | None] = lambda config: ()  # tries what the configuration names, in the first
     # process of the job, before ranks meet or are started; yields remarks, and raises ConfigError
     imports: Sequence[str] = ()  # modules that the body needs; ranks that are forked on this host share them
-    keeps_log: bool = False  # of each rank, in the directory of the run, where `trainer.on_end` runs too
+    keeps_log: bool = False  # of each rank, in the directory of the run; `trainer.on_end` runs there too
     has_directory: bool = True  # which keeps tracebacks, if it exists
 
     def read(self, argv: Sequence[str], launch: Launch | None) -> C:
@@ -73,7 +73,7 @@ class Program(Generic[C]):
         return config
 
 
-def run(program: Program[C], argv: Sequence[str]) -> None:
+def run(program: JobProgram[C], argv: Sequence[str]) -> None:
     """Run a program on every rank of the job that `argv` describes.
 
     A program that calls this, such as a notebook, is never forked or ended: the command is then a process of its own,
@@ -152,7 +152,7 @@ def _is_called(module: str) -> bool:
     return True
 
 
-def _start(program: Program[C], argv: Sequence[str]) -> Launch:
+def _start(program: JobProgram[C], argv: Sequence[str]) -> Launch:
     """Start the ranks of this host, and return the place of each. Raises ConfigError before torch is imported."""
 
     def examine() -> WantedRanks:
@@ -189,7 +189,7 @@ def _meet(launch: Launch, config: Configuration) -> "Store":
     return store
 
 
-def _work(program: Program[C], config: C, launch: Launch) -> int:
+def _work(program: JobProgram[C], config: C, launch: Launch) -> int:
     """Meet the other ranks and run the body; return the exit code, or end the program with a report if it fails."""
     from megarl.distributed import failures
 
@@ -202,7 +202,7 @@ def _work(program: Program[C], config: C, launch: Launch) -> int:
         sys.exit(failures.report(error, directory, launch, store))
 
 
-def _run_watched(program: Program[C], config: C, launch: Launch) -> int:
+def _run_watched(program: JobProgram[C], config: C, launch: Launch) -> int:
     """Run the body under the watchdog until all ranks are done with it; return the exit code of the job."""
     from megarl.distributed import signals
     from megarl.distributed.exchange import together

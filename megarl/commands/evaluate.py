@@ -19,7 +19,7 @@ from megarl.checkpoint.state import best_checkpoint
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.kinds import others
 from megarl.commands.cli.table import EVALUATE
-from megarl.commands.entry import Program, run
+from megarl.commands.entry import JobProgram, run
 from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.config.layers import YAML
 from megarl.config.load import load_config
@@ -94,7 +94,7 @@ def evaluate(config: Config, launch: Launch) -> None:
         print(json.dumps({"step": step, **scores}))
 
 
-PROGRAM = Program(
+PROGRAM = JobProgram(
     module="megarl.commands.evaluate",
     load=read_configuration,
     body=evaluate,

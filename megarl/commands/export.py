@@ -21,7 +21,7 @@ from megarl.checkpoint.publish import check_name, create_repository, upload
 from megarl.checkpoint.state import best_checkpoint
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import EXPORT
-from megarl.commands.entry import Program, run
+from megarl.commands.entry import JobProgram, run
 from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.distributed.place import Launch
 from megarl.platform.errors import UserError
@@ -237,7 +237,7 @@ def intact_checkpoint(path: Path) -> Path:
     return path
 
 
-PROGRAM = Program(
+PROGRAM = JobProgram(
     module="megarl.commands.export",
     load=read_arguments,
     body=write,

@@ -10,7 +10,7 @@ from functools import partial
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import SFT
-from megarl.commands.entry import Program, run
+from megarl.commands.entry import JobProgram, run
 from megarl.config.load import load_sft_config
 from megarl.config.report import start_notes
 from megarl.config.root import SFTConfig
@@ -56,7 +56,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
     learn(config, launch, source, tokenizer, task)
 
 
-PROGRAM = Program(
+PROGRAM = JobProgram(
     module="megarl.commands.sft",
     load=read_configuration,
     body=train,

@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import TRAIN
-from megarl.commands.entry import Program, run
+from megarl.commands.entry import JobProgram, run
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import show_plan, start_notes, unwritten_keys
@@ -120,7 +120,7 @@ def validate(config: Config, launch: Launch) -> None:
     engine.close()
 
 
-PROGRAM = Program(
+PROGRAM = JobProgram(
     module="megarl.commands.train",
     load=read_arguments,
     body=train,

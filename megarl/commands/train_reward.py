@@ -11,7 +11,7 @@ from functools import partial
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import TRAIN_REWARD
-from megarl.commands.entry import Program, run
+from megarl.commands.entry import JobProgram, run
 from megarl.config.load import load_reward_train_config
 from megarl.config.report import start_notes
 from megarl.config.root import RewardTrainConfig
@@ -66,7 +66,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     learn(config, launch, source, tokenizer, task)
 
 
-PROGRAM = Program(
+PROGRAM = JobProgram(
     module="megarl.commands.train_reward",
     load=read_configuration,
     body=train,

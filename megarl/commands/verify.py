@@ -23,7 +23,7 @@ from rich.table import Table
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import VERIFY
-from megarl.commands.entry import Program, run
+from megarl.commands.entry import JobProgram, run
 from megarl.config.load import load_verify_config
 from megarl.config.root import VerifyConfig
 from megarl.config.trial import try_out
@@ -147,7 +147,7 @@ def show(report: Mapping[str, Any]) -> None:
     console.print("ok" if report["ok"] else "not ok")
 
 
-PROGRAM = Program(
+PROGRAM = JobProgram(
     module="megarl.commands.verify",
     load=read_arguments,
     body=verify,

@@ -1,4 +1,4 @@
-"""The sizes by which the head divides its work. A plan reads them without importing Megatron."""
+"""Sizes of the head's chunks. Plans read them without importing Megatron."""
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at the same time."""

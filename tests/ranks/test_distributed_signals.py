@@ -249,7 +249,7 @@ def test_program_signalled_during_imports_ends_with_one_line(number: signal.Sign
 
 
 def test_programs_handle_signals_from_their_first_import() -> None:
-    programs = [path for path in (ROOT / "megarl").rglob("*.py") if "import Program, run\n" in path.read_text()]
+    programs = [path for path in (ROOT / "megarl").rglob("*.py") if "import JobProgram, run\n" in path.read_text()]
     assert len(programs) > 4
     for path in programs:
         first = next(line for line in path.read_text().splitlines() if line.startswith("from megarl"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megarl.commands.entry import Program, run
+from megarl.commands.entry import JobProgram, run
 from megarl.distributed.launch import Launch
 from megarl.platform.errors import UserError
 from megarl.tracking.config import TrainerSection
@@ -62,4 +62,4 @@ def body(options: Options, launch: Launch) -> None:
 
 
 if __name__ == "__main__":
-    run(Program(module="tests.support.failing", load=load, body=body, keeps_log=True), sys.argv[1:])
+    run(JobProgram(module="tests.support.failing", load=load, body=body, keeps_log=True), sys.argv[1:])

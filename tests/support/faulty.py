@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.commands import train
-from megarl.commands.entry import Program, run
+from megarl.commands.entry import JobProgram, run
 from megarl.distributed import watchdog
 
 
@@ -159,7 +159,7 @@ def lose_patience(faults: Faults, number: int, patience_s: float) -> None:
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train on every rank of the job."""
     module = "tests.support.faulty"
-    run(Program(module=module, load=read_arguments, body=train.train, imports=train.PROGRAM.imports), argv)
+    run(JobProgram(module=module, load=read_arguments, body=train.train, imports=train.PROGRAM.imports), argv)
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> train.TrainArguments:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megarl.commands.entry import Program, run
+from megarl.commands.entry import JobProgram, run
 from megarl.distributed.launch import Launch
 from megarl.distributed.signals import Stopped, graceful_stop, stop_requested
 from megarl.tracking.config import TrainerSection
@@ -53,4 +53,4 @@ def body(options: Options, launch: Launch) -> None:
 
 
 if __name__ == "__main__":
-    run(Program(module="tests.support.stoppable", load=load, body=body), sys.argv[1:])
+    run(JobProgram(module="tests.support.stoppable", load=load, body=body), sys.argv[1:])
