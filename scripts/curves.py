@@ -116,7 +116,9 @@ def warm_up_experts(seeded: Path, seed: int) -> None:
     execute(["-m", "megarl", "sft", "configs/quickstart_sft.yaml", *arguments], seeded / "experts.txt")
 
 
-def command_of(arguments: Sequence[str], seed: int, out: Path, name: str, *, steps: int, model: str) -> list[str]:
+def command_of(
+    arguments: Sequence[str], seed: int, out: Path, name: str, *, steps: int, model: str = "sft"
+) -> list[str]:
     """Return the arguments of Python for a run that starts from what the warm-up called `model`."""
     of_run = of_one_process(seed, out / f"seed{seed}", steps=steps)
     places = [

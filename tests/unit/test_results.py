@@ -57,7 +57,7 @@ def test_result_belongs_only_to_its_own_command(results: ModuleType, tmp_path: P
     assert read_result(tmp_path, ["-m", "megarl", "train", "data.seed=2"]) is None
 
 
-@pytest.mark.parametrize("study", ["partial", "guess"])
+@pytest.mark.parametrize("study", ["partial", "guess", "replay"])
 def test_study_runs_are_valid_and_differ_in_settings(
     results: ModuleType, study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
