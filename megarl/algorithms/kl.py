@@ -52,19 +52,21 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: SampledKL, k3_
     """
     assert log_probs.shape == ref_log_probs.shape, f"{log_probs.shape} against {ref_log_probs.shape}"
     difference = log_probs - ref_log_probs
-    half_square = 0.5 * difference**2
     match kind:
         case "kl" | "k1" | "kl+" | "k1+":
             estimate = difference
         case "abs" | "abs+":
             estimate = difference.abs()
         case "mse" | "k2":
-            estimate = half_square
+            estimate = 0.5 * difference**2
         case "low_var_kl" | "k3" | "low_var_kl+" | "k3+":
             estimate = bounded_exp(-difference) + difference - 1.0
             if k3_bound is not None:
                 estimate = estimate.clamp(max=k3_bound)
-    return estimate.detach() + (half_square - half_square.detach()) if kind in STRAIGHT_THROUGH else estimate
+    if kind not in STRAIGHT_THROUGH:
+        return estimate
+    half_square = 0.5 * difference**2
+    return estimate.detach() + (half_square - half_square.detach())
 
 
 @dataclass(frozen=True)
