@@ -111,7 +111,7 @@ def engine_cut_faults(model: CheckpointSection, rollout: RolloutSection) -> Iter
             f"{tp} does not divide the {rows} rows of the engine's vocabulary ({sizes.vocab_size} of {name}, rounded "
             f"up to a multiple of {VOCAB_MULTIPLE}): choose a power of two",
         )
-    if sizes.experts and not rollout.engine_kwargs.get("enable_expert_parallel"):
+    if sizes.experts and not rollout.has_whole_experts:
         remedy = "choose a divisor, or keep experts whole with engine_kwargs.enable_expert_parallel=true"
         yield from _expert_cut_faults(sizes.experts, name, key, tp, remedy)
 

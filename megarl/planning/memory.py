@@ -131,7 +131,7 @@ def engine_weights(workload: Workload) -> int:
     return _engine_weights(
         workload.policy,
         section.tensor_model_parallel_size,
-        expert_parallel=bool(section.engine_kwargs.get("enable_expert_parallel")),
+        expert_parallel=section.has_whole_experts,
         dtype=getattr(torch, section.dtype),
     )
 

@@ -56,7 +56,7 @@ def llm_arguments(
         # It would also make quantised layers for a quantised checkpoint; a sync brings plain weights.
         "hf_overrides": {"head_dtype": "float32", KEY: None} | dict(overrides),
     }
-    if on_cpu and section.engine_kwargs.get("enable_expert_parallel"):
+    if on_cpu and section.has_whole_experts:
         raise UserError(
             f"{ENGINE_KWARGS}: vLLM crashes with enable_expert_parallel on CPU; remove it, and every expert is cut "
             "over the ranks of a replica"

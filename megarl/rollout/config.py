@@ -152,6 +152,11 @@ class RolloutSection:
     """The transfer of weights to the engine, and its checks."""
 
     @property
+    def has_whole_experts(self) -> bool:
+        """Tell whether a rank of a replica holds complete experts, instead of a slice of every expert."""
+        return bool(self.engine_kwargs.get("enable_expert_parallel"))
+
+    @property
     def draws_from_all(self) -> bool:
         """Whether every token may be drawn, with the probability that the trainer computes for it."""
         return self.do_sample and self.top_p == 1.0 and self.top_k == -1

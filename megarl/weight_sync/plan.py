@@ -25,7 +25,7 @@ def sampler_placement(architecture: Architecture, section: RolloutSection, *, nu
         architecture,
         num_ranks=num_ranks,
         tp_size=section.tensor_model_parallel_size,
-        expert_parallel=bool(section.engine_kwargs.get("enable_expert_parallel")),
+        expert_parallel=section.has_whole_experts,
         dtype=getattr(torch, section.dtype),
     )
 
