@@ -258,7 +258,8 @@ class Rollouts(Prompts):
     places: Tensor | None = per_token(default=None)  # int64: the last position in `sequences` that a reader sees before
     # each token
     routes: Tensor | None = per_place(default=None)  # [M, L, k] uint8, or int16 of more than 256 experts: the k experts
-    # that the engine chose in each of L layers; None: the model that reads the samples chooses
+    # that the engine chose in each of L layers; [M, L, 2k] float32: these, and then the engine's scores of them; None:
+    # the model that reads the samples chooses
     turn_rewards: Tensor | None = per_token(default=None)  # float32: the reward of each turn, on its last token; None:
     # there is no environment. The three below are None too then.
     num_turns: Tensor | None = None  # [B] int64

@@ -14,7 +14,7 @@ from megarl.config.root import Config
 from megarl.data.config import TextSection
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
-from megarl.learner.batching import Budget
+from megarl.learner.batching import Budget, Replays
 from megarl.learner.factory import make_learner
 from megarl.learner.forward import ReferenceDivergence
 from megarl.learner.learner import Learner
@@ -24,6 +24,7 @@ from megarl.learner.terms import Objective
 from megarl.models.config import ModelSection
 from megarl.models.source import Source
 from megarl.platform.errors import UserError
+from megarl.rollout.config import RoutingReplay
 from megarl.tracking.config import TrainerSection
 from megarl.training.custom import CustomLoss
 from megarl.training.marks import mark
@@ -34,6 +35,8 @@ from megarl.training.roles import FrozenPolicies, Model, Updates
 from megarl.training.skips import Skips
 
 logger = logging.getLogger(__name__)
+
+REPLAYS: dict[RoutingReplay, Replays] = {"none": "none", "engine": "experts", "engine_scores": "scores"}
 
 
 def make_tokenizer(data: TextSection, model: ModelSection, source: Source, trainer: TrainerSection) -> Tokenizer:
@@ -91,7 +94,7 @@ def make_actor_learner(config: Config, source: Source, mesh: Mesh, *, last_step:
         balance=config.trainer.balance_batch,
         training=(actor.optim, actor.grad_clip, actor_updates(config, last_step)),
         lora=source.lora,
-        replays=policy.rollout.routing_replay == "engine" or actor.routing_replay == "recompute",
+        replays=REPLAYS["engine" if actor.routing_replay == "recompute" else policy.rollout.routing_replay],
     )
 
 
@@ -160,6 +163,7 @@ def make_reference(
 
 def _frozen(config: Config, source: Source, mesh: Mesh, actor: Learner) -> Learner:
     """Build this rank's part of a policy that never learns. It replays routes if it has the actor's routers."""
+    replays = config.actor_rollout_ref.rollout.routing_replay != "none"
     logger.info("starting: the reference")
     return make_learner(
         source.directory,
@@ -169,8 +173,7 @@ def _frozen(config: Config, source: Source, mesh: Mesh, actor: Learner) -> Learn
         role="policy",
         temperature=config.actor_rollout_ref.rollout.temperature,
         balance=config.trainer.balance_batch,
-        replays=config.actor_rollout_ref.rollout.routing_replay == "engine"
-        and source.architecture.has_routers_of(actor.architecture),
+        replays="experts" if replays and source.architecture.has_routers_of(actor.architecture) else "none",
     )
 
 

@@ -187,7 +187,7 @@ def build_replay(config: Config, launch: Launch, resources: ExitStack, recorded:
     resume_point = ResumePoint.find(config, continues=False)
     models, checkpoints = _make_models(config, launch, inputs, resume_point, mirrored=False)
     found = Replay.find(recorded, after=resume_point.state.step)
-    samples = replace(found, needs_routes=config.actor_rollout_ref.rollout.routing_replay == "engine")
+    samples = replace(found, routing_replay=config.actor_rollout_ref.rollout.routing_replay)
     unrecorded = replace(resume_point, state=replace(resume_point.state, metrics={}))  # the run recorded the metrics
     tracker = run_tracker(replay_config, launch, unrecorded, last_step=samples.last_step)
     _log_sizes(config, resume_point, tracker, inputs)

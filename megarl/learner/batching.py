@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from megarl.learner.packed import Packed, pack_samples
 from megarl.learner.packing import pack, partition
 from megarl.learner.parallel import Mesh
 from megarl.learner.schedule import num_micro_batches
+
+Replays = Literal["none", "experts", "scores"]
+"""The part of the routes of samples that routers take: nothing, the experts, or the scores of these too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +35,15 @@ class Budget:
 class Batching:
     """Division of global batches over data-parallel ranks and micro-batches, for one model.
 
-    With `balance`, shares have nearly equal numbers of tokens; without, nearly equal numbers of samples. With
-    `replays`, rows have the routes of their samples.
+    With `balance`, shares have nearly equal numbers of tokens; without, nearly equal numbers of samples. Rows
+    have what routers take of the routes of their samples.
     """
 
-    def __init__(self, mesh: Mesh, config: Any, device: torch.device, *, balance: bool, replays: bool = False) -> None:
+    def __init__(
+        self, mesh: Mesh, config: Any, device: torch.device, *, balance: bool, replays: Replays = "none"
+    ) -> None:
         self._mesh = mesh
+        self._top_k = config.moe_router_topk
         self._device = device
         self.balance = balance
         self.replays = replays
@@ -73,10 +79,16 @@ class Batching:
         """Lay each micro-batch out as the row of tokens that the model's layers take."""
         packed = partial(
             pack_samples,
-            share if self.replays else replace(share, routes=None),
+            replace(share, routes=self._replayed(share.routes)),
             device=self._device,
             num_parts=self._num_parts,
             cp_rank=self._mesh.cp_rank,
             cp_size=self._mesh.cp_size,
         )
         return [packed(samples) for samples in micro_batches]
+
+    def _replayed(self, routes: Tensor | None) -> Tensor | None:
+        """Return what routers take of the routes of samples."""
+        if routes is None or self.replays == "none":
+            return None
+        return routes if self.replays == "scores" else routes[..., : self._top_k]

@@ -15,7 +15,8 @@ loss depends on the samples that share a micro-batch: on the token budget and on
 
 Routing replay (Ma et al. 2025, arXiv 2510.11370; called R3): if a sample has routes, its tokens go to the experts that
 the engine chose. Their weights are computed from the router's own scores, with their gradients. So rounding that
-differs between engine and trainer changes weights a little, and never the experts.
+differs between engine and trainer changes weights a little, and never the experts. If the routes have the engine's
+scores, the weights are computed from these; gradients still reach the router's own scores.
 """
 
 from collections import deque
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from megarl.distributed.exchange import host_group
 from megarl.learner.together import compute_together
-from megarl.models.experts import Experts
+from megarl.models.experts import Experts, expert_scores
 from megarl.platform.errors import UserError
 
 SUPPORTED = {  # field of TransformerConfig: the values that leave the model's function unchanged
@@ -97,7 +98,7 @@ class Router(TopKRouter):
         super().__init__(*args, **kwargs)
         self.experts = experts
         self.is_in_forward = False  # False within a backward pass, which computes a checkpoint's activations again
-        self.routes: Tensor | None = None  # [N, k] int64, of the micro-batch in the forward pass; None: choose
+        self.routes: Tensor | None = None  # of the micro-batch in the forward pass, as `choose_experts` takes them
         self.postponed = deque[Tensor | None]()  # the routes of micro-batches that will be computed again
         self.chosen: Tensor | None = None  # [N, num_experts] bool, of the last inference
         self.agreement: Tensor | float = 0.0  # [2] float64: replayed choices that are the router's own too, and all
@@ -163,11 +164,14 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """Return weights and choice, as `Router.routing`, for [N, num_experts] logits; `bias` affects only the choice.
 
-    `routes` [N, k] int64 are the chosen experts of each token; None: the scores decide.
+    `routes` [N, k] are the chosen experts of each token; None: the scores decide. With [N, 2k] float32, the second half
+    are values for the scores of these experts, whose gradients are those of the router's own scores.
     """
-    scores = logits.sigmoid() if experts.score == "sigmoid" else logits.softmax(-1)
-    places = _best(scores.detach(), experts, bias) if routes is None else routes
+    scores = expert_scores(logits, experts)
+    places = _best(scores.detach(), experts, bias) if routes is None else routes[:, : experts.top_k].long()
     weights = scores.gather(-1, places)
+    if routes is not None and routes.shape[1] > experts.top_k:
+        weights = weights + (routes[:, experts.top_k :] - weights).detach()
     if experts.normalize_top_k:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, places, True)
@@ -247,7 +251,7 @@ def replayed(chunk: Any, routes: Tensor | None) -> Iterator[None]:
         routes = parts[parallel_state.get_tensor_model_parallel_rank()]
     for router in routers:
         router.is_in_forward = True
-        router.routes = None if routes is None else routes[:, router.place].long()
+        router.routes = None if routes is None else routes[:, router.place]
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from megarl.learner.batching import Replays
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.learner.layout import share_frozen, source_layout, weights
 from megarl.learner.learner import Learner
@@ -37,7 +38,7 @@ def make_learner(
     training: tuple[OptimSection, float, int] | None = None,
     lora: Lora | None = None,
     base: Learner | None = None,
-    replays: bool = False,
+    replays: Replays = "none",
 ) -> Learner:
     """Build this rank's part of a model, and read its weights: each rank reads only its own slices.
 
@@ -55,7 +56,7 @@ def make_learner(
             does.
         lora: the adapters, which then learn instead of the weights. A new scalar head learns too.
         base: a model with adapters of the same checkpoint and split; both have their frozen weights in one memory.
-        replays: let the routers of experts take the routes of samples that have any.
+        replays: what the routers of experts take of the routes of samples that have any.
 
     Raises:
         UserError: the checkpoint lacks a parameter, or a policy is asked of a checkpoint without an LM head.

@@ -18,7 +18,7 @@ from megarl.batch import ROUTE_TYPES, Rollouts
 from megarl.distributed.exchange import largest
 from megarl.distributed.routes import Holders
 from megarl.distributed.sharded import Sharded, shard
-from megarl.learner.batching import Batching, Budget
+from megarl.learner.batching import Batching, Budget, Replays
 from megarl.learner.contributions import add_metrics
 from megarl.learner.experts import number_routers, prepare_routers, router_agreement
 from megarl.learner.finite import Buffers, GradientStatus, NotFinite, explain_not_finite
@@ -75,7 +75,7 @@ class Learner:
         balance: bool = True,  # spread samples over data-parallel ranks by length; False: by number
         lora: Lora | None = None,  # the adapters of `models`
         uses_adapters: bool = True,  # False: compute with the frozen weights alone
-        replays: bool = False,  # routers take the routes of samples that have any
+        replays: Replays = "none",  # what routers take of the routes of samples that have any
     ) -> None:
         self.models = models
         self.optimizer = optimizer
@@ -124,7 +124,7 @@ class Learner:
             device=self.device,
             balance=self.batching.balance,
             uses_adapters=False,
-            replays=self.batching.replays,
+            replays="experts" if self.batching.replays == "scores" else self.batching.replays,  # its scores are others
         )
 
     def layout(self) -> Layout:
@@ -236,7 +236,7 @@ class Learner:
         outputs = self._outputs_of_first(terms[0], micro_batches, losses) if with_outputs else None
         metrics = add_metrics([micro.metrics | {LOSS: micro.loss} for micro in losses], self.mesh, self.device)
         loss = metrics.pop(LOSS)
-        if self.batching.replays and terms[0].batch.share.routes is not None:
+        if self.batching.replays != "none" and terms[0].batch.share.routes is not None:
             metrics["router_agreement"] = router_agreement(self.modules)
         self.offload.await_optimizer()
         with megatron_platform():

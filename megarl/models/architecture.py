@@ -31,6 +31,7 @@ ODD = "must be even, because positions rotate pairs of numbers"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 SCORE = "score.weight"  # the scalar head
+SCORED_ROUTE_BYTES = 8  # of one choice: the expert and its score, float32 both
 VOCAB_MULTIPLE = 64  # the rows of a complete engine's padded vocabulary are a multiple of this
 
 
@@ -113,11 +114,13 @@ class Architecture:
         """Return the beginning of the names of a layer's parameters in the checkpoint."""
         return self.traits.parameter_name(f"model.layers.{layer}.")
 
-    @property
-    def route_bytes(self) -> int:
-        """The bytes of the experts that all layers choose for one token; 0 without experts."""
+    def route_bytes(self, *, with_scores: bool) -> int:
+        """Return the bytes of the routes of one token in all layers, as in `Rollouts`; 0 without experts."""
         experts = self.experts
-        return (self.num_layers - experts.first_dense_layers) * experts.top_k * experts.number_bytes if experts else 0
+        if not experts:
+            return 0
+        num_choices = (self.num_layers - experts.first_dense_layers) * experts.top_k
+        return num_choices * (SCORED_ROUTE_BYTES if with_scores else experts.number_bytes)
 
     def has_routers_of(self, other: "Architecture") -> bool:
         """Return whether the routes of another model have a meaning in this one: layers and experts correspond."""

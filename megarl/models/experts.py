@@ -1,11 +1,14 @@
 """The sizes and switches of a mixture of experts, and their names in a `config.json`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megarl.models.families import Family
 from megarl.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, wrong
 from megarl.platform.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_IN_ALL = 1_000_000
 """Limit of the experts of all layers together."""
@@ -32,6 +35,12 @@ class Experts:
     def number_bytes(self) -> int:
         """The bytes that hold the number of an expert."""
         return 1 if self.num_experts <= 256 else 2
+
+
+def expert_scores(logits: "Tensor", experts: Experts) -> "Tensor":
+    """Return the scores of all experts by the logits of a router, [..., num_experts], in float32."""
+    logits = logits.float()
+    return logits.sigmoid() if experts.score == "sigmoid" else logits.softmax(-1)
 
 
 def read_experts(config: Fields, traits: Family) -> Experts:

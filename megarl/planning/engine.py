@@ -50,8 +50,15 @@ def engine_memory(
         activations=step_bytes(architecture, section),
         budget=int(device_bytes * section.gpu_memory_utilization),
         bytes_per_token=cache_bytes_per_token(architecture, section),
-        route_bytes=architecture.route_bytes if section.routing_replay == "engine" else 0,
+        route_bytes=route_bytes(architecture, section),
     )
+
+
+def route_bytes(architecture: Architecture, section: RolloutSection) -> int:
+    """Return the bytes of the routes of one token in all layers; 0 if the engine keeps none."""
+    if section.routing_replay == "none":
+        return 0
+    return architecture.route_bytes(with_scores=section.routing_replay == "engine_scores")
 
 
 def cache_bytes_per_token(architecture: Architecture, section: RolloutSection) -> int:

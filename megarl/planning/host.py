@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megarl.config.root import Config
+from megarl.planning.engine import route_bytes
 from megarl.planning.memory import RankMemory, own_weights
 from megarl.planning.states import copied_bytes
 from megarl.planning.workload import Workload
@@ -60,8 +61,7 @@ def host_memory(workload: Workload, memory: RankMemory) -> HostMemory:
             parts[f"{model.name} optimizer"] = num_ranks * states.optimizer
     parts["copies for a save"] = _save_bytes(workload, memory, num_ranks=num_ranks)
     parts["records"] = num_ranks * record_bytes(workload.config, num_shares=workload.grid.dp)
-    if workload.config.actor_rollout_ref.rollout.routing_replay == "engine":
-        parts["routes"] = num_ranks * routes_bytes(workload)
+    parts["routes"] = num_ranks * routes_bytes(workload)
     num_processes, most_gb = reward_processes(workload.config)
     return HostMemory(
         parts={name: num_bytes for name, num_bytes in parts.items() if num_bytes},
@@ -95,7 +95,7 @@ def routes_bytes(workload: Workload) -> int:
     rollout = config.actor_rollout_ref.rollout
     num_replicas = config.trainer.nnodes * config.trainer.n_gpus_per_node // rollout.tensor_model_parallel_size
     places = config.data.train_batch_size * rollout.n * (rollout.prompt_length + rollout.response_length)
-    total = places * workload.policy.route_bytes
+    total = places * route_bytes(workload.policy, rollout)
     return total // num_replicas + total // (grid.dp * grid.pp)
 
 

@@ -11,6 +11,7 @@ from megarl.platform.errors import UserError
 from megarl.section import Count, CountFromZero, Fraction, Length, Seed, section
 
 SAMPLES = Change(Effect.CURVE, "what is sampled")
+RoutingReplay = Literal["none", "engine", "engine_scores"]
 ROUTES = Change(Effect.CURVE, "which experts learn from a token")
 NO_CHOICE = Change(Effect.NONE, "a key without a choice")
 COMPARES = when("actor_rollout_ref.rollout.calculate_log_probs", True)
@@ -141,9 +142,10 @@ class RolloutSection:
     """Further arguments of vllm.LLM."""
     val_kwargs: SamplingSection = key(SamplingSection, read_if=VALIDATES)
     """Sampling in validation."""
-    routing_replay: Literal["none", "engine"] = key("none", ROUTES)
+    routing_replay: RoutingReplay = key("none", ROUTES)
     """engine: the trainer gives each token to the experts that the engine chose (R3), so that both compute with the
-    same ones; none: each chooses for itself. For mixtures of experts."""
+    same ones; engine_scores: the actor also takes the engine's scores of these experts; none: each chooses for itself.
+    For mixtures of experts."""
     partial: PartialSection = key(PartialSection, read_if=when(".partial.enable", True))
     """Responses that continue under the weights of the next step."""
     keep_complete: bool = key(False, ENGINE)

@@ -116,9 +116,9 @@ class RolloutEngine:
         self._routes: RouteStore | None = None
 
         def keep_routes(worker: Any) -> None:
-            self._routes = RouteStore(worker, architecture)
+            self._routes = RouteStore(worker, architecture, with_scores=section.routing_replay == "engine_scores")
 
-        keeping = patches.cache_ready(keep_routes) if section.routing_replay == "engine" else nullcontext()
+        keeping = patches.cache_ready(keep_routes) if section.routing_replay != "none" else nullcontext()
         with patches.compilation(allowed=self._may_compile), keeping:
             self._llm = _start(arguments)
         self.room = self._room()
@@ -150,7 +150,7 @@ class RolloutEngine:
 
     @property
     def no_routes(self) -> Tensor | None:
-        """The routes of no place, `[0, L, k]`; None: the engine keeps none."""
+        """The routes of no place, as in `Rollouts`; None: the engine keeps none."""
         return self._routes.nothing if self._routes else None
 
     @property

@@ -119,13 +119,14 @@ def _record(prompts: Prompts, groups: Tensor, generations: Sequence[Generation],
 def _routes(generations: Sequence[Generation], no_routes: Tensor) -> Tensor:
     """Return the routes of samples, end to end."""
     found = [generation.routes for generation in generations if generation.routes is not None]
-    if len(found) < len(generations):
+    alike = [routes for routes in found if routes.shape[1:] == no_routes.shape[1:]]
+    if len(alike) < len(generations):
         raise UserError(
-            f"{len(generations) - len(found)} responses that an earlier job drew have no routes: resume with "
-            "actor_rollout_ref.rollout.partial.enable=false, which drops unfinished groups, or without "
+            f"{len(generations) - len(alike)} responses that an earlier job drew have other routes or none: resume "
+            "with actor_rollout_ref.rollout.partial.enable=false, which drops unfinished groups, or with the earlier "
             "actor_rollout_ref.rollout.routing_replay"
         )
-    return torch.cat([no_routes, *found])
+    return torch.cat([no_routes, *alike])
 
 
 def _turns(generations: Sequence[Generation], num_tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megarl.config.root import Config
 from megarl.data.order import Position
 from megarl.distributed.sharded import Shares, shard
 from megarl.platform.errors import UserError
+from megarl.rollout.config import RoutingReplay
 from megarl.samples.in_flight import NOTHING, InFlight
 from megarl.samples.store import SampleStore, is_one_step, read_samples, step_of, steps_in
 from megarl.tracking.config import REPLAY
@@ -62,7 +64,7 @@ class Replay:
     """Samples of earlier steps, which need neither engine nor reward."""
 
     files: Mapping[int, Path]  # by step, counted from 1, without gaps
-    needs_routes: bool = False  # the actor replays those of the samples
+    routing_replay: RoutingReplay = "none"  # what the actor takes of the samples' routes
 
     @classmethod
     def find(cls, path: Path, *, after: int) -> "Replay":
@@ -106,11 +108,20 @@ class Replay:
         return max(self.files)
 
     def collect(self, position: Position, timers: Timers, *, step: int, in_flight: InFlight = NOTHING) -> Collected:
-        """Return the samples of step `step`, counted from 0. Raises UserError if they lack routes."""
+        """Return the samples of step `step`, counted from 0. Raises UserError if they lack routes or scores."""
         path = self.files[step + 1]
         with timers("gen"):
             record, baselines = read_samples(path)
-        if self.needs_routes and record.routes is None:
-            raise UserError(f"{path} has no routes: write actor_rollout_ref.rollout.routing_replay=none")
+        self._check_routes(record.routes, path)
         scored = shard(record, torch.zeros_like(record.groups), Shares.everywhere())
         return Collected(scored=scored, baselines=baselines, position=position, metrics={})
+
+    def _check_routes(self, routes: Tensor | None, path: Path) -> None:
+        """Check that the samples of a file have the routes that the actor takes. Raises UserError."""
+        key = "actor_rollout_ref.rollout.routing_replay"
+        if self.routing_replay == "none":
+            return
+        if routes is None:
+            raise UserError(f"{path} has no routes: write {key}=none")
+        if self.routing_replay == "engine_scores" and not routes.is_floating_point():
+            raise UserError(f"{path} has no scores of experts: write {key}=engine")

@@ -22,7 +22,7 @@ RUNS = {
         "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
         f"actor_rollout_ref.actor.megatron.override_transformer_config={{{ROUTER_LOSSES}}}",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "actor_rollout_ref.rollout.routing_replay=engine",
+        "actor_rollout_ref.rollout.routing_replay=engine_scores",
     ],
     "mixtral": [
         "critic.model.path={model}",

@@ -62,19 +62,27 @@ def random_routes(num_places: int, num_routers: int) -> Tensor:
     return torch.rand(num_places, num_routers, NUM_EXPERTS, generator=generator).topk(TOP_K).indices.to(torch.uint8)
 
 
-def routed(num_routers: int) -> Experience:
+def routed(num_routers: int, *, with_scores: bool = False) -> Experience:
     """Return the experience of the other tests, with random routes."""
     batch = experience()
-    return replace(batch, routes=random_routes(int(batch.num_places().sum()), num_routers))
+    routes = random_routes(int(batch.num_places().sum()), num_routers)
+    if with_scores:
+        routes = torch.cat([routes, torch.rand(routes.shape, generator=torch.Generator().manual_seed(4))], dim=-1)
+    return replace(batch, routes=routes)
 
 
 def replay(
-    checkpoint: Path, section: dict[str, Any], batch: Experience, max_tokens: int, recompute: Any = False
+    checkpoint: Path,
+    section: dict[str, Any],
+    batch: Experience,
+    max_tokens: int,
+    recompute: Any = False,
+    replays: Any = "scores",
 ) -> dict[str, Any]:
     """On each rank: infer, update and infer again."""
     from megarl.learner.batching import Budget
 
-    learner = make_test_learner(checkpoint, section, temperature=TEMPERATURE, recompute=recompute, replays=True)
+    learner = make_test_learner(checkpoint, section, temperature=TEMPERATURE, recompute=recompute, replays=replays)
     budget = Budget(max_tokens=max_tokens, max_sequences=None)
     before = outputs_of_all(learner, batch, budget, with_entropy=True)
     metrics = update(learner, [batch], ACTOR, budget)
@@ -121,9 +129,10 @@ def test_one_rank_is_transformers_with_these_experts(pool: RankPool, checkpoints
     assert result["metrics"]["grad_norm"] == pytest.approx(gradient_norm(model), rel=1e-5)
 
 
+@pytest.mark.parametrize("with_scores", [False, True])
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_no_split_shows(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
-    batch = routed(NUM_ROUTERS[name])
+def test_no_split_shows(pool: RankPool, checkpoints: dict[str, Path], name: str, with_scores: bool) -> None:
+    batch = routed(NUM_ROUTERS[name], with_scores=with_scores)
     expected = pool.run(1, replay, checkpoints[name], {}, batch, 1000)[0]
     assert 0.1 < expected["metrics"]["router_agreement"] < 0.5
     for which, (world_size, section) in SPLITS.items():
@@ -136,7 +145,7 @@ def test_no_split_shows(pool: RankPool, checkpoints: dict[str, Path], name: str)
 @pytest.mark.parametrize("section", [{}, split(pp=2)], ids=["one", "pp2"])
 def test_recomputation_replays_too(pool: RankPool, checkpoints: dict[str, Path], section: dict[str, Any]) -> None:
     """Several micro-batches are in flight before the first is computed again."""
-    batch = routed(2)
+    batch = routed(2, with_scores=True)
     found = [
         pool.run(1 + bool(section), replay, checkpoints["qwen3_moe"], section, batch, 24, recompute)[-1]
         for recompute in RECOMPUTATIONS
@@ -146,20 +155,28 @@ def test_recomputation_replays_too(pool: RankPool, checkpoints: dict[str, Path],
         assert torch.equal(result["before"].log_probs, found[0]["before"].log_probs)
 
 
-def with_own_routes(checkpoint: Path) -> Experience:
+def with_own_routes(checkpoint: Path, *, with_scores: bool = False) -> Experience:
     """Return the experience of the other tests, with the experts that a qwen3_moe of `transformers` chooses."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     chosen: list[list[Tensor]] = [[], []]
     for gate, of_gate in zip(gates_of(model), chosen, strict=True):
-        gate.register_forward_hook(lambda module, inputs, outputs, of_gate=of_gate: of_gate.append(outputs[2]))
+
+        def note(module: Any, inputs: Any, outputs: Any, of_gate: list[Tensor] = of_gate) -> None:
+            logits, _, experts = outputs
+            scores = logits.softmax(-1).gather(-1, experts)
+            of_gate.append(torch.cat([experts, scores], dim=-1) if with_scores else experts.to(torch.uint8))
+
+        gate.register_forward_hook(note)
     batch = experience()
-    for sample in range(len(batch)):
-        model(torch.tensor([[*batch.prompt_of(sample).token_ids, *batch.response_ids(sample).tolist()][:-1]]))
-    return replace(batch, routes=torch.stack([torch.cat(of_gate) for of_gate in chosen], dim=1).to(torch.uint8))
+    with torch.no_grad():
+        for sample in range(len(batch)):
+            model(torch.tensor([[*batch.prompt_of(sample).token_ids, *batch.response_ids(sample).tolist()][:-1]]))
+    return replace(batch, routes=torch.stack([torch.cat(of_gate) for of_gate in chosen], dim=1))
 
 
-def test_own_choice_changes_nothing(pool: RankPool, checkpoints: dict[str, Path]) -> None:
-    batch, own = experience(), with_own_routes(checkpoints["qwen3_moe"])
+@pytest.mark.parametrize("with_scores", [False, True])
+def test_own_choice_changes_nothing(pool: RankPool, checkpoints: dict[str, Path], with_scores: bool) -> None:
+    batch, own = experience(), with_own_routes(checkpoints["qwen3_moe"], with_scores=with_scores)
     without = pool.run(1, replay, checkpoints["qwen3_moe"], {}, batch, 48)[0]
     result = pool.run(1, replay, checkpoints["qwen3_moe"], {}, own, 48)[0]
     torch.testing.assert_close(result["before"].log_probs, without["before"].log_probs, **TOLERANCE)
@@ -172,7 +189,7 @@ def router_bias_after(checkpoint: Path, section: dict[str, Any], batch: Experien
     from megarl.learner.batching import Budget
 
     override = {"override_transformer_config": {"moe_router_bias_update_rate": 0.1}}
-    learner = make_test_learner(checkpoint, section | override, replays=True)
+    learner = make_test_learner(checkpoint, section | override, replays="experts")
     router = learner.modules[-1].decoder.layers[-1].mlp.router
     before = router.expert_bias.clone()
     update(learner, [batch], ACTOR, Budget(max_tokens=48, max_sequences=None))
@@ -196,7 +213,7 @@ def disturbed_log_probs(checkpoint: Path, batch: Experience, noise: float) -> tu
     from megarl.learner.batching import Budget
     from megarl.learner.experts import routers_of
 
-    learner = make_test_learner(checkpoint, {}, replays=True)
+    learner = make_test_learner(checkpoint, {}, replays="scores")
     budget = Budget(max_tokens=1000, max_sequences=None)
     for number, router in enumerate(routers_of(learner.modules[0])):
         generator = torch.Generator().manual_seed(number)
@@ -222,11 +239,28 @@ def test_replay_removes_most_of_planted_disagreement(pool: RankPool, checkpoints
     assert kl < kl_without / 7
 
 
+def test_scores_remove_all_of_planted_disagreement(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    own = with_own_routes(checkpoints["qwen3_moe"], with_scores=True)
+    engine, _ = pool.run(1, disturbed_log_probs, checkpoints["qwen3_moe"], own, 0.0)[0]
+    trainer, agreement = pool.run(1, disturbed_log_probs, checkpoints["qwen3_moe"], own, NOISE)[0]
+    assert agreement < 0.9
+    torch.testing.assert_close(trainer, engine, **TOLERANCE)
+
+
+def test_a_reference_leaves_the_scores(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    """Its scores are not those of the policy in the engine."""
+    found = [
+        pool.run(1, replay, checkpoints["qwen3_moe"], {}, batch, 48, False, "experts")[0]["before"].log_probs
+        for batch in (routed(2), routed(2, with_scores=True))
+    ]
+    assert torch.equal(*found)
+
+
 def recorded(checkpoint: Path, section: dict[str, Any], max_tokens: int) -> tuple[Tensor, Tensor, list[int], Tensor]:
     """Return this rank's samples, the routes of its pass over them, its layers, and log-probabilities of all."""
     from megarl.learner.batching import Budget
 
-    learner = make_test_learner(checkpoint, section, replays=True)
+    learner = make_test_learner(checkpoint, section, replays="experts")
     spread = learner.spread(experience())
     outputs, routes = learner.infer_with_routes(spread, Budget(max_tokens=max_tokens, max_sequences=None))
     return spread.mine, routes, learner.routed_layers, gathered(spread, outputs).log_probs

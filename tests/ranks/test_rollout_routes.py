@@ -18,7 +18,7 @@ from tests.support.engines import (
     write_two_checkpoints,
 )
 from tests.support.ranks import RankPool
-from tests.support.routes import chosen_by_transformers
+from tests.support.routes import chosen_by_transformers, scored_by_transformers
 
 pytestmark = pytest.mark.ranks
 
@@ -26,10 +26,12 @@ SAMPLED = SamplingSection(n=2, do_sample=True)
 RESPONSE = 12
 
 
-def drawn_with_routes(paths: list[Path], tp_size: int) -> tuple[list[Generation], list[Generation], list[Generation]]:
+def drawn_with_routes(
+    paths: list[Path], tp_size: int, routing_replay: str
+) -> tuple[list[Generation], list[Generation], list[Generation]]:
     """On each rank: what its replica draws at once, and as far as it comes in 5 steps and then in others."""
     first, _, bare = paths
-    engine = start(bare, tp_size=tp_size, dtype="float32", routing_replay="engine")
+    engine = start(bare, tp_size=tp_size, dtype="float32", routing_replay=routing_replay)
     options: dict[str, Any] = {"max_tokens": RESPONSE, "step": 0, "with_routes": True}
     with generating(engine, tensors_of(first)):
         whole = draw(engine.open_queue(SAMPLED, **options), new_session(SAMPLED.n))
@@ -42,12 +44,24 @@ def drawn_with_routes(paths: list[Path], tp_size: int) -> tuple[list[Generation]
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_routes_are_those_of_transformers(pool: RankPool, tmp_path: Path, tp_size: int) -> None:
     paths = write_two_checkpoints(tmp_path, "qwen3_moe")
-    for samples in pool.run(2, drawn_with_routes, paths, tp_size):
+    for samples in pool.run(2, drawn_with_routes, paths, tp_size, "engine"):
         whole, part, rest = samples
         assert any(each.num_cached for each in whole)
         assert all(not each.complete and each.routes is None for each in part)
         assert all(each.complete for each in rest)
         for each in (*whole, *rest):
             assert each.routes is not None and each.routes.dtype == torch.uint8
-            expected = chosen_by_transformers(paths[0], each)
+            expected = chosen_by_transformers(paths[0], each, each.routes.shape[2])
             assert torch.equal(each.routes.sort(-1).values, expected)
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral"])
+def test_scores_are_those_of_transformers(pool: RankPool, tmp_path: Path, variant: str) -> None:
+    paths = write_two_checkpoints(tmp_path, variant)
+    for samples in pool.run(2, drawn_with_routes, paths, 2, "engine_scores"):
+        for each in (*samples[0], *samples[2]):
+            assert each.routes is not None and each.routes.dtype == torch.float32
+            experts, scores = each.routes.chunk(2, dim=2)
+            expected = scored_by_transformers(paths[0], each)
+            assert torch.equal(experts.sort(-1).values, expected.topk(experts.shape[2]).indices.sort(-1).values)
+            torch.testing.assert_close(scores, expected.gather(-1, experts.long()), rtol=1e-4, atol=1e-5)

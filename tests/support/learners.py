@@ -42,7 +42,7 @@ def make_test_learner(
     recompute: Any = False,
     lora: Any = None,
     base: Any = None,
-    replays: bool = False,
+    replays: Any = "none",  # of megarl.learner.batching.Replays
 ) -> Any:
     """Return this rank's part of a model whose MegatronSection has the fields `split`; without `optim` it only infers.
 

@@ -10,13 +10,18 @@ from megarl.batch import Generation
 from tests.support.engines import PROMPTS
 
 
-def chosen_by_transformers(checkpoint: Path, generation: Generation) -> Tensor:
-    """Return the experts of a response to one of PROMPTS, without its last token: [places, L, k], sorted."""
+def scored_by_transformers(checkpoint: Path, generation: Generation) -> Tensor:
+    """Return the scores of all experts for a response to one of PROMPTS, without its last token: [places, L, E]."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    chosen: list[Tensor] = []
+    scores: list[Tensor] = []
     for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda module, inputs, outputs: chosen.append(outputs[2]))
+        layer.mlp.gate.register_forward_hook(lambda module, inputs, outputs: scores.append(outputs[0].softmax(-1)))
     tokens = [*PROMPTS[generation.prompt].token_ids, *generation.token_ids]
     with torch.no_grad():
         model(torch.tensor([tokens[:-1]]))
-    return torch.stack(chosen, dim=1).sort(-1).values
+    return torch.stack(scores, dim=1)
+
+
+def chosen_by_transformers(checkpoint: Path, generation: Generation, top_k: int) -> Tensor:
+    """Return the experts of the same tokens: [places, L, k], sorted."""
+    return scored_by_transformers(checkpoint, generation).topk(top_k).indices.sort(-1).values

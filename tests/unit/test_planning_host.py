@@ -102,12 +102,13 @@ def test_every_field_of_tokens_is_counted() -> None:
     }
 
 
-def test_routes_are_counted_per_place_and_layer() -> None:
-    """58 layers with 8 of 256 experts: 464 bytes a place on 64 replicas, and a 16th of them on 128 shares."""
-    found = plan(DEEPSEEK, "actor_rollout_ref.rollout.routing_replay=engine")
-    total = 2048 * 8 * (1024 + 7168) * 464
+@pytest.mark.parametrize(("value", "num_bytes"), [("engine", 464), ("engine_scores", 8 * 464)])
+def test_routes_are_counted_per_place_and_layer(value: str, num_bytes: int) -> None:
+    """58 layers with 8 of 256 experts: 464 choices a place on 64 replicas, and a 16th of them on 128 shares."""
+    found = plan(DEEPSEEK, f"actor_rollout_ref.rollout.routing_replay={value}")
+    total = 2048 * 8 * (1024 + 7168) * num_bytes
     assert found.host.parts["routes"] == 8 * (total // 64 + total // (128 * 16))
-    routes = found.memory.engine.num_tokens * 464
+    routes = found.memory.engine.num_tokens * num_bytes
     assert found.memory.fullest["generate"].parts["routes of the KV cache"] == routes > 0
 
 

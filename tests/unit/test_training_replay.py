@@ -1,5 +1,7 @@
 """A replay takes the right files of a directory, and reads their samples unchanged."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,8 @@ import torch
 
 from megarl.batch import Scored
 from megarl.data.order import Position
+from megarl.platform.errors import UserError
+from megarl.rollout.config import RoutingReplay
 from megarl.samples.store import SampleStore, write_samples
 from megarl.tracking.timers import Timers
 from megarl.training.replay import Recorder, Replay
@@ -15,9 +19,11 @@ from tests.support.ranks import world_of_one
 from tests.support.records import answer, prompts
 
 
-def keep(directory: Path, *steps: int) -> None:
-    """Files of steps. The scores of a step are its number."""
+def keep(directory: Path, *steps: int, routes: torch.Tensor | None = None) -> None:
+    """Files of steps. The scores of a step are its number, and each place has the same routes."""
     rollouts = answer(prompts([1, 1]), [1, 2, 1, 1])
+    if routes is not None:
+        rollouts = replace(rollouts, routes=routes.expand(int(rollouts.num_places().sum()), *routes.shape))
     for step in steps:
         scores = torch.full((4,), float(step))
         scored = rollouts.extend(Scored, texts=[""] * 4, scores=scores, accuracies=scores)
@@ -73,3 +79,31 @@ def test_samples_refused_by_full_disk_are_counted(tmp_path: Path, caplog: pytest
         disk.clear()
         assert recorder.collect(Position(), Timers(), step=2).metrics == {"archive/failures": 0.0}
         assert list(Replay.find(directory, after=2).files) == [3]
+
+
+EXPERTS = torch.tensor([[0, 3], [1, 2]], dtype=torch.uint8)
+SCORED = torch.tensor([[0, 3, 0.5, 0.25], [1, 2, 0.75, 0.125]])
+
+
+@pytest.mark.parametrize(
+    ("routing_replay", "routes", "message"),
+    [
+        ("none", None, None),
+        ("none", SCORED, None),
+        ("engine", EXPERTS, None),
+        ("engine", SCORED, None),
+        ("engine_scores", SCORED, None),
+        ("engine", None, "has no routes: write actor_rollout_ref.rollout.routing_replay=none"),
+        ("engine_scores", None, "has no routes: write actor_rollout_ref.rollout.routing_replay=none"),
+        ("engine_scores", EXPERTS, "has no scores of experts: write actor_rollout_ref.rollout.routing_replay=engine"),
+    ],
+)
+def test_samples_need_the_routes_of_the_actor(
+    tmp_path: Path, routing_replay: RoutingReplay, routes: torch.Tensor | None, message: str | None
+) -> None:
+    keep(tmp_path, 1, routes=routes)
+    replay = replace(Replay.find(tmp_path, after=0), routing_replay=routing_replay)
+    with world_of_one(), nullcontext() if message is None else pytest.raises(UserError, match=message):
+        found = replay.collect(Position(), Timers(), step=0).scored.share.routes
+        assert (found is None) == (routes is None)
+        assert found is None or torch.equal(found, routes.expand(found.shape))

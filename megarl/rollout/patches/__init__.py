@@ -15,7 +15,7 @@ from megarl.rollout.patches.process import (
 )
 from megarl.rollout.patches.ranks import skip_ranks
 from megarl.rollout.patches.rotary import rotate_heads_correctly
-from megarl.rollout.patches.router import choose_without_groups
+from megarl.rollout.patches.router import choose_without_groups, note_router_logits
 from megarl.rollout.patches.shared_memory import name_channels, name_message_queues
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "mend_cpu_build",
     "name_message_queues",
     "note_freed_blocks",
+    "note_router_logits",
     "prepare_environment",
     "random_state_kept",
     "start_isolated",

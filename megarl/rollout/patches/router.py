@@ -1,5 +1,6 @@
-"""The choice of experts by a sigmoid, which vLLM's CPU build makes within groups alone."""
+"""The choice of experts: by a sigmoid, which vLLM's CPU build makes within groups alone, and its logits."""
 
+from collections.abc import Callable
 from typing import Any
 
 from megarl.platform.patching import replace
@@ -12,6 +13,25 @@ ROUTER = declare_vllm(
     upstream="vllm/model_executor/layers/fused_moe/router/cpu_router.py: CPURouter._compute_routing",
     until="the CPU build chooses by a sigmoid without groups",
 )
+
+SELECTION = declare_vllm(
+    "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter",
+    "_select_experts",
+    reason="the trainer may take the scores of the experts that the engine chose, and vLLM tells only the experts",
+    upstream="vllm/model_executor/layers/fused_moe/router/base_router.py: BaseRouter._select_experts",
+    until="vLLM tells its choice together with the scores",
+)
+
+
+def note_router_logits(note: Callable[[Any], None]) -> None:
+    """Call `note` with the logits `[n, num_experts]` of a router before it tells its choice."""
+    original = SELECTION.original("_select_experts")
+
+    def select_experts(router: Any, hidden_states: Any, router_logits: Any, *args: Any, **kwargs: Any) -> Any:
+        note(router_logits)
+        return original(router, hidden_states, router_logits, *args, **kwargs)
+
+    replace(SELECTION, _select_experts=select_experts)
 
 
 def choose_without_groups() -> None:
