@@ -28,6 +28,7 @@ from tests.support.references import gradient_norm, outputs_of
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "deepseek_v3": ("deepseek_v3", {}),
+    "four layers": ("qwen3_moe", {"num_hidden_layers": 4}),
 }
 NOISE = 0.2
 NUM_ROUTERS = {"qwen3_moe": 2, "deepseek_v3": 1}
@@ -130,7 +131,7 @@ def test_one_rank_is_transformers_with_these_experts(pool: RankPool, checkpoints
 
 
 @pytest.mark.parametrize("with_scores", [False, True])
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", NUM_ROUTERS)
 def test_no_split_shows(pool: RankPool, checkpoints: dict[str, Path], name: str, with_scores: bool) -> None:
     batch = routed(NUM_ROUTERS[name], with_scores=with_scores)
     expected = pool.run(1, replay, checkpoints[name], {}, batch, 1000)[0]
@@ -153,6 +154,16 @@ def test_recomputation_replays_too(pool: RankPool, checkpoints: dict[str, Path],
     for result in found[1:]:
         assert result["metrics"] == pytest.approx(found[0]["metrics"], rel=1e-6)
         assert torch.equal(result["before"].log_probs, found[0]["before"].log_probs)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTATIONS)
+def test_virtual_pipeline_replays_too(pool: RankPool, checkpoints: dict[str, Path], recompute: Any) -> None:
+    batch = routed(4, with_scores=True)
+    section = split(pp=2, virtual_pipeline_model_parallel_size=2)
+    expected = pool.run(1, replay, checkpoints["four layers"], {}, batch, 48)[0]
+    for result in pool.run(2, replay, checkpoints["four layers"], section, batch, 48, recompute):
+        torch.testing.assert_close(result["before"].log_probs, expected["before"].log_probs, **TOLERANCE)
+        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
 
 
 def with_own_routes(checkpoint: Path, *, with_scores: bool = False) -> Experience:
