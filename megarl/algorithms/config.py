@@ -19,6 +19,7 @@ KLEstimator = Literal[SampledKL, ExactKL]
 EXACT: tuple[ExactKL, ...] = get_args(ExactKL)
 STRAIGHT_THROUGH: tuple[StraightThroughKL, ...] = get_args(StraightThroughKL)
 Mixture = Annotated[float, Field(gt=0.0, lt=1.0)]
+Sharpness = Annotated[float, Field(gt=0.0, le=1e6)]
 Covariance = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
@@ -61,6 +62,10 @@ LOSSES: Mapping[str, Loss] = {
     "vanilla": Loss(function="ppo_clip"),
     "gspo": Loss(function="gspo"),
     "cispo": Loss(function="cispo"),
+    "sapo": Loss(function="sapo"),
+    "geo_mean": Loss(function="geo_mean"),
+    "dppo_tv": Loss(function="dppo_tv"),
+    "dppo_kl": Loss(function="dppo_kl"),
     "gpg": Loss(function="gpg"),
     "clip_cov": Loss(function="clip_cov", chooses=True),
     "kl_cov": Loss(function="kl_cov", chooses=True),
@@ -232,6 +237,10 @@ class PolicyLossSection:
     """Function of any of log_probs, old_log_probs, advantages and mask that returns a PolicyLoss."""
     kwargs: dict[str, Any] = key(dict, read_if=when(".loss_mode", "custom"))
     """Further arguments of the function, by name."""
+    tau_pos: Sharpness = key(1.0, read_if=when(".loss_mode", "sapo"))
+    """How fast the gradient fades as a ratio leaves 1, for positive advantages."""
+    tau_neg: Sharpness = key(1.05, read_if=when(".loss_mode", "sapo"))
+    """The same for other advantages."""
     clip_cov_ratio: Fraction = key(0.0002, read_if=when(".loss_mode", "clip_cov"))
     """Share of the tokens that get no gradient."""
     clip_cov_lb: Covariance = key(1.0, read_if=when(".loss_mode", "clip_cov"))

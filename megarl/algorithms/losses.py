@@ -8,7 +8,8 @@ Shapes: `b` sequences of a micro-batch, `T` response tokens; `[b, T]` tensors ar
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -177,6 +178,110 @@ def cispo(
     ratio = bounded_exp(log_ratio.detach())
     weights = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return PolicyLoss.of(-weights * advantages * log_probs, log_ratio, mask, clip_frac=(weights != ratio).sum())
+
+
+def sapo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, tau_pos: float, tau_neg: float
+) -> PolicyLoss:
+    """Return the surrogate with a soft gate instead of a clip (SAPO; Gao et al. 2025, arXiv 2511.20347).
+
+    `L = -A 4 / tau sigmoid(tau (rho - 1))`, with `tau_pos` if `A > 0` and else `tau_neg`: the gradient is that of
+    `-A rho` at a ratio of 1 and fades the faster the larger tau is. The paper weighs all sequences the same:
+    `seq-mean-token-mean`.
+
+    Args:
+        log_probs: `[b, T]` of the policy being trained.
+        old_log_probs: `[b, T]` of the policy before this step's updates.
+        advantages: `[b, T]`.
+        mask: `[b, T]` bool.
+        tau_pos: how fast the gradient fades for positive advantages; the paper's is 1.
+        tau_neg: how fast it fades for others; the paper's is 1.05.
+    """
+    log_ratio = masked(log_probs, mask) - masked(old_log_probs, mask)
+    advantages = masked(advantages, mask)
+    tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
+    gate = 4.0 / tau * torch.sigmoid(tau * (bounded_exp(log_ratio) - 1.0))
+    return PolicyLoss.of(-advantages * gate, log_ratio, mask)
+
+
+def geo_mean(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+) -> PolicyLoss:
+    """Return the surrogate with the geometric mean of clipped ratios (GMPO; Zhao et al. 2025, arXiv 2507.20673, eq. 4).
+
+    `held_t` is the smaller of `log rho_t` and `clip(log rho_t, -clip_low, clip_high)` if `A_t > 0`, else the larger.
+    On every token `L_t = -A_t s_t`, in which `s_t` has the value of `s = exp(mean over the sequence's tokens of held)`
+    and the gradient `s * grad held_t`. For one advantage per sequence and `seq-mean-token-mean` this is the loss of the
+    paper and its gradient.
+
+    Args:
+        log_probs: `[b, T]` of the policy being trained.
+        old_log_probs: `[b, T]` of the policy before this step's updates.
+        advantages: `[b, T]`.
+        mask: `[b, T]` bool; a row without tokens has no ratio and no loss.
+        clip_low: how far the log of the ratio may fall below 0; the paper's is 0.4.
+        clip_high: how far the log of the ratio may rise above 0; the paper's is 0.4.
+    """
+    log_ratio = masked(log_probs, mask) - masked(old_log_probs, mask)
+    advantages = masked(advantages, mask)
+    clipped = log_ratio.clamp(-clip_low, clip_high)
+    held = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
+    of_sequence = held.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    ratio = bounded_exp(of_sequence.detach() + held - held.detach())
+    return PolicyLoss.of(-advantages * ratio, log_ratio, mask, clip_frac=(held != log_ratio).sum())
+
+
+def dppo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    divergence: Literal["tv", "kl"],
+    clip_low: float,
+    clip_high: float,
+    clip_c: float,
+) -> PolicyLoss:
+    """Return the policy gradient of tokens inside a trust region (DPPO; Qi et al. 2026, arXiv 2602.04879).
+
+    `L = -stop_gradient(min(rho, clip_c)) A log_probs`. A token has no loss if its advantage moves its probability `p`
+    away from the old `q`, and the divergence of the Bernoulli distributions of `p` and `q` is above `clip_high` for a
+    probability that has risen, or above `clip_low` for one that has fallen. The divergence is `|p - q|` (`tv`), or
+    `q log(q / p) + (1 - q) log((1 - q) / (1 - p))` (`kl`).
+
+    Args:
+        log_probs: `[b, T]` of the policy being trained.
+        old_log_probs: `[b, T]` of the policy before this step's updates.
+        advantages: `[b, T]`.
+        mask: `[b, T]` bool.
+        divergence: total variation or Kullback-Leibler.
+        clip_low: largest divergence of a probability that has fallen.
+        clip_high: largest divergence of a probability that has risen.
+        clip_c: largest ratio that counts; the paper's is 20.
+    """
+    log_probs, old_log_probs = masked(log_probs, mask), masked(old_log_probs, mask)
+    advantages = masked(advantages, mask)
+    log_ratio = log_probs - old_log_probs
+    ratio = bounded_exp(log_ratio.detach())
+    distance = _bernoulli_divergence(log_probs.detach(), old_log_probs, divergence)
+    leaves = torch.where(advantages > 0, (ratio > 1) & (distance > clip_high), (ratio < 1) & (distance > clip_low))
+    losses = (-ratio.clamp(max=clip_c) * advantages * log_probs).masked_fill(leaves, 0.0)
+    held = (ratio > clip_c) & ~leaves
+    return PolicyLoss.of(losses, log_ratio, mask, clip_frac=leaves.sum(), clip_frac_lower=held.sum())
+
+
+def _bernoulli_divergence(log_p: Tensor, log_q: Tensor, divergence: Literal["tv", "kl"]) -> Tensor:
+    """Return the divergence of the distributions `(q, 1 - q)` and `(p, 1 - p)` for each token, `[b, T]`."""
+    p, q = log_p.exp(), log_q.exp()
+    if divergence == "tv":
+        return (p - q).abs()
+    least = torch.finfo(p.dtype).tiny
+    of_others = (-torch.expm1(log_q)).clamp(min=least).log() - (-torch.expm1(log_p)).clamp(min=least).log()
+    return q * (log_q - log_p) + (1.0 - q) * of_others
+
+
+dppo_tv = partial(dppo, divergence="tv")
+dppo_kl = partial(dppo, divergence="kl")
 
 
 def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyLoss:

@@ -45,7 +45,10 @@ class ForeignRow:
 
     def does_refuse(self, value: object) -> bool:
         """Return whether megarl lacks a value, and no installed package offers it."""
-        return _among(value, self.refuses) and value not in entry_points(group=self.group).names
+        return _among(value, self.refuses) and not self._is_offered(value)
+
+    def _is_offered(self, value: object) -> bool:
+        return value in entry_points(group=self.group).names
 
     def say(self, path: str, value: object) -> str:
         """Return the answer to a key and its value."""
@@ -58,10 +61,11 @@ class ForeignRow:
         return self.to.format(owner=owner_of(path), rest=rest)
 
     def value_here(self, value: Any) -> Any:
-        """Return a value, or each item of a list, as it is written here."""
+        """Return a value, or each item of a list, as it is written here. A list names no item twice by this."""
         if isinstance(value, list):
-            return [self.value_here(item) for item in value]
-        if _among(value, self.becomes):
+            here = [(item, self.value_here(item)) for item in value]
+            return [new for item, new in here if new == item or new not in value]
+        if _among(value, self.becomes) and not self._is_offered(value):
             return self.becomes[value]
         if isinstance(value, bool) or not isinstance(value, int | float):
             return value

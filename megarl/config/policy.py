@@ -11,7 +11,8 @@ from megarl.mark import MICRO, OPTIMIZER, Change, Effect, key, never, when
 from megarl.models.config import MODEL, CriticModelSection, ReferenceModelSection
 from megarl.section import Bound, Count, Fraction, Length, Weight, section
 
-CLIPS = when(".policy_loss.loss_mode", "vanilla", "gspo", "cispo", "clip_cov")
+DPPO = ("dppo_tv", "dppo_kl")
+CLIPS = when(".policy_loss.loss_mode", "vanilla", "gspo", "cispo", "clip_cov", "geo_mean", *DPPO)
 ONE_CLIP = when(
     ".needs_clip_ratio",
     words="`clip_ratio_low` or `clip_ratio_high` is null",
@@ -62,13 +63,16 @@ class ActorSection(UpdateSection):
     ppo_max_token_len_per_gpu: Length = key(16384, MICRO, read_if=BUDGET)
     """Token budget of a micro-batch."""
     clip_ratio: Fraction = key(0.2, read_if=(CLIPS, ONE_CLIP))
-    """Policy ratios outside [1 - clip_ratio, 1 + clip_ratio] give no gradient."""
+    """Policy ratios outside [1 - clip_ratio, 1 + clip_ratio] give no gradient. geo_mean bounds the log of the ratio;
+    dppo_tv and dppo_kl bound a divergence."""
     clip_ratio_low: Fraction | None = key(None, read_if=CLIPS)
-    """Distance of the lower bound from 1; null = clip_ratio."""
+    """Distance of the lower bound; null = clip_ratio."""
     clip_ratio_high: Annotated[float, Field(ge=0.0, le=1e30)] | None = key(None, read_if=CLIPS)
-    """Distance of the upper bound from 1; null = clip_ratio."""
-    clip_ratio_c: Annotated[float, Field(gt=1.0, le=1e30)] = key(3.0, read_if=when(".policy_loss.loss_mode", "vanilla"))
-    """Dual clip: largest ratio that counts if the advantage is negative."""
+    """Distance of the upper bound; null = clip_ratio."""
+    clip_ratio_c: Annotated[float, Field(gt=1.0, le=1e30)] = key(
+        3.0, read_if=when(".policy_loss.loss_mode", "vanilla", *DPPO)
+    )
+    """Dual clip: largest ratio that counts if the advantage is negative; dppo_tv and dppo_kl: for all advantages."""
     policy_loss: PolicyLossSection = field(default_factory=PolicyLossSection)
     """The policy loss."""
     routing_replay: Literal["none", "recompute"] = "none"

@@ -34,6 +34,9 @@ TEACHERS = "actor_rollout_ref.ref.teachers."
 OWN_FILES = ("custom_reward_function.path", "environment.path", f"{ESTIMATOR}.path", f"{LOSS}.path")
 """The keys of files of the user; `name` in the same section is the function or the class."""
 
+BY_SEQUENCE = ("gspo", "geo_mean", "sapo")
+"""The policy losses whose papers weigh all sequences the same."""
+
 
 class BatchRow(NamedTuple):
     """One line of the table."""
@@ -163,10 +166,10 @@ def notes(config: Config) -> Iterator[str]:
             f"actor.kl_loss_type={actor.kl_loss_type} has no gradient in the mean, as a loss it only adds noise: "
             "mse and low_var_kl keep the policy near the reference"
         )
-    if actor.policy_loss.loss_mode == "gspo" and actor.loss_agg_mode != "seq-mean-token-mean":
+    if actor.policy_loss.loss_mode in BY_SEQUENCE and actor.loss_agg_mode != "seq-mean-token-mean":
         yield (
-            f"gspo has one ratio for a sequence, but actor.loss_agg_mode={actor.loss_agg_mode} does not weigh "
-            "all sequences the same, as seq-mean-token-mean does"
+            f"{actor.policy_loss.loss_mode} weighs all sequences the same, as actor.loss_agg_mode=seq-mean-token-mean "
+            f"does and {actor.loss_agg_mode} does not"
         )
     leaves = dict(flatten(asdict(config)))
     hidden = [key for key, shown in redacted(leaves).items() if shown != leaves[key]]

@@ -100,8 +100,9 @@ def policy_loss(
     low = section.clip_ratio if section.clip_ratio_low is None else section.clip_ratio_low
     high = section.clip_ratio if section.clip_ratio_high is None else section.clip_ratio_high
     settings: dict[str, Any] = {"clip_low": low, "clip_high": high, "clip_c": section.clip_ratio_c}
-    settings["kl_coef"] = section.policy_loss.ppo_kl_coef
-    function = getattr(losses, LOSSES[section.policy_loss.loss_mode].function)
+    loss = section.policy_loss
+    settings |= {"kl_coef": loss.ppo_kl_coef, "tau_pos": loss.tau_pos, "tau_neg": loss.tau_neg}
+    function = getattr(losses, LOSSES[loss.loss_mode].function)
     chosen = {"chosen": micro.rows(micro.marked)} if isinstance(micro, Marked) else {}
     result: PolicyLoss = function(**arguments_of(function, given | chosen | settings))
     return result

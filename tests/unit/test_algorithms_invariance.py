@@ -21,6 +21,10 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.3}
         (losses.ppo_clip, {**CLIP, "clip_c": 3.0}),
         (losses.gspo, CLIP),
         (losses.cispo, CLIP),
+        (losses.sapo, {"tau_pos": 1.0, "tau_neg": 1.05}),
+        (losses.geo_mean, CLIP),
+        (losses.dppo_tv, {**CLIP, "clip_c": 3.0}),
+        (losses.dppo_kl, {**CLIP, "clip_c": 3.0}),
         (losses.gpg, {}),
     ],
 )

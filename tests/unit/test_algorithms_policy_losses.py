@@ -10,7 +10,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms.config import LossAggregation
-from megarl.algorithms.losses import PolicyLoss, Totals, aggregate, cispo, clip_cov, gpg, gspo, kl_cov, ppo_clip
+from megarl.algorithms.losses import (
+    PolicyLoss,
+    Totals,
+    aggregate,
+    cispo,
+    clip_cov,
+    dppo_kl,
+    dppo_tv,
+    geo_mean,
+    gpg,
+    gspo,
+    kl_cov,
+    ppo_clip,
+    sapo,
+)
 
 NAN = float("nan")
 NUM_SAMPLES, NUM_TOKENS = 6, 5
@@ -20,6 +34,10 @@ LOSSES: dict[str, Loss] = {  # of log_probs, old_log_probs, advantages, mask, ch
     "ppo_clip": lambda x, old, a, mask, chosen: ppo_clip(x, old, a, mask, clip_low=0.2, clip_high=0.3, clip_c=3.0),
     "gspo": lambda x, old, a, mask, chosen: gspo(x, old, a, mask, clip_low=0.2, clip_high=0.3),
     "cispo": lambda x, old, a, mask, chosen: cispo(x, old, a, mask, clip_low=0.2, clip_high=0.3),
+    "sapo": lambda x, old, a, mask, chosen: sapo(x, old, a, mask, tau_pos=1.0, tau_neg=1.05),
+    "geo_mean": lambda x, old, a, mask, chosen: geo_mean(x, old, a, mask, clip_low=0.2, clip_high=0.3),
+    "dppo_tv": lambda x, old, a, mask, chosen: dppo_tv(x, old, a, mask, clip_low=0.1, clip_high=0.2, clip_c=3.0),
+    "dppo_kl": lambda x, old, a, mask, chosen: dppo_kl(x, old, a, mask, clip_low=0.02, clip_high=0.1, clip_c=3.0),
     "gpg": lambda x, old, a, mask, chosen: gpg(x, old, a, mask),
     "clip_cov": lambda x, old, a, mask, chosen: clip_cov(x, old, a, mask, chosen=chosen, clip_low=0.2, clip_high=0.3),
     "kl_cov": lambda x, old, a, mask, chosen: kl_cov(x, old, a, mask, chosen=chosen, kl_coef=0.5),
@@ -29,7 +47,8 @@ LOSSES: dict[str, Loss] = {  # of log_probs, old_log_probs, advantages, mask, ch
 def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities, those before the update, advantages, a mask, some chosen tokens."""
     generator = torch.Generator().manual_seed(0)
-    log_probs, old_log_probs, advantages = torch.randn(3, NUM_SAMPLES, NUM_TOKENS, generator=generator, dtype=dtype)
+    logits, old_logits, advantages = torch.randn(3, NUM_SAMPLES, NUM_TOKENS, generator=generator, dtype=dtype)
+    log_probs, old_log_probs = (torch.nn.functional.logsigmoid(each) for each in (logits, old_logits))
     mask = torch.arange(NUM_TOKENS) < torch.tensor([5, 1, 3, 0, 2, 5])[:, None]
     chosen = torch.rand(NUM_SAMPLES, NUM_TOKENS, generator=generator) < 0.5
     return log_probs, old_log_probs, advantages, mask, chosen
@@ -105,12 +124,74 @@ def test_kl_cov_penalises_the_chosen_tokens(ratio: float, chosen: bool, loss: fl
     assert tensors[0].grad.item() == pytest.approx(gradient, rel=1e-5)
 
 
-def test_gspo_loss_and_gradient_match_paper() -> None:
-    log_probs, old_log_probs, advantages, mask, _ = example()
+@pytest.mark.parametrize(
+    ("ratio", "advantage"), [(1.0, 2.0), (1.5, 2.0), (0.5, 2.0), (1.5, -2.0), (0.5, -2.0), (1.5, 0.0)]
+)
+def test_sapo_fades_the_gradient_without_a_clip(ratio: float, advantage: float) -> None:
+    """The gradient of the paper's eq. 6: 4 p (1 - p) rho A with p = sigmoid(tau (rho - 1))."""
+    tensors = single(ratio, advantage)
+    result = sapo(*tensors, tau_pos=1.0, tau_neg=2.0)
+    result.sums.sum().backward()
+    tau = 1.0 if advantage > 0 else 2.0
+    share = 1.0 / (1.0 + math.exp(-tau * (ratio - 1.0)))
+    assert result.sums.item() == pytest.approx(-advantage * share * 4.0 / tau, rel=1e-5)
+    assert tensors[0].grad is not None
+    assert tensors[0].grad.item() == pytest.approx(-advantage * 4.0 * share * (1.0 - share) * ratio, rel=1e-5)
+    assert result.clip_frac.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "advantage", "leaves_tv", "leaves_kl"),
+    [
+        (0.5, 0.55, 2.0, False, False),
+        (0.5, 0.75, 2.0, True, True),  # KL: 0.144
+        (0.001, 0.01, 2.0, False, False),  # PPO would clip a ratio of 10
+        (0.5, 0.25, 2.0, False, False),  # it returns to the old probability
+        (0.5, 0.25, -2.0, True, True),
+        (0.5, 0.75, -2.0, False, False),
+        (0.05, 0.2, 2.0, False, False),  # KL: 0.094
+        (0.05, 0.2, -2.0, False, False),
+        (0.2, 0.04, -2.0, True, True),  # KL: 0.176
+        (0.02, 0.001, -2.0, False, True),  # KL: 0.041
+    ],
+)
+def test_dppo_leaves_out_tokens_outside_its_region(
+    before: float, after: float, advantage: float, leaves_tv: bool, leaves_kl: bool
+) -> None:
+    for loss, low, high, leaves in ((dppo_tv, 0.1, 0.2, leaves_tv), (dppo_kl, 0.03, 0.1, leaves_kl)):
+        log_probs = torch.tensor([[math.log(after)]], requires_grad=True)
+        tensors = (log_probs, torch.tensor([[math.log(before)]]), torch.tensor([[advantage]]), torch.tensor([[True]]))
+        result = loss(*tensors, clip_low=low, clip_high=high, clip_c=3.0)
+        result.sums.sum().backward()
+        weight = 0.0 if leaves else min(after / before, 3.0)
+        assert result.sums.item() == pytest.approx(-weight * advantage * math.log(after), rel=1e-5, abs=1e-9)
+        assert log_probs.grad is not None
+        assert log_probs.grad.item() == pytest.approx(-weight * advantage, rel=1e-5, abs=1e-9)
+        assert result.clip_frac.item() == leaves
+        assert result.clip_frac_lower.item() == (after / before > 3.0 and not leaves)
+
+
+def gspo_objective(log_ratio: Tensor, advantage: Tensor) -> Tensor:
+    ratio = log_ratio.mean().exp()
+    return torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
+
+
+def geo_mean_objective(log_ratio: Tensor, advantage: Tensor) -> Tensor:
+    """Equation 4 of the paper: its product over tokens, with the sign of the advantage inside the minimum."""
+    sign = advantage.sign()
+    held = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-0.2, 0.3))
+    return held.exp().prod() ** (1.0 / len(log_ratio)) * advantage
+
+
+@pytest.mark.parametrize(
+    ("name", "objective_of"), [("gspo", gspo_objective), ("geo_mean", geo_mean_objective)], ids=["gspo", "geo_mean"]
+)
+def test_loss_and_gradient_match_paper(name: str, objective_of: Callable[[Tensor, Tensor], Tensor]) -> None:
+    log_probs, old_log_probs, advantages, mask, chosen = example()
     advantages = advantages[:, :1].expand_as(mask)  # one for a sequence
     x = log_probs.clone().requires_grad_()
     totals = Totals.of(mask.sum(-1))
-    result = gspo(x, old_log_probs, advantages, mask, clip_low=0.2, clip_high=0.3)
+    result = LOSSES[name](x, old_log_probs, advantages, mask, chosen)
     loss = aggregate(
         result.sums,
         mask.sum(-1),
@@ -122,10 +203,7 @@ def test_gspo_loss_and_gradient_match_paper() -> None:
     rows = [row for row in range(NUM_SAMPLES) if mask[row].any()]
     objective = torch.zeros((), dtype=torch.float64)
     for row in rows:
-        ratio = (x[row] - old_log_probs[row])[mask[row]].mean().exp()
-        objective = objective + torch.minimum(
-            ratio * advantages[row, 0], ratio.clamp(0.8, 1.3) * advantages[row, 0]
-        ) / len(rows)
+        objective = objective + objective_of((x[row] - old_log_probs[row])[mask[row]], advantages[row, 0]) / len(rows)
     torch.testing.assert_close(loss, -objective)
     (gradient,), (expected,) = torch.autograd.grad(loss, x), torch.autograd.grad(-objective, x)
     torch.testing.assert_close(gradient, expected)
@@ -160,7 +238,9 @@ def test_far_from_the_old_policy_everything_stays_finite(name: str) -> None:
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "gpg", "clip_cov"])
+@pytest.mark.parametrize(
+    "name", ["ppo_clip", "gspo", "cispo", "sapo", "geo_mean", "dppo_tv", "dppo_kl", "gpg", "clip_cov"]
+)
 def test_positive_advantage_factor_scales_loss(name: str) -> None:
     log_probs, old_log_probs, advantages, mask, chosen = example()
     factors = torch.rand(NUM_SAMPLES, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

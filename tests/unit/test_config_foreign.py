@@ -93,7 +93,7 @@ def test_foreign_key_gets_answer_instead_of_unknown_key(section: str) -> None:
         ("actor_rollout_ref.rollout.quantization=fp8", "not supported: the engine has the actor's weights"),
         ("actor_rollout_ref.model.lora.type=dora", "not supported: adapters are those of LoRA, write lora"),
         ("actor_rollout_ref.model.lora.dropout=0.1", "other probabilities than those that were sampled"),
-        ("trainer.logger=[swanlab]", "swanlab is not supported: write wandb, mlflow, tensorboard"),
+        ("trainer.logger=[clearml]", "clearml is not supported: write wandb, mlflow, tensorboard"),
     ],
 )
 def test_what_is_not_there_is_called_not_supported(key: str, answer: str) -> None:
@@ -150,6 +150,10 @@ RENAMED = [
     ("actor_rollout_ref.actor.kl_loss_type=mse+", "actor_rollout_ref.actor.kl_loss_type=mse"),
     ("algorithm.kl_penalty=k2+", "algorithm.kl_penalty=k2"),
     ("trainer.logger=[console,file]", "trainer.logger=[console,jsonl]"),
+    ("trainer.logger=[jsonl,swanlab]", "trainer.logger=[jsonl,mlflow]"),
+    ("trainer.logger=[swanlab,mlflow]", "trainer.logger=[mlflow]"),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=gmpo", "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean"),
+    ("actor_rollout_ref.actor.tau_neg=1.2", "actor_rollout_ref.actor.policy_loss.tau_neg=1.2"),
     (
         "actor_rollout_ref.model.lora.target_modules=[linear_q,linear_fc1_up]",
         "actor_rollout_ref.model.target_modules=[q_proj,up_proj]",

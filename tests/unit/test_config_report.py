@@ -193,7 +193,7 @@ def test_fixed_micro_batches_ignore_the_token_budget() -> None:
             [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k1"],
             "actor.kl_loss_type=k1 has no gradient in the mean",
         ),
-        ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "actor.loss_agg_mode=token-mean does not weigh"),
+        ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "gspo weighs all sequences the same, as"),
         (["trainer.mlflow_tracking_uri=http://ann:pw@host"], "there is a secret in trainer.mlflow_tracking_uri: it is"),
         ([f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=2", "trainer.n_gpus_per_node=8"], "without work"),
     ],

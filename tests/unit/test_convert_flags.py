@@ -246,7 +246,7 @@ def test_values_of_flags_mean_the_same(command: str, leaves: dict[str, object]) 
         (f"{NEMO} grpo.seed=1", "config=examples/configs/grpo_math_1B.yaml"),
         (f"{SLIME} --optimizer sgd", "optimizer=sgd"),
         (f"{SLIME} --attention-dropout 0.1", "attention_dropout=0.1"),
-        (f"{SWIFT} --loss_type sapo", "loss_type=sapo"),
+        (f"{SWIFT} --loss_type real", "loss_type=real"),
         (f"{SWIFT} --steps_per_generation 4", "steps_per_generation=4"),
         (f"{NEMO} grpo.async_grpo.enabled=true", "grpo.async_grpo.enabled=true"),
         (f"{NEMO} policy.megatron_cfg.optimizer.optimizer=sgd", "policy.megatron_cfg.optimizer.optimizer=sgd"),

@@ -226,7 +226,7 @@ def test_a_package_may_offer_a_tracker(
 def test_names_of_trackers_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, reason in (
         ("papyrus", "papyrus is none of console, jsonl, mlflow, tensorboard, wandb, and no installed package offers"),
-        ("swanlab", "swanlab is not supported: write wandb, mlflow, tensorboard, jsonl or console"),
+        ("clearml", "clearml is not supported: write wandb, mlflow, tensorboard, jsonl or console"),
     ):
         with pytest.raises(ConfigError, match=re.escape(reason)):
             load_config([*NEEDED, f"trainer.logger={name}"], world_size=None, check_paths=False)
