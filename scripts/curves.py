@@ -66,7 +66,10 @@ STUDIES = {
     "replay": Study(
         task="countdown",
         measure=Measure(score="val/test_score/countdown/bare", samples=384),
-        settings={"none": GROUPS, "engine": (*GROUPS, "actor_rollout_ref.rollout.routing_replay=engine")},
+        settings={
+            value: (*GROUPS, f"actor_rollout_ref.rollout.routing_replay={value}")
+            for value in ("none", "engine", "engine_scores")
+        },
         has_experts=True,
     ),
 }
