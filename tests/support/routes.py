@@ -20,8 +20,3 @@ def scored_by_transformers(checkpoint: Path, generation: Generation) -> Tensor:
     with torch.no_grad():
         model(torch.tensor([tokens[:-1]]))
     return torch.stack(scores, dim=1)
-
-
-def chosen_by_transformers(checkpoint: Path, generation: Generation, top_k: int) -> Tensor:
-    """Return the experts of the same tokens: [places, L, k], sorted."""
-    return scored_by_transformers(checkpoint, generation).topk(top_k).indices.sort(-1).values
