@@ -7,11 +7,9 @@ from typing import Any
 
 from megarl.algorithms.config import EXACT, KLEstimator
 from megarl.algorithms.kl import Divergence
-from megarl.assembly.clock import template_time
 from megarl.config.learning_checks import actor_updates
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.config.root import Config
-from megarl.data.config import TextSection
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
 from megarl.learner.batching import Budget, Replays
@@ -21,11 +19,9 @@ from megarl.learner.learner import Learner
 from megarl.learner.parallel import Mesh, build_mesh
 from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import Objective
-from megarl.models.config import ModelSection
 from megarl.models.source import Source
 from megarl.platform.errors import UserError
 from megarl.rollout.config import RoutingReplay
-from megarl.tracking.config import TrainerSection
 from megarl.training.custom import CustomLoss
 from megarl.training.marks import mark
 from megarl.training.minibatches import MiniBatches
@@ -37,19 +33,6 @@ from megarl.training.skips import Skips
 logger = logging.getLogger(__name__)
 
 REPLAYS: dict[RoutingReplay, Replays] = {"none": "none", "engine": "experts", "engine_scores": "scores"}
-
-
-def make_tokenizer(data: TextSection, model: ModelSection, source: Source, trainer: TrainerSection) -> Tokenizer:
-    """Load the tokenizer that `data` names, by default that of the model in `source`, for the run of `trainer`."""
-    return source.tokenizer(
-        data.tokenizer,
-        chat_template=data.chat_template,
-        chat_template_kwargs=data.apply_chat_template_kwargs,
-        apply_chat_template=data.apply_chat_template,
-        special_tokens_in_text=data.special_tokens_in_text,
-        now=template_time(trainer),
-        trust_remote_code=model.trust_remote_code,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.assembly.models import Models, make_models, make_tokenizer
+from megarl.assembly.clock import template_time
+from megarl.assembly.models import Models, make_models
+from megarl.assembly.prompts import make_tokenizer, training_prompts, validation_prompts
 from megarl.assembly.records import (
     check_directories,
     finish_records,
@@ -26,8 +28,6 @@ from megarl.assembly.sampling import (
     make_scorer,
     make_step_cache,
     make_validation,
-    training_prompts,
-    validation_prompts,
 )
 from megarl.checkpoint.directory import HUGGINGFACE
 from megarl.checkpoint.huggingface import export_model
@@ -98,7 +98,7 @@ class Inputs:
         policy = config.actor_rollout_ref
         trainer = config.trainer
         source = Source.read(policy.model)
-        tokenizer = make_tokenizer(config.data, policy.model, source, trainer)
+        tokenizer = make_tokenizer(config.data, policy.model, source, now=template_time(trainer))
         prompts = training_prompts(config, tokenizer)
         last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
         inputs = cls(

@@ -11,10 +11,9 @@ from megarl.assembly.resume import ResumePoint
 from megarl.assembly.reward import Reward, make_reward
 from megarl.checkpoint.directory import STEP_PREFIX
 from megarl.config.load import to_dict
-from megarl.config.ppo_rules import needs_of
 from megarl.config.root import Config
 from megarl.config.schema import Schema
-from megarl.data.prompts import PromptDataset, PromptStream
+from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.launch import Launch
 from megarl.distributed.sharded import Shares
@@ -44,22 +43,6 @@ from megarl.weight_sync.selfcheck import SelfCheck
 from megarl.weight_sync.transfer import Sync
 
 logger = logging.getLogger(__name__)
-
-
-def training_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream:
-    """Open the prompts of training."""
-    data = config.data
-    dataset = PromptDataset(data, data.train_files, tokenizer, needs_of(config))
-    return PromptStream(dataset, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed)
-
-
-def validation_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream | None:
-    """Open the prompts of validation. Return None if no file is named."""
-    data = config.data
-    if data.val_files is None:
-        return None
-    dataset = PromptDataset(data, data.val_files, tokenizer, needs_of(config))
-    return PromptStream(dataset, batch_size=data.val_batch_size, shuffle=False, seed=data.seed)
 
 
 def make_engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngine:

@@ -2,11 +2,12 @@
 
 import logging
 
-from megarl.assembly.models import make_tokenizer
+from megarl.assembly.clock import template_time
+from megarl.assembly.prompts import make_tokenizer, validation_prompts
 from megarl.assembly.records import console_tracker, name_custom_code
 from megarl.assembly.resume import resumed_checkpoint
 from megarl.assembly.reward import make_environments, make_rules
-from megarl.assembly.sampling import make_engine, make_sampler, make_scorer, make_validation, validation_prompts
+from megarl.assembly.sampling import make_engine, make_sampler, make_scorer, make_validation
 from megarl.checkpoint.state import State
 from megarl.config.root import Config
 from megarl.data.order import Position
@@ -32,7 +33,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     policy = config.actor_rollout_ref
     name_custom_code(config)
     source = Source.read(policy.model)
-    tokenizer = make_tokenizer(config.data, policy.model, source, trainer)
+    tokenizer = make_tokenizer(config.data, policy.model, source, now=template_time(trainer))
     prompts = validation_prompts(config, tokenizer)
     if prompts is None:
         raise UserError("data.val_files is not set: name the parquet files to evaluate on")

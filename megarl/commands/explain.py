@@ -104,10 +104,31 @@ def check(config: Any, argv: Sequence[str]) -> None:
 def try_here(config: Any) -> list[str]:
     """Try what a configuration names, as its command does on this machine; return remarks. Raises as `check` does."""
     found = list(try_out(config))
+    if isinstance(config, Config) and Path(config.actor_rollout_ref.model.path).is_dir():
+        encode_prompts(config)
     if config.trainer.device == "cuda":  # only torch knows, and it takes seconds to import
         with fault_of("trainer.device"):
             decide_device("cuda")
     return found
+
+
+def encode_prompts(config: Config) -> None:
+    """Read the model's files and encode all prompts as a run does, which then finds the tokens.
+
+    Raises:
+        ConfigError: a file of the model is wrong, or a prompt is too long or none that its chat template takes.
+    """
+    from megarl.assembly.prompts import make_tokenizer, training_prompts, validation_prompts  # imports torch
+    from megarl.models.source import Source
+
+    model = config.actor_rollout_ref.model
+    with fault_of("actor_rollout_ref.model.path"):
+        source = Source.read(model)
+        tokenizer = make_tokenizer(config.data, model, source)
+    with fault_of("data.train_files"):
+        training_prompts(config, tokenizer)
+    with fault_of("data.val_files"):
+        validation_prompts(config, tokenizer)
 
 
 def is_configuration(word: str) -> bool:

@@ -30,7 +30,8 @@ def read_configuration(argv: Sequence[str], *, world_size: int | None) -> SFTCon
 
 def train(config: SFTConfig, launch: Launch) -> None:
     """Run the job on this rank."""
-    from megarl.assembly.models import make_tokenizer
+    from megarl.assembly.clock import template_time
+    from megarl.assembly.prompts import make_tokenizer
     from megarl.assembly.supervised import learn
     from megarl.checkpoint.huggingface import POLICY_ROLE
     from megarl.data.pairs import PairStream
@@ -41,7 +42,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
 
     data = config.data
     source = Source.read(config.model)
-    tokenizer = make_tokenizer(data, config.model, source, config.trainer)
+    tokenizer = make_tokenizer(data, config.model, source, now=template_time(config.trainer))
     budget = Budget(max_tokens=config.max_token_len_per_gpu, max_sequences=data.micro_batch_size)
     val_pairs = PairStream(data, data.val_files, tokenizer) if data.val_files else None
     name, role = POLICY_ROLE

@@ -31,7 +31,8 @@ def read_configuration(argv: Sequence[str], *, world_size: int | None) -> Reward
 
 def train(config: RewardTrainConfig, launch: Launch) -> None:
     """Run the job on this rank."""
-    from megarl.assembly.models import make_tokenizer
+    from megarl.assembly.clock import template_time
+    from megarl.assembly.prompts import make_tokenizer
     from megarl.assembly.supervised import learn
     from megarl.checkpoint.huggingface import VALUE_ROLE
     from megarl.data.conversations import Conversations
@@ -43,7 +44,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
 
     data = config.data
     source = Source.read(config.model)
-    tokenizer = make_tokenizer(data, config.model, source, config.trainer)
+    tokenizer = make_tokenizer(data, config.model, source, now=template_time(config.trainer))
     reader = Conversations(tokenizer=tokenizer, pad_token_id=source.pad_token_id(tokenizer), max_length=data.max_length)
     budget = Budget(
         max_tokens=config.max_token_len_per_gpu,

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -12,6 +14,9 @@ from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.config.reference import ROOTS, keys_of, sections_of
 from megarl.config.schema import Schema
+from tests.support.sentencepieces import train_sentencepiece
+from tests.support.tiny import write_checkpoint
+from tests.support.workspace import NUM_TOKENS
 
 Captured = pytest.CaptureFixture[str]
 
@@ -115,6 +120,36 @@ def test_faults_follow_what_was_asked(capsys: Captured) -> None:
 def test_check_finds_what_the_command_would(capsys: Captured) -> None:
     printed = shown(capsys, "--check", *REQUIRED, "trainer.n_gpus_per_node=3", code=2)
     assert "no such file: x.parquet" in printed
+
+
+@pytest.mark.parametrize(
+    ("rows", "argument", "fault"),
+    [
+        ([1, 3, 2], "data.max_prompt_length=48", ""),
+        ([1, 2, 90], "data.max_prompt_length=48", "row 2, column prompt: the prompt has "),
+        ([1, 2, 90], "data.filter_overlong_prompts=true", ""),
+        ([90, 90], "data.filter_overlong_prompts=true", "every prompt is longer than data.max_prompt_length=48"),
+        ([1, 2], "data.apply_chat_template=true", "has no chat template: set data.chat_template"),
+    ],
+)
+def test_check_encodes_all_prompts_of_local_models(
+    tmp_path: Path, capsys: Captured, rows: list[int], argument: str, fault: str
+) -> None:
+    model = write_checkpoint(tmp_path / "model", "llama")
+    train_sentencepiece(model / "tokenizer.model", vocab_size=NUM_TOKENS, normalization_rule_name="identity")
+    constant = {"data_source": "s", "reward_model": {"ground_truth": "1"}}
+    table = pa.Table.from_pylist([{"prompt": "8 7 = " * count, **constant} for count in rows])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    (tmp_path / "reward.py").write_text("def compute_score(**_):\n    return 1.0\n")
+    arguments = [
+        *(f"data.train_files={tmp_path}/rows.parquet", f"actor_rollout_ref.model.path={model}"),
+        *("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=2"),
+        "trainer.n_gpus_per_node=1",
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.max_prompt_length=48", "data.max_response_length=8"),
+        *(f"custom_reward_function.path={tmp_path}/reward.py", f"trainer.default_local_dir={tmp_path}/run", argument),
+    ]
+    printed = shown(capsys, "--check", *arguments, code=2 if fault else 0)
+    assert fault in printed
 
 
 @pytest.mark.parametrize("word", ["Makefile", "docs", "y.txt", "no/such", "optim.lr", "none.yaml", "none.yml"])
