@@ -49,7 +49,7 @@ def cut_faults(sizes: Architecture, model: str, tp_key: str, tp: int) -> Iterato
         )
     shared = sizes.experts.shared_ffn_hidden_size if sizes.experts else 0
     for part, size in (
-        ("feed-forward", sizes.ffn_hidden_size if not sizes.is_sparse(0) else 0),
+        ("feed-forward", sizes.ffn_hidden_size if not sizes.kind(0).is_sparse else 0),
         ("shared experts'", shared),
     ):
         if size % tp:

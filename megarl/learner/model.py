@@ -106,7 +106,7 @@ def _rotate_windows(model: GPTModel, architecture: Architecture, theta: float) -
     for name in [name for name in vars(config) if name.startswith(YARN)]:
         del vars(config)[name]
     for layer in model.decoder.layers:
-        if layer.layer_number - 1 in architecture.windowed_layers:
+        if architecture.kind(layer.layer_number - 1).attention == "sliding":
             layer.local_rotary = local
             layer.self_attention.config = config
 
@@ -218,9 +218,7 @@ def transformer_config(
         "activation_func": ACTIVATIONS[architecture.activation],
         "softmax_scale": architecture.attention_scale,
         "window_size": (architecture.window - 1, 0) if architecture.window else None,
-        "window_attn_skip_freq": [
-            int(layer in architecture.windowed_layers) for layer in range(architecture.num_layers)
-        ],
+        "window_attn_skip_freq": [int(kind.attention == "sliding") for kind in architecture.layer_kinds],
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "tensor_model_parallel_size": mesh.tp_size,
@@ -248,7 +246,7 @@ def transformer_config(
         "deterministic_mode": is_deterministic(),
         "apply_rope_fusion": has_transformer_engine() and not traits.rotary_neighbours and not _has_yarn(architecture),
         "rotary_interleaved": traits.rotary_neighbours,
-        "no_rope_freq": [int(layer in architecture.unrotated_layers) for layer in range(architecture.num_layers)],
+        "no_rope_freq": [int(not kind.is_rotated) for kind in architecture.layer_kinds],
         "gradient_accumulation_fusion": has_apex_gradient_fusion(),
     }
     settings |= _recomputation(recompute)

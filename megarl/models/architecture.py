@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Literal
 
 from megarl.models.experts import Experts, read_experts
 from megarl.models.families import ALIASES, FAMILIES, OUTPUT_NORMS, ExpertNames, Family
@@ -43,6 +44,20 @@ class LatentAttention:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """The differences between layers of one model. Layers of one kind have equal shapes and compute the same."""
+
+    attention: Literal["full", "sliding", "latent"]
+    feed_forward: Literal["dense", "experts"]
+    is_rotated: bool  # queries and keys have a position
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the layer has experts."""
+        return self.feed_forward == "experts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +138,19 @@ class Architecture:
         """Return whether the routes of another model have a meaning in this one: layers and experts correspond."""
         return (self.experts, self.num_layers) == (other.experts, other.num_layers)
 
-    def is_sparse(self, layer: int) -> bool:
-        """Return whether a layer has experts."""
-        return self.experts is not None and layer >= self.experts.first_dense_layers
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of all layers."""
+        return layer_kinds(self)
+
+    def kind(self, layer: int) -> LayerKind:
+        """Return the kind of a layer."""
+        return self.layer_kinds[layer]
+
+    @property
+    def layer_of_kind(self) -> dict[LayerKind, int]:
+        """One layer of each kind."""
+        return {kind: layer for layer, kind in enumerate(self.layer_kinds)}
 
     def with_scalar_head(self) -> "Architecture":
         """Return the decoder of a value or reward model."""
@@ -193,6 +218,23 @@ def read_architecture(hf_config: Mapping[str, object]) -> Architecture:
     return architecture
 
 
+@lru_cache(maxsize=16)
+def layer_kinds(architecture: Architecture) -> tuple[LayerKind, ...]:
+    """Return the kinds of all layers."""
+    a = architecture
+    num_dense = a.experts.first_dense_layers if a.experts else a.num_layers
+    windowed, unrotated = frozenset(a.windowed_layers), frozenset(a.unrotated_layers)
+
+    def kind(layer: int) -> LayerKind:
+        return LayerKind(
+            attention="latent" if a.latent else "sliding" if layer in windowed else "full",
+            feed_forward="dense" if layer < num_dense else "experts",
+            is_rotated=layer not in unrotated,
+        )
+
+    return tuple(kind(layer) for layer in range(a.num_layers))
+
+
 def padded_vocabulary(rows: int) -> int:
     """Return the rows of the engine's embedding, which its ranks share."""
     return -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -236,15 +278,10 @@ def checkpoint_places(architecture: Architecture) -> Mapping[str, CheckpointPlac
 def llama_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of every parameter by the name that it has, or would have, in Llama."""
     a = architecture
-    attention = _latent_shapes(a, a.latent) if a.latent else _attention_shapes(a)
-    for norm in a.norms:
-        attention |= _norm_shapes(a, norm)
-    dense = attention | _feed_forward_shapes(a)
-    sparse = attention | _expert_shapes(a, a.experts) if a.experts else {}
+    layers = {kind: _layer_shapes(a, kind) for kind in a.layer_of_kind}
     shapes: Shapes = {EMBEDDING: (a.vocab_size, a.hidden_size)}
-    for number in range(a.num_layers):
-        layer = sparse if a.is_sparse(number) else dense
-        shapes.update({f"model.layers.{number}.{name}": shape for name, shape in layer.items()})
+    for number, kind in enumerate(a.layer_kinds):
+        shapes.update({f"model.layers.{number}.{name}": shape for name, shape in layers[kind].items()})
     shapes |= _norm_shapes(a, "model.norm")
     if a.scalar_head:
         shapes[SCORE] = (1, a.hidden_size)
@@ -254,6 +291,13 @@ def llama_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
 
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def _layer_shapes(a: Architecture, kind: LayerKind) -> Shapes:
+    shapes = _latent_shapes(a, a.latent) if a.latent else _attention_shapes(a)
+    for norm in a.norms:
+        shapes |= _norm_shapes(a, norm)
+    return shapes | (_expert_shapes(a, a.experts) if kind.is_sparse and a.experts else _feed_forward_shapes(a))
 
 
 def _attention_shapes(a: Architecture) -> Shapes:

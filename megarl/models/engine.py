@@ -15,6 +15,7 @@ from megarl.models.architecture import (
     HEAD,
     Architecture,
     LatentAttention,
+    LayerKind,
     checkpoint_places,
     hf_shapes,
     llama_shapes,
@@ -50,18 +51,17 @@ def engine_layout(
         UserError: a parameter does not divide into `tp_size` equal parts.
     """
     cut = _Cut(architecture, None, tp_rank, tp_size)
-    layers: dict[bool, list[Piece]] = {}
+    layers: dict[LayerKind, list[Piece]] = {}
     layout = list(_outside(cut, dtype))
-    for number in range(architecture.num_layers):
-        sparse = architecture.is_sparse(number)
-        if sparse not in layers:
-            mine = replace(cut, layer=number)
-            layers[sparse] = list(_layer(mine, dtype, sparse=sparse, latent_fused=latent_fused))
-            if sparse and expert_parallel:
-                layers[sparse] += _experts(mine.uncut(), _expert_block(mine), dtype)
-            elif sparse:
-                layers[sparse] += _experts(mine, _all_experts(architecture), dtype)
-        layout += _in_layer(architecture, number, layers[sparse])
+    for kind, number in architecture.layer_of_kind.items():
+        mine = replace(cut, layer=number)
+        layers[kind] = list(_layer(mine, dtype, kind, latent_fused=latent_fused))
+        if kind.is_sparse and expert_parallel:
+            layers[kind] += _experts(mine.uncut(), _expert_block(mine), dtype)
+        elif kind.is_sparse:
+            layers[kind] += _experts(mine, _all_experts(architecture), dtype)
+    for number, kind in enumerate(architecture.layer_kinds):
+        layout += _in_layer(architecture, number, layers[kind])
     return tuple(layout)
 
 
@@ -78,21 +78,22 @@ def engine_placement(
     assert num_ranks % tp_size == 0, (num_ranks, tp_size)
     cuts = [_Cut(architecture, None, rank, tp_size) for rank in range(tp_size)]
     ranks = [range(rank, num_ranks, tp_size) for rank in range(tp_size)]
-    samples = {architecture.is_sparse(number): number for number in range(architecture.num_layers)}
+    samples = architecture.layer_of_kind
     layouts = [list(_outside(cut, dtype)) for cut in cuts]
-    for sparse, number in samples.items():
+    for kind, number in samples.items():
         for cut, layout in zip(cuts, layouts, strict=True):
             mine = replace(cut, layer=number)
-            layout += _in_layer(architecture, number, _layer(mine, dtype, sparse=sparse, latent_fused=False))
+            layout += _in_layer(architecture, number, _layer(mine, dtype, kind, latent_fused=False))
     found = placed(placement_of(layouts), ranks)
-    layers = {sparse: behind(architecture.layer_prefix(number), found) for sparse, number in samples.items()}
-    if True in samples:
-        mine_all = [replace(cut, layer=samples[True]) for cut in cuts]
-        layers[True] |= _expert_holdings(mine_all, ranks, dtype, expert_parallel=expert_parallel)
-    for number in range(architecture.num_layers):
+    layers = {kind: behind(architecture.layer_prefix(number), found) for kind, number in samples.items()}
+    sparse = [kind for kind in samples if kind.is_sparse]
+    if sparse:
+        mine_all = [replace(cut, layer=samples[sparse[0]]) for cut in cuts]
+        experts = _expert_holdings(mine_all, ranks, dtype, expert_parallel=expert_parallel)
+        layers |= {kind: layers[kind] | experts for kind in sparse}
+    for number, kind in enumerate(architecture.layer_kinds):
         prefix = architecture.layer_prefix(number)
-        layer = layers[architecture.is_sparse(number)]
-        found.update({f"{prefix}{name}": boxes for name, boxes in layer.items()})
+        found.update({f"{prefix}{name}": boxes for name, boxes in layers[kind].items()})
     return {name: found[name] for name in hf_shapes(architecture)}
 
 
@@ -186,7 +187,7 @@ def _in_trunk(name: str) -> str:
     return f"model.{name.partition('.')[2]}"
 
 
-def _layer(cut: _Cut, dtype: torch.dtype, *, sparse: bool, latent_fused: bool) -> Iterator[Piece]:
+def _layer(cut: _Cut, dtype: torch.dtype, kind: LayerKind, *, latent_fused: bool) -> Iterator[Piece]:
     """Yield a layer without its experts."""
     a = cut.architecture
     for norm in a.norms:
@@ -197,7 +198,7 @@ def _layer(cut: _Cut, dtype: torch.dtype, *, sparse: bool, latent_fused: bool) -
         yield from _column_parallel(cut, "mlp.up_proj", dtype)
         yield from _row_parallel(cut, "mlp.down_proj", dtype)
         return
-    if not sparse or a.experts is None:
+    if not kind.is_sparse or a.experts is None:
         yield from _swiglu("mlp.", cut, dtype)
         return
     block = a.expert_names.block

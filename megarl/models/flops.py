@@ -7,6 +7,7 @@ activations and the optimizer are left out, and so is what recomputation repeats
 model is run, and is that of model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -72,8 +73,8 @@ def _of_learning(a: Architecture, tokens: Tokens, lora: Lora | None) -> int:
     """Return the FLOPs of a forward pass in the other products: of activations, adapters and a scalar head."""
     value_dim = a.latent.v_head_dim if a.latent else a.head_dim
     pair = 2 * a.num_attention_heads * (a.head_dim + value_dim)
-    windowed = len(a.windowed_layers)
-    pairs = (a.num_layers - windowed) * tokens.num_pairs() + windowed * tokens.num_pairs(a.window)
+    windows = (a.window if kind.attention == "sliding" else None for kind in a.layer_kinds)
+    pairs = sum(count * tokens.num_pairs(window) for window, count in Counter(windows).items())
     head = 2 * a.hidden_size if a.scalar_head else 0
     adapters = 2 * active_adapters(a, lora) if lora else 0
     return pair * pairs + head * tokens.num_outputs + adapters * tokens.num_tokens

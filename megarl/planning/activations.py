@@ -12,7 +12,7 @@ from functools import partial
 
 from megarl.learner.config import MegatronSection
 from megarl.learner.head_chunks import CHUNK_TOKENS, KEPT_BYTES
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, LayerKind
 from megarl.models.config import Recompute
 from megarl.models.grid import Grid
 from megarl.planning.states import DTYPE_BYTES, FLOAT32
@@ -49,7 +49,7 @@ def layer_bytes(
     attention, replicated = _attention(a)
     elements = hidden + replicated + attention / tp
     if feed_forward:
-        elements += _feed_forward(a, layer, etp=section.expert_tensor_parallel_size or tp) / tp
+        elements += _feed_forward(a, a.kind(layer), etp=section.expert_tensor_parallel_size or tp) / tp
     normaliser = FLOAT32 * a.num_attention_heads / tp
     return int(num_tokens * (elements * DTYPE_BYTES[section.dtype] + normaliser))
 
@@ -130,12 +130,12 @@ def chunks_in_flight(grid: Grid, *, stage: int, num_micro_batches: int) -> int:
     return min(warmup + 1, num_micro_batches * grid.vpp)
 
 
-def _feed_forward(a: Architecture, layer: int, *, etp: int) -> int:
+def _feed_forward(a: Architecture, kind: LayerKind, *, etp: int) -> int:
     """Return the elements per token inside of one feed-forward layer; TP divides them.
 
     Every chosen expert reads a copy of the token; with ETP the ranks that share the experts gather their tokens.
     """
-    if a.experts is None or not a.is_sparse(layer):
+    if a.experts is None or not kind.is_sparse:
         return (3 if a.traits.gated else 2) * a.ffn_hidden_size
     of_experts = a.experts.top_k * (etp * a.hidden_size + 3 * a.experts.ffn_hidden_size)
     return 3 * a.experts.shared_ffn_hidden_size + of_experts

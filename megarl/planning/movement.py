@@ -6,7 +6,7 @@ runs there, in numbers for each token, and each names it. On CUDA, kernels fuse 
 measured how much of them is left.
 """
 
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, LayerKind
 from megarl.models.flops import Tokens
 from megarl.planning.states import DTYPE_BYTES
 
@@ -25,14 +25,14 @@ def forward_bytes(architecture: Architecture, tokens: Tokens, *, dtype: str) -> 
     inputs, and writes the gradients of its inputs.
     """
     a = architecture
-    layers = sum(_of_layer(a, layer) for layer in range(a.num_layers)) + NORM * a.hidden_size
+    layers = sum(_of_layer(a, kind) for kind in a.layer_kinds) + NORM * a.hidden_size
     logits = 1 if a.scalar_head else a.vocab_size
     states = a.hidden_size * tokens.num_outputs
     moved = DTYPE_BYTES[dtype] * (layers * tokens.num_tokens + states)
     return moved + DTYPE_BYTES["float32"] * LOGITS * logits * tokens.num_outputs
 
 
-def _of_layer(a: Architecture, layer: int) -> int:
+def _of_layer(a: Architecture, kind: LayerKind) -> int:
     """Return the numbers that a layer reads and writes for a token."""
     hidden = a.hidden_size
     value_dim = a.latent.v_head_dim if a.latent else a.head_dim
@@ -52,7 +52,7 @@ def _of_layer(a: Architecture, layer: int) -> int:
     if a.qk_norm:
         attention += NORM * (queries + keys)
     ffn = a.ffn_hidden_size
-    if a.experts and a.is_sparse(layer):
+    if a.experts and kind.is_sparse:
         ffn = a.experts.top_k * a.experts.ffn_hidden_size + a.experts.shared_ffn_hidden_size
         products += 4 * a.experts.top_k * hidden  # tokens travel to their experts and back
     feed_forward = (hidden + 2 * ffn + ffn + hidden) + GATE * ffn

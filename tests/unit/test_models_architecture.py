@@ -203,7 +203,7 @@ def test_shared_expert_needs_no_config_of_its_own():
     shapes = hf_shapes(architecture)
     assert shapes["model.layers.1.mlp.shared_expert.down_proj.weight"] == (64, 96)
     assert shapes["model.layers.1.mlp.shared_expert_gate.weight"] == (1, 64)
-    assert [architecture.is_sparse(layer) for layer in range(2)] == [False, True]
+    assert [kind.is_sparse for kind in architecture.layer_kinds] == [False, True]
 
 
 @pytest.mark.parametrize(
