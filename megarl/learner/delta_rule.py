@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from megarl.learner.packed import places_of
+from megarl.models.linear import CHUNK
 from megarl.platform.device import to_device
-
-CHUNK = 64  # tokens
 
 
 class Chunks:

@@ -5,7 +5,7 @@ them. The rules are needed without an engine, and for the other ranks. An engine
 `r` has the tensor coordinate `r % tp_size`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from megarl.models.architecture import (
     llama_shapes,
     padded_vocabulary,
 )
+from megarl.models.linear import CONVOLUTION, PREFIX, LinearAttention
 from megarl.models.placing import behind, placed
 from megarl.platform.errors import UserError
 from megarl.reshard.layout import Box, Layout, Piece, Placement, ShardedBoxes, placement_of, row_major, whole
@@ -135,6 +136,13 @@ class _Cut:
         part = self.tp_rank * num_parts // self.tp_size
         return self._placed(name, Box((part * size, *(0 for _ in rest)), ((part + 1) * size, *rest)))
 
+    def section(self, name: str, begin: int, size: int) -> NamedBox:
+        """Return this rank's slice of the `size` rows from `begin`."""
+        share = size // self.tp_size
+        first = begin + self.tp_rank * share
+        rest = self._shape(name)[1:]
+        return self._placed(name, Box((first, *(0 for _ in rest)), (first + share, *rest)))
+
     def columns(self, name: str) -> NamedBox:
         """Return this rank's slice of the columns."""
         rows, columns = self._shape(name)
@@ -192,8 +200,11 @@ def _layer(cut: _Cut, dtype: torch.dtype, kind: LayerKind, *, latent_fused: bool
     a = cut.architecture
     for norm in a.norms:
         yield from _copies(cut, [f"{norm}.{part}" for part in a.traits.norm_parts], dtype)
-    yield from _latent(cut, a.latent, dtype, fused=latent_fused) if a.latent else _attention(cut, dtype)
-    yield from _row_parallel(cut, "self_attn.o_proj", dtype)
+    if a.linear and kind.attention == "linear":
+        yield from _linear_attention(cut, a.linear, dtype)
+    else:
+        yield from _latent(cut, a.latent, dtype, fused=latent_fused) if a.latent else _attention(cut, dtype)
+        yield from _row_parallel(cut, "self_attn.o_proj", dtype)
     if not a.traits.gated:
         yield from _column_parallel(cut, "mlp.up_proj", dtype)
         yield from _row_parallel(cut, "mlp.down_proj", dtype)
@@ -240,6 +251,30 @@ def _attention(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
             yield from _alone(cut.rows(norms[1], num_parts=kv_parts), dtype)
         else:
             yield from _copies(cut, norms, dtype)
+
+
+def _linear_attention(cut: _Cut, linear: LinearAttention, dtype: torch.dtype) -> Iterator[Piece]:
+    """Yield linear attention. Projections that the engine computes together are stacked, section by section."""
+    _share(linear.num_key_heads, cut.tp_size, "the key heads of linear attention")
+    projections = cut.architecture.traits.linear_sections
+    for param, kinds in {"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}.items():
+        together = {name: sections for name, sections in projections.items() if {*"".join(sections)} <= {*kinds}}
+        yield from _stacked(f"{PREFIX}{param}.weight", list(_sections(cut, linear, together)), dtype)
+    yield from _stacked(f"{PREFIX}conv1d.weight", list(_sections(cut, linear, CONVOLUTION)), dtype)
+    yield from _alone(cut.rows(f"{PREFIX}dt_bias"), dtype)
+    yield from _alone(cut.rows(f"{PREFIX}A_log"), torch.float32)
+    yield from _copies(cut, [f"{PREFIX}norm.weight"], dtype)
+    yield from _row_parallel(cut, f"{PREFIX}out_proj", dtype)
+
+
+def _sections(cut: _Cut, linear: LinearAttention, projections: Mapping[str, Sequence[str]]) -> Iterator[NamedBox]:
+    """Yield this rank's slice of each section of some parameters."""
+    for name, sections in projections.items():
+        begin = 0
+        for kinds in sections:
+            size = linear.size(kinds)
+            yield cut.section(f"{PREFIX}{name}.weight", begin, size)
+            begin += size
 
 
 def _latent(cut: _Cut, latent: LatentAttention, dtype: torch.dtype, *, fused: bool) -> Iterator[Piece]:

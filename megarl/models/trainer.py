@@ -13,6 +13,7 @@ from megarl.models.architecture import Architecture, LatentAttention, LayerKind,
 from megarl.models.experts import Experts
 from megarl.models.families import OUTPUT_NORMS
 from megarl.models.grid import Cut, Grid
+from megarl.models.linear import LinearAttention
 from megarl.models.placing import behind, placed
 from megarl.models.weights import pieces
 from megarl.reshard.layout import Layout, Piece, Placement, ShardedBoxes, placement_of
@@ -87,10 +88,13 @@ def _linear(a: Architecture, name: str, rows: int, columns: int) -> Shapes:
     return {f"{name}.{part}": shapes[part] for part in a.traits.linear_parts}
 
 
-def _attention(a: Architecture, cut: Cut, *, fused_norms: bool) -> Shapes:
+def _attention(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool) -> Shapes:
+    if a.linear and kind.attention == "linear":
+        return {"input_layernorm.weight": (a.hidden_size,)} | _linear_attention(a, a.linear, cut)
     if a.latent:
         return {"input_layernorm.weight": (a.hidden_size,)} | _latent(a, a.latent, cut, fused_norms=fused_norms)
-    rows = (a.num_attention_heads + 2 * a.num_key_value_heads) * a.head_dim // cut.tp_size
+    of_query = 1 + a.traits.gated_attention
+    rows = (of_query * a.num_attention_heads + 2 * a.num_key_value_heads) * a.head_dim // cut.tp_size
     shapes: Shapes = {}
     if a.traits.input_norms:
         shapes = _norm(a, "self_attention.linear_qkv.layer_norm_" if fused_norms else "input_layernorm.")
@@ -126,9 +130,22 @@ def _latent(a: Architecture, latent: LatentAttention, cut: Cut, *, fused_norms: 
     return {f"self_attention.{name}": shape for name, shape in shapes.items()}
 
 
+def _linear_attention(a: Architecture, linear: LinearAttention, cut: Cut) -> Shapes:
+    heads = linear.num_value_heads // cut.tp_size
+    shapes: Shapes = {
+        "in_proj.weight": (linear.size("qkvzba") // cut.tp_size, a.hidden_size),
+        "conv_weight": (linear.size("qkv") // cut.tp_size, 1, linear.conv_width),
+        "dt_bias": (heads,),
+        "A_log": (heads,),
+        "out_norm.weight": (linear.value_dim,),
+        "out_proj.weight": (a.hidden_size, linear.value_size // cut.tp_size),
+    }
+    return {f"self_attention.{name}": shape for name, shape in shapes.items()}
+
+
 def _layer(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool) -> Shapes:
     """Return a layer without its experts, by name after the layer's prefix."""
-    attention = _attention(a, cut, fused_norms=fused_norms)
+    attention = _attention(a, cut, kind, fused_norms=fused_norms)
     experts = a.experts
     if not kind.is_sparse or experts is None:
         if a.traits.input_norms:
