@@ -22,6 +22,7 @@ from megarl.platform.files import similar
 from megarl.platform.uri import why_unopened
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.rules import CUSTOM, JUDGE, rule_names
+from megarl.rollout.arguments import cpu_fault
 from megarl.rollout.config import RolloutSection
 from megarl.section import listed
 from megarl.tracking.config import TrainerSection
@@ -47,9 +48,16 @@ def cut_faults(sizes: Architecture, model: str, tp_key: str, tp: int) -> Iterato
             f"{tp} and the {heads} key-value heads of {model} do not divide one another: "
             f"choose a divisor or a multiple of {heads}",
         )
+    if sizes.linear and sizes.linear.num_key_heads % tp:
+        heads = sizes.linear.num_key_heads
+        yield Fault(
+            tp_key,
+            f"{tp} does not divide the {heads} key heads of {model}'s linear attention: choose one of "
+            f"{divisors(heads)}",
+        )
     shared = sizes.experts.shared_ffn_hidden_size if sizes.experts else 0
     for part, size in (
-        ("feed-forward", sizes.ffn_hidden_size if not sizes.is_sparse(0) else 0),
+        ("feed-forward", sizes.ffn_hidden_size if not sizes.kind(0).is_sparse else 0),
         ("shared experts'", shared),
     ):
         if size % tp:
@@ -95,6 +103,14 @@ def replay_faults(model: CheckpointSection, key: str, value: str) -> Iterator[Fa
         yield Fault(key, f"{POLICY}.path has no experts to choose: leave it out")
 
 
+def cpu_engine_faults(model: CheckpointSection, dtype: str) -> Iterator[Fault]:
+    """Check that vLLM's CPU engine can compute the policy."""
+    sizes = read_sizes(model)
+    fault = cpu_fault(dtype, sizes) if sizes else ""
+    if fault:
+        yield Fault(f"{ROLLOUT}.dtype", fault)
+
+
 def engine_cut_faults(model: CheckpointSection, rollout: RolloutSection) -> Iterator[Fault]:
     """Check that the engine's ranks can share the policy."""
     sizes = read_sizes(model)
@@ -136,6 +152,12 @@ def partition_faults(model: CheckpointSection, key: str, megatron: MegatronSecti
             f"{where}.tensor_model_parallel_size",
             f"{megatron.tensor_model_parallel_size} ranks cannot share the norm over all "
             f"{sizes.num_key_value_heads} key-value heads of {key}.path: choose at most {sizes.num_key_value_heads}",
+        )
+    if sizes.linear and megatron.context_parallel_size > 1:
+        yield Fault(
+            f"{where}.context_parallel_size",
+            f"the linear attention of {key}.path needs all tokens of a sequence on one rank: leave it out, and raise "
+            "tensor_model_parallel_size or pipeline_model_parallel_size",
         )
     yield from expert_faults(sizes.experts, f"{key}.path", megatron, where)
     if not any(override_faults(megatron, where)):

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megarl.config.checks import (
+    cpu_engine_faults,
     engine_cut_faults,
     file_faults,
     partition_faults,
@@ -165,6 +166,14 @@ def _policy_cut(config: Config | VerifyConfig, context: CheckContext) -> Iterato
     policy = config.actor_rollout_ref
     yield from partition_faults(policy.model, POLICY, policy.actor.megatron, f"{ACTOR}.megatron")
     yield from engine_cut_faults(policy.model, policy.rollout)
+
+
+@rule(POLICY_RULES, POLICY, f"{ROLLOUT}.dtype", "trainer.device")
+def _linear_attention(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+    """VLLM's CPU engine computes linear attention."""
+    policy = config.actor_rollout_ref
+    if config.trainer.device == "cpu":
+        yield from cpu_engine_faults(policy.model, policy.rollout.dtype)
 
 
 @rule(POLICY_RULES, POLICY, f"{ROLLOUT}.routing_replay")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -78,6 +79,16 @@ class NormedAttention(PackedAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Attend as `PackedAttention`."""
         return super().forward(self.q_layernorm(query), self.k_layernorm(key), value, *args, **kwargs)
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's attention with gates of its output. Tensor-parallel ranks may share the heads of a group."""
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Return queries, keys, values and gates of this rank's heads; Megatron returns the gates of the group."""
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
+        place = parallel_state.get_tensor_model_parallel_rank() % (gate.shape[2] // query.shape[2])
+        return query, key, value, gate.chunk(gate.shape[2] // query.shape[2], dim=2)[place]
 
 
 def gather_row(part: Tensor, lengths: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -16,14 +16,17 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from megarl.learner.attention import NormedAttention, PackedAttention
+from megarl.learner.attention import GatedAttention, NormedAttention, PackedAttention
 from megarl.learner.config import MegatronSection
 from megarl.learner.experts import check_expert_settings, expert_settings, mark_experts, use_own_parts
 from megarl.learner.fused import has_apex_gradient_fusion, has_transformer_engine
+from megarl.learner.gated_delta_net import GatedDeltaNet
 from megarl.learner.latent import LatentCore, ReplicatedLinear, latent_settings
 from megarl.learner.layer import BiasedLayer, OutputNormLayer, ParallelResidualLayer, ScaledLayer
 from megarl.learner.norm import LayerNorm, RMSNorm, WideKeyNorm, WideQueryNorm
@@ -31,6 +34,7 @@ from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
 from megarl.models.architecture import Architecture
 from megarl.models.config import Recompute
+from megarl.models.linear import LinearAttention
 from megarl.models.rotary import LinearScaling, RopeScaling, Yarn
 from megarl.platform.determinism import is_deterministic
 from megarl.platform.device import local_device, on_cuda
@@ -106,7 +110,7 @@ def _rotate_windows(model: GPTModel, architecture: Architecture, theta: float) -
     for name in [name for name in vars(config) if name.startswith(YARN)]:
         del vars(config)[name]
     for layer in model.decoder.layers:
-        if layer.layer_number - 1 in architecture.windowed_layers:
+        if architecture.kind(layer.layer_number - 1).attention == "sliding":
             layer.local_rotary = local
             layer.self_attention.config = config
 
@@ -156,13 +160,7 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
     if architecture.traits.late_qk_norm:
         core_attention, own_attention = NormedAttention, True
     for layer in spec.layer_specs:
-        if architecture.traits.output_norms:
-            layer.module = OutputNormLayer
-        elif architecture.residual_scale != 1.0:
-            layer.module = ScaledLayer
-            layer.params = {**layer.params, "residual_scale": architecture.residual_scale}
-        elif architecture.traits.linear_bias:
-            layer.module = ParallelResidualLayer if architecture.parallel_residual else BiasedLayer
+        _use_own_layer(layer, architecture)
         attention = layer.submodules.self_attention
         if own_attention:
             attention.submodules = replace(attention.submodules, core_attention=core_attention)
@@ -178,7 +176,32 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
             attention.submodules = replace(attention.submodules, **wide)
         if architecture.experts:
             use_own_parts(layer.submodules.mlp, architecture.experts, local=local)
+        if architecture.traits.gated_attention:
+            attention.module = GatedAttention
+    if architecture.linear:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        spec.layer_specs = [
+            _linear_layer(layer, architecture.linear, own_norm) if number in architecture.linear.layers else layer
+            for number, layer in enumerate(spec.layer_specs, first)
+        ]
     return spec
+
+
+def _use_own_layer(layer: Any, architecture: Architecture) -> None:
+    """Put the layer class of the family into a layer's specification, if Megatron does not have it."""
+    if architecture.traits.output_norms:
+        layer.module = OutputNormLayer
+    elif architecture.residual_scale != 1.0:
+        layer.module = ScaledLayer
+        layer.params = {**layer.params, "residual_scale": architecture.residual_scale}
+    elif architecture.traits.linear_bias:
+        layer.module = ParallelResidualLayer if architecture.parallel_residual else BiasedLayer
+
+
+def _linear_layer(layer: Any, linear: LinearAttention, norm: type[torch.nn.Module]) -> Any:
+    """Return a layer with linear attention in place of its attention."""
+    attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": linear})
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention, input_layernorm=norm))
 
 
 def _local_attention(architecture: Architecture) -> dict[str, Any]:
@@ -216,11 +239,10 @@ def transformer_config(
         "layernorm_zero_centered_gamma": traits.centred_norm,
         "gated_linear_unit": traits.gated,
         "activation_func": ACTIVATIONS[architecture.activation],
+        "attention_output_gate": traits.gated_attention,
         "softmax_scale": architecture.attention_scale,
         "window_size": (architecture.window - 1, 0) if architecture.window else None,
-        "window_attn_skip_freq": [
-            int(layer in architecture.windowed_layers) for layer in range(architecture.num_layers)
-        ],
+        "window_attn_skip_freq": [int(kind.attention == "sliding") for kind in architecture.layer_kinds],
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "tensor_model_parallel_size": mesh.tp_size,
@@ -248,7 +270,7 @@ def transformer_config(
         "deterministic_mode": is_deterministic(),
         "apply_rope_fusion": has_transformer_engine() and not traits.rotary_neighbours and not _has_yarn(architecture),
         "rotary_interleaved": traits.rotary_neighbours,
-        "no_rope_freq": [int(layer in architecture.unrotated_layers) for layer in range(architecture.num_layers)],
+        "no_rope_freq": [int(not kind.is_rotated) for kind in architecture.layer_kinds],
         "gradient_accumulation_fusion": has_apex_gradient_fusion(),
     }
     settings |= _recomputation(recompute)

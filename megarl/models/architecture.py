@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Literal
 
 from megarl.models.experts import Experts, read_experts
 from megarl.models.families import ALIASES, FAMILIES, OUTPUT_NORMS, ExpertNames, Family
 from megarl.models.fields import LONGEST, MOST_LAYERS, SHOWN, Fields, wrong
+from megarl.models.linear import LinearAttention, linear_shapes, read_linear
 from megarl.models.rotary import (
     LinearScaling,
     RopeScaling,
@@ -47,6 +49,20 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """The differences between layers of one model. Layers of one kind have equal shapes and compute the same."""
+
+    attention: Literal["full", "sliding", "latent", "linear"]
+    feed_forward: Literal["dense", "experts"]
+    is_rotated: bool  # queries and keys have a position
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the layer has experts."""
+        return self.feed_forward == "experts"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The sizes and switches of one decoder."""
 
@@ -67,6 +83,7 @@ class Architecture:
     max_position_embeddings: int
     experts: Experts | None = None  # None: every layer is dense
     latent: LatentAttention | None = None  # None: every head or group of heads has its own keys and values
+    linear: LinearAttention | None = None  # None: no layer has linear attention
     scalar_head: bool = False  # one number per token (`score.weight`) instead of logits; ties nothing
     rotary_fraction: float = 1.0  # of the numbers of a head, from its first
     activation: str = "silu"  # a key of transformers' ACT2FN
@@ -126,9 +143,24 @@ class Architecture:
         """Return whether the routes of another model have a meaning in this one: layers and experts correspond."""
         return (self.experts, self.num_layers) == (other.experts, other.num_layers)
 
-    def is_sparse(self, layer: int) -> bool:
-        """Return whether a layer has experts."""
-        return self.experts is not None and layer >= self.experts.first_dense_layers
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of all layers."""
+        return layer_kinds(self)
+
+    def kind(self, layer: int) -> LayerKind:
+        """Return the kind of a layer."""
+        return self.layer_kinds[layer]
+
+    @property
+    def num_caching_layers(self) -> int:
+        """The number of layers that keep something of each token for later tokens; linear attention does not."""
+        return self.num_layers - (len(self.linear.layers) if self.linear else 0)
+
+    @property
+    def layer_of_kind(self) -> dict[LayerKind, int]:
+        """One layer of each kind."""
+        return {kind: layer for layer, kind in enumerate(self.layer_kinds)}
 
     def with_scalar_head(self) -> "Architecture":
         """Return the decoder of a value or reward model."""
@@ -181,6 +213,7 @@ def read_architecture(hf_config: Mapping[str, object]) -> Architecture:
         max_position_embeddings=config.size("max_position_embeddings", most=LONGEST),
         experts=read_experts(config, traits) if traits.experts else None,
         latent=latent,
+        linear=read_linear(config, traits),
         scalar_head=scalar_head,
         rotary_fraction=rotary_fraction(rope, traits, head_dim),
         activation=str(config.values.get(traits.key("hidden_act"), traits.activations[0])),
@@ -194,6 +227,26 @@ def read_architecture(hf_config: Mapping[str, object]) -> Architecture:
     for key, least in (("bos_token_id", -1), ("eos_token_id", 0), ("pad_token_id", -1)):
         config.tokens(key, architecture.vocab_size, least=least)
     return architecture
+
+
+@lru_cache(maxsize=16)
+def layer_kinds(architecture: Architecture) -> tuple[LayerKind, ...]:
+    """Return the kinds of all layers."""
+    a = architecture
+    num_dense = a.experts.first_dense_layers if a.experts else a.num_layers
+    unrotated = frozenset(a.unrotated_layers)
+    attention: dict[int, Literal["sliding", "linear"]] = {layer: "sliding" for layer in a.windowed_layers}
+    if a.linear:
+        attention |= {layer: "linear" for layer in a.linear.layers}
+
+    def kind(layer: int) -> LayerKind:
+        return LayerKind(
+            attention="latent" if a.latent else attention.get(layer, "full"),
+            feed_forward="dense" if layer < num_dense else "experts",
+            is_rotated=layer not in unrotated,
+        )
+
+    return tuple(kind(layer) for layer in range(a.num_layers))
 
 
 def padded_vocabulary(rows: int) -> int:
@@ -239,15 +292,10 @@ def checkpoint_places(architecture: Architecture) -> Mapping[str, CheckpointPlac
 def llama_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of every parameter by the name that it has, or would have, in Llama."""
     a = architecture
-    attention = _latent_shapes(a, a.latent) if a.latent else _attention_shapes(a)
-    for norm in a.norms:
-        attention |= _norm_shapes(a, norm)
-    dense = attention | _feed_forward_shapes(a)
-    sparse = attention | _expert_shapes(a, a.experts) if a.experts else {}
+    layers = {kind: _layer_shapes(a, kind) for kind in a.layer_of_kind}
     shapes: Shapes = {EMBEDDING: (a.vocab_size, a.hidden_size)}
-    for number in range(a.num_layers):
-        layer = sparse if a.is_sparse(number) else dense
-        shapes.update({f"model.layers.{number}.{name}": shape for name, shape in layer.items()})
+    for number, kind in enumerate(a.layer_kinds):
+        shapes.update({f"model.layers.{number}.{name}": shape for name, shape in layers[kind].items()})
     shapes |= _norm_shapes(a, "model.norm")
     if a.scalar_head:
         shapes[SCORE] = (1, a.hidden_size)
@@ -259,10 +307,24 @@ def llama_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
 Shapes = dict[str, tuple[int, ...]]
 
 
+def _layer_shapes(a: Architecture, kind: LayerKind) -> Shapes:
+    shapes = _attention_shapes(a)
+    if a.latent:
+        shapes = _latent_shapes(a, a.latent)
+    elif a.linear and kind.attention == "linear":
+        shapes = linear_shapes(a.linear, a.traits.linear_sections, a.hidden_size)
+    for norm in a.norms:
+        shapes |= _norm_shapes(a, norm)
+    return shapes | (_expert_shapes(a, a.experts) if kind.is_sparse and a.experts else _feed_forward_shapes(a))
+
+
 def _attention_shapes(a: Architecture) -> Shapes:
     query = a.num_attention_heads * a.head_dim
     key_value = a.num_key_value_heads * a.head_dim
-    projections = {"qkv": query + 2 * key_value} if a.traits.fused_qkv else {"q": query, "k": key_value, "v": key_value}
+    gated_query = query * (1 + a.traits.gated_attention)
+    projections = {"q": gated_query, "k": key_value, "v": key_value}
+    if a.traits.fused_qkv:
+        projections = {"qkv": query + 2 * key_value}
     shapes: Shapes = {f"self_attn.{x}_proj.weight": (rows, a.hidden_size) for x, rows in projections.items()}
     if a.qkv_bias:
         shapes |= {f"self_attn.{x}_proj.bias": (rows,) for x, rows in projections.items()}

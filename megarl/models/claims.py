@@ -64,7 +64,7 @@ def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bo
     if block:
         yield from block_faults(stored, block)
         stored = {name: tensor for name, tensor in stored.items() if matrix_of(name) is None}
-    ahead = range(num_layers, num_layers + num_ahead) if architecture.traits.predicts_ahead else range(0)
+    ahead = range(num_layers, num_layers + num_ahead) if architecture.traits.predicts_ahead is True else range(0)
     unclaimed = [name for name in stored if name not in shapes and not _is_left_out(name, architecture, ahead)]
     if unclaimed:
         yield (
@@ -90,6 +90,9 @@ def _misfits(
 
 def _is_left_out(name: str, architecture: Architecture, ahead: range) -> bool:
     if name == architecture.head_name and architecture.tied_embeddings:
+        return True
+    prefix = architecture.traits.predicts_ahead
+    if isinstance(prefix, str) and name.startswith(prefix):
         return True
     layer = LAYER.match(name)
     return bool(COMPUTED.fullmatch(name)) or bool(layer and int(layer[1]) in ahead)

@@ -5,7 +5,7 @@ them. The rules are needed without an engine, and for the other ranks. An engine
 `r` has the tensor coordinate `r % tp_size`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,11 +15,13 @@ from megarl.models.architecture import (
     HEAD,
     Architecture,
     LatentAttention,
+    LayerKind,
     checkpoint_places,
     hf_shapes,
     llama_shapes,
     padded_vocabulary,
 )
+from megarl.models.linear import CONVOLUTION, PREFIX, LinearAttention
 from megarl.models.placing import behind, placed
 from megarl.platform.errors import UserError
 from megarl.reshard.layout import Box, Layout, Piece, Placement, ShardedBoxes, placement_of, row_major, whole
@@ -50,18 +52,17 @@ def engine_layout(
         UserError: a parameter does not divide into `tp_size` equal parts.
     """
     cut = _Cut(architecture, None, tp_rank, tp_size)
-    layers: dict[bool, list[Piece]] = {}
+    layers: dict[LayerKind, list[Piece]] = {}
     layout = list(_outside(cut, dtype))
-    for number in range(architecture.num_layers):
-        sparse = architecture.is_sparse(number)
-        if sparse not in layers:
-            mine = replace(cut, layer=number)
-            layers[sparse] = list(_layer(mine, dtype, sparse=sparse, latent_fused=latent_fused))
-            if sparse and expert_parallel:
-                layers[sparse] += _experts(mine.uncut(), _expert_block(mine), dtype)
-            elif sparse:
-                layers[sparse] += _experts(mine, _all_experts(architecture), dtype)
-        layout += _in_layer(architecture, number, layers[sparse])
+    for kind, number in architecture.layer_of_kind.items():
+        mine = replace(cut, layer=number)
+        layers[kind] = list(_layer(mine, dtype, kind, latent_fused=latent_fused))
+        if kind.is_sparse and expert_parallel:
+            layers[kind] += _experts(mine.uncut(), _expert_block(mine), dtype)
+        elif kind.is_sparse:
+            layers[kind] += _experts(mine, _all_experts(architecture), dtype)
+    for number, kind in enumerate(architecture.layer_kinds):
+        layout += _in_layer(architecture, number, layers[kind])
     return tuple(layout)
 
 
@@ -78,21 +79,22 @@ def engine_placement(
     assert num_ranks % tp_size == 0, (num_ranks, tp_size)
     cuts = [_Cut(architecture, None, rank, tp_size) for rank in range(tp_size)]
     ranks = [range(rank, num_ranks, tp_size) for rank in range(tp_size)]
-    samples = {architecture.is_sparse(number): number for number in range(architecture.num_layers)}
+    samples = architecture.layer_of_kind
     layouts = [list(_outside(cut, dtype)) for cut in cuts]
-    for sparse, number in samples.items():
+    for kind, number in samples.items():
         for cut, layout in zip(cuts, layouts, strict=True):
             mine = replace(cut, layer=number)
-            layout += _in_layer(architecture, number, _layer(mine, dtype, sparse=sparse, latent_fused=False))
+            layout += _in_layer(architecture, number, _layer(mine, dtype, kind, latent_fused=False))
     found = placed(placement_of(layouts), ranks)
-    layers = {sparse: behind(architecture.layer_prefix(number), found) for sparse, number in samples.items()}
-    if True in samples:
-        mine_all = [replace(cut, layer=samples[True]) for cut in cuts]
-        layers[True] |= _expert_holdings(mine_all, ranks, dtype, expert_parallel=expert_parallel)
-    for number in range(architecture.num_layers):
+    layers = {kind: behind(architecture.layer_prefix(number), found) for kind, number in samples.items()}
+    sparse = [kind for kind in samples if kind.is_sparse]
+    if sparse:
+        mine_all = [replace(cut, layer=samples[sparse[0]]) for cut in cuts]
+        experts = _expert_holdings(mine_all, ranks, dtype, expert_parallel=expert_parallel)
+        layers |= {kind: layers[kind] | experts for kind in sparse}
+    for number, kind in enumerate(architecture.layer_kinds):
         prefix = architecture.layer_prefix(number)
-        layer = layers[architecture.is_sparse(number)]
-        found.update({f"{prefix}{name}": boxes for name, boxes in layer.items()})
+        found.update({f"{prefix}{name}": boxes for name, boxes in layers[kind].items()})
     return {name: found[name] for name in hf_shapes(architecture)}
 
 
@@ -133,6 +135,13 @@ class _Cut:
         size = _share(rows, num_parts, name)
         part = self.tp_rank * num_parts // self.tp_size
         return self._placed(name, Box((part * size, *(0 for _ in rest)), ((part + 1) * size, *rest)))
+
+    def section(self, name: str, begin: int, size: int) -> NamedBox:
+        """Return this rank's slice of the `size` rows from `begin`."""
+        share = size // self.tp_size
+        first = begin + self.tp_rank * share
+        rest = self._shape(name)[1:]
+        return self._placed(name, Box((first, *(0 for _ in rest)), (first + share, *rest)))
 
     def columns(self, name: str) -> NamedBox:
         """Return this rank's slice of the columns."""
@@ -186,18 +195,21 @@ def _in_trunk(name: str) -> str:
     return f"model.{name.partition('.')[2]}"
 
 
-def _layer(cut: _Cut, dtype: torch.dtype, *, sparse: bool, latent_fused: bool) -> Iterator[Piece]:
+def _layer(cut: _Cut, dtype: torch.dtype, kind: LayerKind, *, latent_fused: bool) -> Iterator[Piece]:
     """Yield a layer without its experts."""
     a = cut.architecture
     for norm in a.norms:
         yield from _copies(cut, [f"{norm}.{part}" for part in a.traits.norm_parts], dtype)
-    yield from _latent(cut, a.latent, dtype, fused=latent_fused) if a.latent else _attention(cut, dtype)
-    yield from _row_parallel(cut, "self_attn.o_proj", dtype)
+    if a.linear and kind.attention == "linear":
+        yield from _linear_attention(cut, a.linear, dtype)
+    else:
+        yield from _latent(cut, a.latent, dtype, fused=latent_fused) if a.latent else _attention(cut, dtype)
+        yield from _row_parallel(cut, "self_attn.o_proj", dtype)
     if not a.traits.gated:
         yield from _column_parallel(cut, "mlp.up_proj", dtype)
         yield from _row_parallel(cut, "mlp.down_proj", dtype)
         return
-    if not sparse or a.experts is None:
+    if not kind.is_sparse or a.experts is None:
         yield from _swiglu("mlp.", cut, dtype)
         return
     block = a.expert_names.block
@@ -239,6 +251,30 @@ def _attention(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
             yield from _alone(cut.rows(norms[1], num_parts=kv_parts), dtype)
         else:
             yield from _copies(cut, norms, dtype)
+
+
+def _linear_attention(cut: _Cut, linear: LinearAttention, dtype: torch.dtype) -> Iterator[Piece]:
+    """Yield linear attention. Projections that the engine computes together are stacked, section by section."""
+    _share(linear.num_key_heads, cut.tp_size, "the key heads of linear attention")
+    projections = cut.architecture.traits.linear_sections
+    for param, kinds in {"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}.items():
+        together = {name: sections for name, sections in projections.items() if {*"".join(sections)} <= {*kinds}}
+        yield from _stacked(f"{PREFIX}{param}.weight", list(_sections(cut, linear, together)), dtype)
+    yield from _stacked(f"{PREFIX}conv1d.weight", list(_sections(cut, linear, CONVOLUTION)), dtype)
+    yield from _alone(cut.rows(f"{PREFIX}dt_bias"), dtype)
+    yield from _alone(cut.rows(f"{PREFIX}A_log"), torch.float32)
+    yield from _copies(cut, [f"{PREFIX}norm.weight"], dtype)
+    yield from _row_parallel(cut, f"{PREFIX}out_proj", dtype)
+
+
+def _sections(cut: _Cut, linear: LinearAttention, projections: Mapping[str, Sequence[str]]) -> Iterator[NamedBox]:
+    """Yield this rank's slice of each section of some parameters."""
+    for name, sections in projections.items():
+        begin = 0
+        for kinds in sections:
+            size = linear.size(kinds)
+            yield cut.section(f"{PREFIX}{name}.weight", begin, size)
+            begin += size
 
 
 def _latent(cut: _Cut, latent: LatentAttention, dtype: torch.dtype, *, fused: bool) -> Iterator[Piece]:

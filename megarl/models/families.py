@@ -26,10 +26,14 @@ class Family:
     late_qk_norm: bool = False  # queries and keys are normalised after their rotation
     whole_qk_norm: bool = False  # each rank of an engine has the complete norms
     latent: bool = False
+    gated_attention: bool = False  # each head of `q_proj` has a query, then a gate of the head's output
+    linear_sections: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Projection of linear attention -> its sections, as in `LinearAttention`. Empty: no layer has linear attention."""
     experts: ExpertNames | None = None
     sigmoid_router: bool = False  # experts score by a sigmoid, and a bias affects their choice, as in DeepSeek-V3
     float32_router: bool = False  # the engine keeps the router's weight in float32
-    predicts_ahead: bool = False  # checkpoints may have more layers, which predict several tokens ahead
+    predicts_ahead: bool | str = False  # checkpoints may have more layers, which predict several tokens ahead
+    """Or the beginning of the names of their tensors."""
     can_tie: bool = True  # the engine can share the embedding with the output layer
     norm: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # LayerNorm has a bias
     centred_norm: bool = False  # norms multiply by 1 + weight
@@ -145,6 +149,30 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
+        },
+    ),
+    "qwen3_next": Family(
+        qk_norm=True,
+        centred_norm=True,
+        gated_attention=True,
+        rotary_fraction=0.25,
+        linear_sections={"in_proj_qkvz": ("qkvz",), "in_proj_ba": ("ba",)},
+        predicts_ahead="mtp.",
+        experts=ExpertNames(),
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "max_position_embeddings": 32768,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
         },
     ),
     "deepseek_v2": Family(

@@ -2,11 +2,12 @@
 
 Counted are the products of matrices: the weights that a token meets (of the experts only the chosen ones), queries with
 keys and probabilities with values (each token with itself and the tokens before it, as far as the window of the layer
-reaches), and the head. Norms, rotations,
+reaches), tokens with the memories of linear attention, and the head. Norms, rotations,
 activations and the optimizer are left out, and so is what recomputation repeats: the count does not depend on how a
 model is run, and is that of model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.models.architecture import SCORE, Architecture, Shapes, hf_shapes
+from megarl.models.linear import PREFIX
 from megarl.models.lora import Lora, adapter_shapes
 
 UPDATE = 3
@@ -23,7 +25,7 @@ UPDATE = 3
 FROZEN_UPDATE = 2
 """The same of a product with frozen weights: the gradient of its other factor alone."""
 EXPERT = ".experts."
-ATTENTION = (".self_attn.", ".attention.")
+ATTENTION = (".self_attn.", ".attention.", f".{PREFIX}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +72,24 @@ def _of_weights(a: Architecture, tokens: Tokens) -> int:
 
 def _of_learning(a: Architecture, tokens: Tokens, lora: Lora | None) -> int:
     """Return the FLOPs of a forward pass in the other products: of activations, adapters and a scalar head."""
-    value_dim = a.latent.v_head_dim if a.latent else a.head_dim
-    pair = 2 * a.num_attention_heads * (a.head_dim + value_dim)
-    windowed = len(a.windowed_layers)
-    pairs = (a.num_layers - windowed) * tokens.num_pairs() + windowed * tokens.num_pairs(a.window)
+    kinds = Counter(kind.attention for kind in a.layer_kinds)
+    attention = sum(count * _of_attention(a, kind, tokens) for kind, count in kinds.items())
     head = 2 * a.hidden_size if a.scalar_head else 0
     adapters = 2 * active_adapters(a, lora) if lora else 0
-    return pair * pairs + head * tokens.num_outputs + adapters * tokens.num_tokens
+    return attention + head * tokens.num_outputs + adapters * tokens.num_tokens
+
+
+def _of_attention(a: Architecture, kind: str, tokens: Tokens) -> int:
+    """Return the FLOPs of one layer's attention in products of activations.
+
+    Linear attention reads its memory twice for each token, for the correction and for the result, and adds one product
+    of a key and a correction to it.
+    """
+    if a.linear and kind == "linear":
+        return 3 * 2 * a.linear.num_value_heads * a.linear.key_dim * a.linear.value_dim * tokens.num_tokens
+    value_dim = a.latent.v_head_dim if a.latent else a.head_dim
+    pair = 2 * a.num_attention_heads * (a.head_dim + value_dim)
+    return pair * tokens.num_pairs(a.window if kind == "sliding" else None)
 
 
 def feed_forward_share(architecture: Architecture, tokens: Tokens) -> float:
@@ -89,7 +102,7 @@ def feed_forward_share(architecture: Architecture, tokens: Tokens) -> float:
 def active_weights(architecture: Architecture, *, left_out: tuple[str, ...] = ()) -> int:
     """Return the elements of the matrices of all layers that one token meets; embedding and head are none of them.
 
-    Matrices whose names contain a part of `left_out` are not counted.
+    A convolution counts as a matrix. Matrices whose names contain a part of `left_out` are not counted.
     """
     outside = (architecture.embedding_name, architecture.head_name, SCORE)
     return _active(
@@ -97,7 +110,7 @@ def active_weights(architecture: Architecture, *, left_out: tuple[str, ...] = ()
         {
             name: shape
             for name, shape in hf_shapes(architecture).items()
-            if len(shape) == 2 and name not in outside and not any(part in name for part in left_out)
+            if len(shape) > 1 and name not in outside and not any(part in name for part in left_out)
         },
     )
 

@@ -7,6 +7,7 @@ B are the rows of W.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -202,7 +203,8 @@ def require_targets(architecture: Architecture, lora: Lora) -> None:
     """Check that the adapters select projections of a model.
 
     Raises:
-        UserError: a target or an exception selects none, all targets are excepted, or the rank exceeds the hidden size.
+        UserError: a target or an exception selects none, all targets are excepted, or the rank exceeds the hidden
+            size; or all targets are meant, and the model has linear attention, which has no adapters.
     """
     if lora.rank > architecture.hidden_size:
         raise UserError(
@@ -210,14 +212,23 @@ def require_targets(architecture: Architecture, lora: Lora) -> None:
             "larger rank; 16 is usual"
         )
     known = _all_projections(architecture, lora)
+    if lora.targets == ALL_LINEAR and architecture.linear:
+        raise UserError(
+            f"target_modules: {ALL_LINEAR} means the projections of linear attention too, which have no adapters here: "
+            f"name some of {', '.join(_ends(known))}"
+        )
     for key, names in (("target_modules", lora.targets), ("exclude_modules", lora.excluded)):
         for one in [names] if isinstance(names, str) else [(name,) for name in names]:
             if one != ALL_LINEAR and not any(_selects(one, name) for names in known for name in names):
-                ends = sorted({projection.rpartition(".")[2] for projection, _ in known})
                 written = one if isinstance(one, str) else one[0]
-                raise UserError(f"{key}: {written} selects no projection of the model, which has {', '.join(ends)}")
+                found = ", ".join(_ends(known))
+                raise UserError(f"{key}: {written} selects no projection of the model, which has {found}")
     if not _projections(architecture, lora):
         raise UserError("exclude_modules leaves no projection of target_modules: nothing would learn")
+
+
+def _ends(projections: Iterable[tuple[str, str]]) -> list[str]:
+    return sorted({projection.rpartition(".")[2] for projection, _ in projections})
 
 
 def _all_projections(architecture: Architecture, lora: Lora) -> tuple[tuple[str, str], ...]:

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.models.architecture import Architecture, LatentAttention, Shapes, hf_shapes
+from megarl.models.architecture import Architecture, LatentAttention, LayerKind, Shapes, hf_shapes
 from megarl.models.experts import Experts
 from megarl.models.families import OUTPUT_NORMS
 from megarl.models.grid import Cut, Grid
+from megarl.models.linear import LinearAttention
 from megarl.models.placing import behind, placed
 from megarl.models.weights import pieces
 from megarl.reshard.layout import Layout, Piece, Placement, ShardedBoxes, placement_of
@@ -48,18 +49,19 @@ def parameter_shapes(
     stage = grid.stage(rank)
     cut = grid.cut(rank)
     vocabulary = _vocabulary(architecture, grid.tp, vocab_multiple)
-    kinds = [_layer(architecture, cut, sparse=False, fused_norms=fused_norms)]
-    experts = architecture.experts
-    if experts:
-        local_experts = _experts(
-            architecture, experts, cut, range(experts.num_experts // cut.ep_size), grouped=grouped_experts
-        )
-        kinds.append(_layer(architecture, cut, sparse=True, fused_norms=fused_norms) | local_experts)
+    experts: Shapes = {}
+    if architecture.experts:
+        local_experts = range(architecture.experts.num_experts // cut.ep_size)
+        experts = _experts(architecture, architecture.experts, cut, local_experts, grouped=grouped_experts)
+    of_kind = {
+        kind: _layer(architecture, cut, kind, fused_norms=fused_norms) | (experts if kind.is_sparse else {})
+        for kind in architecture.layer_of_kind
+    }
     chunks: list[Shapes] = []
     for layers in grid.layers(stage, architecture.num_layers):
         chunk: Shapes = {EMBEDDING: vocabulary} if stage == 0 and not chunks else {}
         for number in layers:
-            chunk |= _named(number, kinds[architecture.is_sparse(number)])
+            chunk |= _named(number, of_kind[architecture.kind(number)])
         chunks.append(chunk)
     if stage == grid.pp - 1:
         chunks[-1] |= _norm(architecture, FINAL_NORM)
@@ -86,10 +88,13 @@ def _linear(a: Architecture, name: str, rows: int, columns: int) -> Shapes:
     return {f"{name}.{part}": shapes[part] for part in a.traits.linear_parts}
 
 
-def _attention(a: Architecture, cut: Cut, *, fused_norms: bool) -> Shapes:
+def _attention(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool) -> Shapes:
+    if a.linear and kind.attention == "linear":
+        return {"input_layernorm.weight": (a.hidden_size,)} | _linear_attention(a, a.linear, cut)
     if a.latent:
         return {"input_layernorm.weight": (a.hidden_size,)} | _latent(a, a.latent, cut, fused_norms=fused_norms)
-    rows = (a.num_attention_heads + 2 * a.num_key_value_heads) * a.head_dim // cut.tp_size
+    of_query = 1 + a.traits.gated_attention
+    rows = (of_query * a.num_attention_heads + 2 * a.num_key_value_heads) * a.head_dim // cut.tp_size
     shapes: Shapes = {}
     if a.traits.input_norms:
         shapes = _norm(a, "self_attention.linear_qkv.layer_norm_" if fused_norms else "input_layernorm.")
@@ -125,11 +130,24 @@ def _latent(a: Architecture, latent: LatentAttention, cut: Cut, *, fused_norms: 
     return {f"self_attention.{name}": shape for name, shape in shapes.items()}
 
 
-def _layer(a: Architecture, cut: Cut, *, sparse: bool, fused_norms: bool) -> Shapes:
+def _linear_attention(a: Architecture, linear: LinearAttention, cut: Cut) -> Shapes:
+    heads = linear.num_value_heads // cut.tp_size
+    shapes: Shapes = {
+        "in_proj.weight": (linear.size("qkvzba") // cut.tp_size, a.hidden_size),
+        "conv_weight": (linear.size("qkv") // cut.tp_size, 1, linear.conv_width),
+        "dt_bias": (heads,),
+        "A_log": (heads,),
+        "out_norm.weight": (linear.value_dim,),
+        "out_proj.weight": (a.hidden_size, linear.value_size // cut.tp_size),
+    }
+    return {f"self_attention.{name}": shape for name, shape in shapes.items()}
+
+
+def _layer(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool) -> Shapes:
     """Return a layer without its experts, by name after the layer's prefix."""
-    attention = _attention(a, cut, fused_norms=fused_norms)
+    attention = _attention(a, cut, kind, fused_norms=fused_norms)
     experts = a.experts
-    if not sparse or experts is None:
+    if not kind.is_sparse or experts is None:
         if a.traits.input_norms:
             attention |= _norm(a, "mlp.linear_fc1.layer_norm_" if fused_norms else "pre_mlp_layernorm.")
         for norm in OUTPUT_NORMS if a.traits.output_norms else ():
@@ -210,25 +228,27 @@ def trainer_placement(
     All layers of a kind are cut alike, and so are their experts. So boxes are computed for one layer of each kind and
     one expert, and ranks for one parameter of each stage and block of experts.
     """
-    samples = {architecture.is_sparse(number): number for number in range(architecture.num_layers)}
+    samples = architecture.layer_of_kind
+    sparse = [number for kind, number in samples.items() if kind.is_sparse]
     cuts = [Cut(tp_rank=rank, tp_size=grid.tp) for rank in range(grid.tp)]
     layers: Shapes = {}
-    for sparse, number in samples.items():
-        layers |= _named(number, _layer(architecture, cuts[0], sparse=sparse, fused_norms=False))
+    for kind, number in samples.items():
+        layers |= _named(number, _layer(architecture, cuts[0], kind, fused_norms=False))
     dense = placement_of([_layout(architecture, layers, cut, dtype) for cut in cuts])
-    experts = _expert_holdings(architecture, grid, samples[True], dtype) if True in samples else None
+    experts = _expert_holdings(architecture, grid, sparse[0], dtype) if sparse else [{}] * grid.pp
 
     ranks = _ranks_by_cut(grid)
     found = _ends(architecture, grid, ranks, dtype, vocab_multiple=vocab_multiple)
     for stage in range(grid.pp):
         boxes = placed(dense, ranks[stage])
-        kinds = {sparse: behind(architecture.layer_prefix(number), boxes) for sparse, number in samples.items()}
-        if experts:
-            kinds[True] |= experts[stage]
+        of_kind = {
+            kind: behind(architecture.layer_prefix(number), boxes) | (experts[stage] if kind.is_sparse else {})
+            for kind, number in samples.items()
+        }
         for number in itertools.chain.from_iterable(grid.layers(stage, architecture.num_layers)):
-            kind = kinds[architecture.is_sparse(number)]
+            layer = of_kind[architecture.kind(number)]
             prefix = architecture.layer_prefix(number)
-            found.update({f"{prefix}{name}": boxes for name, boxes in kind.items()})
+            found.update({f"{prefix}{name}": boxes for name, boxes in layer.items()})
     return {name: found[name] for name in hf_shapes(architecture)}
 
 

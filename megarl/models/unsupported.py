@@ -146,12 +146,24 @@ def _count_fault(given: Mapping[str, object], traits: Family) -> tuple[bool, str
 def _qwen_faults(config: Fields) -> Faults:
     step = config.values.get("decoder_sparse_step", 1)
     dense = config.items("mlp_only_layers")
-    alone = config.values["model_type"] == "qwen2_moe" and not config.values.get("shared_expert_intermediate_size")
+    shared = config.values.get("shared_expert_intermediate_size")
+    alone = config.values["model_type"] in ("qwen2_moe", "qwen3_next") and not shared
     return [
         _fixed_fault(config, "qk_norm", supported=False, why="norms of queries and keys follow from model_type"),
         (step != 1, f"decoder_sparse_step {step}: every layer after the dense layers has experts here"),
         (dense != list(range(len(dense))), f"mlp_only_layers {dense}: only the first layers may be dense here"),
-        (alone, "shared_expert_intermediate_size is 0: a qwen2_moe model always has a shared expert"),
+        (alone, "shared_expert_intermediate_size is 0: a model of this family always has a shared expert"),
+    ]
+
+
+def _gated_delta_faults(config: Fields) -> Faults:
+    """Return the faults of every family with linear attention."""
+    gate = config.values.get("output_gate_type", "silu")
+    return [
+        (gate not in ("silu", "swish"), f"output_gate_type {str(gate)[:SHOWN]}: must be 'silu' in this family"),
+        _fixed_fault(config, "attn_output_gate", supported=True, why="the output of attention has a gate here"),
+        _fixed_fault(config, "layer_scale", supported=False, why="branches have no factors here"),
+        *_qwen_faults(config),
     ]
 
 
@@ -228,6 +240,7 @@ def _size_faults(config: Fields, follow: Mapping[str, object]) -> Faults:
 
 OF_FAMILY: Mapping[str, Callable[[Fields], Faults]] = {
     **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), _qwen_faults),
+    "qwen3_next": _gated_delta_faults,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _deepseek_faults),
     "glm4_moe_lite": _glm_lite_faults,
     "minimax_m2": _minimax_faults,

@@ -17,6 +17,7 @@ import torch
 from megarl.models.architecture import SCORE, Architecture, checkpoint_places, llama_shapes
 from megarl.models.families import ExpertNames
 from megarl.models.grid import Cut
+from megarl.models.linear import CONVOLUTION, PREFIX
 from megarl.platform.errors import UserError
 from megarl.reshard.layout import Box, Piece, row_major, whole
 
@@ -144,7 +145,7 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class FusedQKV:
-    """Key/value groups, each `[its query heads ; key ; value]`: rank `t` holds the `t`-th slice of all their rows.
+    """Key/value groups, each `[its query heads ; their gates ; key ; value]`: rank `t` has a slice of all their rows.
 
     A slice may end anywhere, even inside a head: with more ranks than groups Megatron divides groups.
     """
@@ -155,21 +156,57 @@ class FusedQKV:
     def regions(self, shard: Shard) -> Iterator[Region]:
         """Yield one region per projection and group in the slice, in local order."""
         sizes = shard.architecture
-        num_groups = sizes.num_key_value_heads
-        key = sizes.head_dim
-        query = sizes.num_attention_heads // num_groups * key
-        first, end = shard.slice_of(num_groups * (query + 2 * key))
-        begin = 0  # the fused row where the projection of the group begins
-        for group in range(num_groups):
-            for projection, rows in (("q", query), ("k", key), ("v", key)):
-                low = max(first, begin)
-                high = min(end, begin + rows)
-                if low < high:
-                    name = f"self_attn.{projection}_proj.{self.suffix}"
-                    to_row = group * rows - begin
-                    box = _rows(shard.full_shape(name), low + to_row, high + to_row)
-                    yield Region(name, box, low - first)
-                begin += rows
+        parts = [part for group in range(sizes.num_key_value_heads) for part in _group(sizes, group)]
+        first, end = shard.slice_of(sum(rows for _, _, rows in parts))
+        begin = 0  # the fused row where the part begins
+        for projection, row, rows in parts:
+            low = max(first, begin)
+            high = min(end, begin + rows)
+            if low < high:
+                name = f"self_attn.{projection}_proj.{self.suffix}"
+                box = _rows(shard.full_shape(name), low + row - begin, high + row - begin)
+                yield Region(name, box, low - first)
+            begin += rows
+
+
+def _group(sizes: Architecture, group: int) -> Iterator[tuple[str, int, int]]:
+    """Yield projection, first row and number of rows of the parts of a key/value group, in Megatron's order."""
+    key = sizes.head_dim
+    per_group = sizes.num_attention_heads // sizes.num_key_value_heads
+    if sizes.traits.gated_attention:
+        heads = range(group * per_group, (group + 1) * per_group)
+        yield from (("q", (2 * head + is_gate) * key, key) for is_gate in (0, 1) for head in heads)
+    else:
+        yield "q", group * per_group * key, per_group * key
+    yield "k", group * key, key
+    yield "v", group * key, key
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """Groups of heads of linear attention: rank `t` holds the `t`-th slice of the groups, each complete.
+
+    `sections` are those of parameters, as in `Family.linear_sections`.
+    """
+
+    padded: ClassVar[bool] = False
+    sections: Mapping[str, tuple[str, ...]]
+
+    def regions(self, shard: Shard) -> Iterator[Region]:
+        """Yield one region per group and section, in local order."""
+        linear = shard.architecture.linear
+        assert linear is not None
+        row = 0
+        for group in range(*shard.slice_of(linear.num_key_heads)):
+            for projection, sections in self.sections.items():
+                name = f"{PREFIX}{projection}.weight"
+                begin = 0  # of the section
+                for kinds in sections:
+                    rows = linear.rows(kinds)
+                    first = begin + group * rows
+                    yield Region(name, _rows(shard.full_shape(name), first, first + rows), row)
+                    begin += linear.size(kinds)
+                    row += rows
 
 
 @dataclass(frozen=True)
@@ -258,6 +295,15 @@ LATENT_ATTENTION: Mapping[str, CutRule] = {
     "self_attention.kv_layernorm.weight": Replicated("self_attn.kv_a_layernorm.weight"),
     "self_attention.linear_kv_up_proj.layer_norm_weight": Replicated("self_attn.kv_a_layernorm.weight"),
     "self_attention.linear_kv_up_proj.weight": ColumnParallel("self_attn.kv_b_proj.weight"),
+}
+
+
+LINEAR_ATTENTION: Mapping[str, CutRule] = {
+    "self_attention.conv_weight": HeadGroups(CONVOLUTION),
+    "self_attention.dt_bias": ColumnParallel(f"{PREFIX}dt_bias"),
+    "self_attention.A_log": ColumnParallel(f"{PREFIX}A_log"),
+    "self_attention.out_norm.weight": Replicated(f"{PREFIX}norm.weight"),
+    "self_attention.out_proj.weight": RowParallel(f"{PREFIX}out_proj.weight"),
 }
 
 
@@ -352,6 +398,9 @@ def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cu
         attention = LATENT_ATTENTION
     elif traits.wide_qk_norm:
         attention = {**attention, **WIDE_NORMS}
+    elif architecture.linear:
+        projections = {"self_attention.in_proj.weight": HeadGroups(traits.linear_sections)}
+        attention = {**attention, **LINEAR_ATTENTION, **projections}
     feed_forward = GATED if traits.gated else NOT_GATED
     experts = architecture.experts
     if experts:

@@ -6,6 +6,7 @@ from megarl.platform.errors import UserError
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 
 
 def window_of(config: Fields, family: Family) -> tuple[int | None, tuple[int, ...]]:
@@ -16,7 +17,8 @@ def window_of(config: Fields, family: Family) -> tuple[int | None, tuple[int, ..
     """
     window = config.size("sliding_window") if _is_on(config) else None
     kinds = config.items("layer_types")
-    others = [kind for kind in kinds if kind != FULL and (kind != SLIDING or window is None)]
+    known = [FULL, *[SLIDING] * bool(window), *[LINEAR] * bool(family.linear_sections)]
+    others = [kind for kind in kinds if kind not in known]
     if others:
         raise wrong("layer_types", others[:1], f"must be {FULL}, or {SLIDING} with a sliding_window")
     num_layers = config.size("num_hidden_layers", most=MOST_LAYERS)

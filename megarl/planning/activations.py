@@ -12,9 +12,10 @@ from functools import partial
 
 from megarl.learner.config import MegatronSection
 from megarl.learner.head_chunks import CHUNK_TOKENS, KEPT_BYTES
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, LayerKind
 from megarl.models.config import Recompute
 from megarl.models.grid import Grid
+from megarl.models.linear import CHUNK, LinearAttention
 from megarl.planning.states import DTYPE_BYTES, FLOAT32
 
 # Float32 numbers per logit that `learner/heads.py` has at its fullest moment, forward (logits, their exponentials, the
@@ -46,11 +47,12 @@ def layer_bytes(
     a = architecture
     tp = section.tensor_model_parallel_size
     hidden = 4 * a.hidden_size / (tp if section.sequence_parallel else 1)
-    attention, replicated = _attention(a)
+    kind = a.kind(layer)
+    attention, replicated = _attention(a, kind)
     elements = hidden + replicated + attention / tp
     if feed_forward:
-        elements += _feed_forward(a, layer, etp=section.expert_tensor_parallel_size or tp) / tp
-    normaliser = FLOAT32 * a.num_attention_heads / tp
+        elements += _feed_forward(a, kind, etp=section.expert_tensor_parallel_size or tp) / tp
+    normaliser = 0 if kind.attention == "linear" else FLOAT32 * a.num_attention_heads / tp
     return int(num_tokens * (elements * DTYPE_BYTES[section.dtype] + normaliser))
 
 
@@ -130,27 +132,42 @@ def chunks_in_flight(grid: Grid, *, stage: int, num_micro_batches: int) -> int:
     return min(warmup + 1, num_micro_batches * grid.vpp)
 
 
-def _feed_forward(a: Architecture, layer: int, *, etp: int) -> int:
+def _feed_forward(a: Architecture, kind: LayerKind, *, etp: int) -> int:
     """Return the elements per token inside of one feed-forward layer; TP divides them.
 
     Every chosen expert reads a copy of the token; with ETP the ranks that share the experts gather their tokens.
     """
-    if a.experts is None or not a.is_sparse(layer):
+    if a.experts is None or not kind.is_sparse:
         return (3 if a.traits.gated else 2) * a.ffn_hidden_size
     of_experts = a.experts.top_k * (etp * a.hidden_size + 3 * a.experts.ffn_hidden_size)
     return 3 * a.experts.shared_ffn_hidden_size + of_experts
 
 
-def _attention(a: Architecture) -> tuple[int, int]:
+def _attention(a: Architecture, kind: LayerKind) -> tuple[int, int]:
     """Return the elements per token of one attention layer: those that TP divides, and those that every rank has."""
     latent = a.latent
+    if a.linear and kind.attention == "linear":
+        return _linear_attention(a.linear), 0
     if latent is None:
         norms = (a.num_attention_heads + a.num_key_value_heads) * a.head_dim if a.qk_norm else 0
-        return 2 * (a.num_attention_heads + a.num_key_value_heads) * a.head_dim + norms, 0
+        gates = 2 * a.num_attention_heads * a.head_dim if a.traits.gated_attention else 0  # and what they multiply
+        return 2 * (a.num_attention_heads + a.num_key_value_heads) * a.head_dim + norms + gates, 0
     # Queries and keys of all heads, values and output; the latents before and after their norms.
     per_head = 2 * (latent.qk_nope_head_dim + latent.qk_rope_head_dim) + 2 * latent.v_head_dim
     latents = 2 * ((latent.q_lora_rank or 0) + latent.kv_lora_rank) + latent.qk_rope_head_dim
     return a.num_attention_heads * per_head, latents
+
+
+def _linear_attention(linear: LinearAttention) -> int:
+    """Return the elements per token of linear attention, by a kernel that keeps the memory of each chunk's start.
+
+    They are the outputs of the projections, of the convolution, unit queries and keys for each value head, the read
+    values before and after their norm, and the memories.
+    """
+    projected = linear.size("qkvzba") + linear.size("qkv")
+    unit = 2 * linear.num_value_heads * linear.key_dim
+    memories = linear.value_size * linear.key_dim // CHUNK
+    return projected + unit + 2 * linear.value_size + memories
 
 
 def _hidden_bytes(architecture: Architecture, section: MegatronSection, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""The memory of the engine on one rank: weights, the activations of its largest step, and the KV cache.
+"""The memory of the engine on one rank: weights, the activations of its largest step, and its caches.
 
 The KV cache follows vLLM's rule: `gpu_memory_utilization` of the device is the engine's, and what weights and the
 largest step leave of it holds keys and values. The engine starts before the trainer's models, on an empty device.
@@ -19,12 +19,13 @@ class EngineMemory:
     activations: int
     budget: int  # all bytes that the engine may take
     bytes_per_token: int  # of the KV cache
+    memories: int = 0  # of linear attention, for all sequences
     route_bytes: int = 0  # of the routes of a token in the KV cache
 
     @property
     def kv_cache(self) -> int:
         """Return the bytes that are left for keys and values."""
-        return max(0, self.budget - self.weights - self.activations)
+        return max(0, self.budget - self.weights - self.activations - self.memories)
 
     @property
     def num_tokens(self) -> int:
@@ -38,7 +39,8 @@ class EngineMemory:
 
     def shortfall(self, num_tokens: int) -> int:
         """Return the bytes missing for weights, the largest step and one sequence of `num_tokens`; 0 if they fit."""
-        return max(0, self.weights + self.activations + num_tokens * self.bytes_per_token - self.budget)
+        rest = self.activations + self.memories + num_tokens * self.bytes_per_token
+        return max(0, self.weights + rest - self.budget)
 
 
 def engine_memory(
@@ -50,6 +52,7 @@ def engine_memory(
         activations=step_bytes(architecture, section),
         budget=int(device_bytes * section.gpu_memory_utilization),
         bytes_per_token=cache_bytes_per_token(architecture, section),
+        memories=memory_bytes(architecture, section),
         route_bytes=route_bytes(architecture, section),
     )
 
@@ -73,7 +76,18 @@ def cache_bytes_per_token(architecture: Architecture, section: RolloutSection) -
     else:
         heads = max(1, architecture.num_key_value_heads // section.tensor_model_parallel_size)
         elements = 2 * heads * architecture.head_dim
-    return architecture.num_layers * elements * DTYPE_BYTES[section.dtype]
+    return architecture.num_caching_layers * elements * DTYPE_BYTES[section.dtype]
+
+
+def memory_bytes(architecture: Architecture, section: RolloutSection) -> int:
+    """Return the bytes on one rank of the memories of linear attention, for `max_num_seqs` sequences."""
+    linear = architecture.linear
+    if linear is None:
+        return 0
+    of_sequence = (
+        len(linear.layers) * linear.memory_size * DTYPE_BYTES[section.dtype] // section.tensor_model_parallel_size
+    )
+    return section.max_num_seqs * of_sequence
 
 
 def step_bytes(architecture: Architecture, section: RolloutSection) -> int:

@@ -80,7 +80,7 @@ def _touched(architecture: Architecture, weights: int, num_tokens: int) -> float
         return weights
     missed = (1 - experts.top_k / experts.num_experts) ** num_tokens
     routed = 3 * architecture.hidden_size * experts.ffn_hidden_size * experts.num_experts
-    layers = sum(architecture.is_sparse(layer) for layer in range(architecture.num_layers))
+    layers = sum(kind.is_sparse for kind in architecture.layer_kinds)
     chosen = routed * experts.top_k // experts.num_experts
     dense = active_weights(architecture) - layers * chosen + 2 * architecture.vocab_size * architecture.hidden_size
     share = layers * routed / (layers * routed + dense)

@@ -152,6 +152,8 @@ def _moments(
         parked |= _parked(model, states[model.name])
     weights = {"engine weights": engine.weights}
     cache = {"engine activations": engine.activations, "KV cache": engine.kv_cache}
+    if engine.memories:
+        cache["memories of linear attention"] = engine.memories
     actor = {"actor weights": states["actor"].weights}
     sending = {"sync buckets": BUCKETS * bucket_bytes}
     if workload.models[0].lora:

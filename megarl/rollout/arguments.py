@@ -10,7 +10,7 @@ from megarl.platform.errors import UserError
 from megarl.reshard.quantised import KEY, stored_block
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.fields import OURS, engine_faults
-from megarl.rollout.kv_cache import cpu_cache_bytes, cpu_cache_bytes_per_token
+from megarl.rollout.kv_cache import cpu_cache_bytes, cpu_cache_bytes_per_token, cpu_memory_bytes
 
 ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 GRAPHS = frozenset({"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"})
@@ -102,10 +102,30 @@ def _kernels(section: RolloutSection, *, on_cpu: bool) -> dict[str, Any]:
     return found
 
 
+def cpu_fault(dtype: str, architecture: Architecture) -> str:
+    """Return why vLLM's CPU engine cannot compute a model in a type; empty if it can."""
+    if architecture.linear is None or dtype == "bfloat16":
+        return ""
+    return f"is {dtype}, and on the CPU vLLM computes linear attention in bfloat16 alone: write bfloat16"
+
+
 def cpu_arguments(
     section: RolloutSection, architecture: Architecture, *, num_sequences: int, max_model_len: int
 ) -> dict[str, Any]:
-    """Return the argument of `vllm.LLM` for the CPU alone: the bytes of the KV cache."""
+    """Return the argument of `vllm.LLM` for the CPU alone: the bytes of the KV cache.
+
+    Raises:
+        UserError: the CPU engine cannot compute the model in this type.
+    """
+    fault = cpu_fault(section.dtype, architecture)
+    if fault:
+        raise UserError(f"actor_rollout_ref.rollout.dtype {fault}")
     bytes_per_token = cpu_cache_bytes_per_token(section, architecture)
-    num_bytes = cpu_cache_bytes(section, bytes_per_token, num_sequences=num_sequences, max_model_len=max_model_len)
+    num_bytes = cpu_cache_bytes(
+        section,
+        bytes_per_token,
+        num_sequences=num_sequences,
+        max_model_len=max_model_len,
+        memory_bytes=cpu_memory_bytes(section, architecture),
+    )
     return {"kv_cache_memory_bytes": num_bytes}

@@ -16,14 +16,23 @@ BLOCK = 128  # tokens per cache block of vLLM's CPU backend
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
-def cpu_cache_bytes(section: RolloutSection, bytes_per_token: int, *, num_sequences: int, max_model_len: int) -> int:
+def cpu_cache_bytes(
+    section: RolloutSection,
+    bytes_per_token: int,
+    *,
+    num_sequences: int,
+    max_model_len: int,
+    memory_bytes: int = 0,
+) -> int:
     """Return the bytes for `num_sequences` sequences of `max_model_len` tokens, at most this rank's share of memory.
+
+    `memory_bytes` of a sequence are added to its keys and values.
 
     Raises:
         UserError: the share does not hold one sequence.
     """
     block = BLOCK * bytes_per_token
-    one = -(-max_model_len // BLOCK) * block
+    one = -(-max_model_len // BLOCK) * block + memory_bytes
     available = psutil.virtual_memory().available * section.gpu_memory_utilization
     share = int(available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if one + block > share:
@@ -56,4 +65,17 @@ def cpu_cache_bytes_per_token(section: RolloutSection, architecture: Architectur
     """
     heads_per_rank = -(-architecture.num_key_value_heads // section.tensor_model_parallel_size)
     numbers = 2 * heads_per_rank * architecture.head_dim
-    return architecture.num_layers * numbers * DTYPE_BYTES[section.dtype]
+    return architecture.num_caching_layers * numbers * DTYPE_BYTES[section.dtype]
+
+
+def cpu_memory_bytes(section: RolloutSection, architecture: Architecture) -> int:
+    """Return the bytes of a sequence's memories of linear attention on one rank, and of the room around them.
+
+    All blocks of vLLM's cache have one size, at least that of a memory. A layer with linear attention has two blocks of
+    a sequence, because prefixes are cached; in any other layer the last block of a sequence may be almost empty.
+    """
+    linear = architecture.linear
+    if linear is None:
+        return 0
+    num_blocks = 2 * len(linear.layers) + architecture.num_caching_layers
+    return num_blocks * linear.memory_size * DTYPE_BYTES[section.dtype] // section.tensor_model_parallel_size

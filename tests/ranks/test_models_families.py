@@ -55,6 +55,13 @@ def sizes(draw: st.DrawFn, family: str) -> dict[str, Any]:
         kinds = st.sampled_from(["full_attention", "sliding_attention"])
         found["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
         found["sliding_window"] = draw(st.sampled_from([3, 300]))
+    if traits.linear_sections:
+        kinds = st.lists(st.sampled_from(["full_attention", "linear_attention"]), min_size=layers, max_size=layers)
+        found["layer_types"] = draw(kinds.filter(lambda kinds: len(set(kinds)) == 2))
+        found["linear_num_key_heads"] = draw(st.sampled_from([2, 4]))
+        found["linear_num_value_heads"] = found["linear_num_key_heads"] * draw(st.integers(1, 3))
+        found |= {f"linear_{part}_head_dim": draw(st.sampled_from([8, 16])) for part in ("key", "value")}
+        found["linear_conv_kernel_dim"] = draw(st.integers(2, 4))
     if traits.parallel_residual:
         found["use_parallel_residual"] = draw(st.booleans())
     return found
@@ -63,7 +70,8 @@ def sizes(draw: st.DrawFn, family: str) -> dict[str, Any]:
 @st.composite
 def splits(draw: st.DrawFn, family: str) -> tuple[int, dict[str, int]]:
     """Draw a split over at most four ranks; return their number and the fields of a MegatronSection."""
-    first, second = draw(st.permutations(PARALLEL))[:2]
+    possible = PARALLEL[:2] if FAMILIES[family].linear_sections else PARALLEL
+    first, second = draw(st.permutations(possible))[:2]
     split = {first: 2, second: draw(st.integers(1, 2))}
     if FAMILIES[family].experts:
         split |= {EXPERT_PARALLEL: 2, "expert_tensor_parallel_size": 1}

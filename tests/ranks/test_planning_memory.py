@@ -25,9 +25,13 @@ SPLITS: dict[str, dict[str, Any]] = {
     "data, every rank its own optimizer": {"use_distributed_optimizer": False},
     "virtual pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "latents": {"tensor_model_parallel_size": 2},
+    "memories": {"tensor_model_parallel_size": 2},
     "experts": {"expert_model_parallel_size": 2},
     "experts of two ranks": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
 }
+
+
+OTHERS = {"experts": "qwen3_moe", "latents": "deepseek_v3", "memories": "qwen3_next"}
 
 
 def architecture(variant: str) -> Architecture:
@@ -80,7 +84,7 @@ def storages(tensors: Iterator[torch.Tensor]) -> dict[int, int]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", SPLITS)
 def test_trained_models(pool: RankPool, name: str, dtype: str) -> None:
-    variant = {"experts": "qwen3_moe", "latents": "deepseek_v3"}.get(name.split()[0], "qwen2")
+    variant = OTHERS.get(name.split()[0], "qwen2")
     split = SPLITS[name] | {"dtype": dtype}
     section, model = MegatronSection(**split), architecture(variant)
     grid = grid_of(section, 2)

@@ -54,6 +54,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
     },
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "num_experts": 8, "norm_topk_prob": True},
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **EXPERTS,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 96,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "full_attention_interval": 2,
+    },
     "deepseek_v2": {
         "model_type": "deepseek_v2",
         **DEEPSEEK,
@@ -173,6 +182,9 @@ def _save_random(model: Any, directory: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.1)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.sub_(4.0)  # memories of linear attention last for many tokens
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.1)

@@ -405,3 +405,16 @@ def test_a_rule_is_silent_about_keys_in_doubt(argv: list[str]) -> None:
         "trainer.n_gpus_per_node",
         f"{ACTOR}.megatron.{TP}",  # whatever the world, 6 and 4 key-value heads do not go together
     }
+
+
+def test_linear_attention_limits_split_and_engine(argv: list[str], tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "head_dim": 32}
+    model = make_model(tmp_path / "linear", model_type="qwen3_next", **experts, **linear)
+    paths = [f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"]
+    assert faults(argv, *paths, f"{ACTOR}.megatron.{TP}=2", f"{ACTOR}.megatron.sequence_parallel=true") == {}
+    split = faults(argv, *paths, f"{ACTOR}.megatron.{CP}=2", f"{ROLLOUT}.{TP}=4")
+    assert split[f"{ACTOR}.megatron.{CP}"].startswith("the linear attention of actor_rollout_ref.model.path needs all")
+    assert "4 does not divide the 2 key heads" in split[f"{ROLLOUT}.{TP}"]
+    on_cpu = faults(argv, *paths, "trainer.device=cpu", f"{ROLLOUT}.dtype=float32")
+    assert "vLLM computes linear attention in bfloat16 alone" in on_cpu[f"{ROLLOUT}.dtype"]

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.models.experts import Experts
 from megarl.models.families import FAMILIES
+from megarl.models.flops import active_weights
 from megarl.models.rotary import OTHER_NAMES, RopeScaling, Yarn
 from tests.support.tiny import SIZES, VARIANTS, write_checkpoint
 
@@ -59,6 +60,7 @@ FAMILY_NEEDS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },
+    "qwen3_next": {"num_hidden_layers": 4},
     "olmo2": {"eos_token_id": 2},
     "olmo3": {"eos_token_id": 2},
     "smollm3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
@@ -97,6 +99,13 @@ def test_deepseek_v3_is_what_its_authors_publish():
         router_bias=True,
     )
     assert sum(math.prod(shape) for shape in hf_shapes(architecture).values()) == 671_026_419_200  # "671 B", no MTP
+
+
+def test_qwen3_next_is_as_large_as_its_name():
+    architecture = read_architecture(CONFIG_MAPPING["qwen3_next"]().to_dict())
+    assert [layer for layer in range(48) if architecture.kind(layer).attention == "full"] == list(range(3, 48, 4))
+    assert sum(math.prod(shape) for shape in hf_shapes(architecture).values()) == 79_674_391_296  # "80B"
+    assert active_weights(architecture) + 2 * 151936 * 2048 == pytest.approx(3.9e9, rel=0.02)  # "A3B", embeddings aside
 
 
 def test_kimi_k2_is_read_as_deepseek_v3():
@@ -203,7 +212,7 @@ def test_shared_expert_needs_no_config_of_its_own():
     shapes = hf_shapes(architecture)
     assert shapes["model.layers.1.mlp.shared_expert.down_proj.weight"] == (64, 96)
     assert shapes["model.layers.1.mlp.shared_expert_gate.weight"] == (1, 64)
-    assert [architecture.is_sparse(layer) for layer in range(2)] == [False, True]
+    assert [kind.is_sparse for kind in architecture.layer_kinds] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,12 @@ def test_layers_dropped_by_user_override_are_no_fault(tmp_path: Path) -> None:
     assert faults(tmp_path, overrides={"num_hidden_layers": 2}) == []
 
 
+def test_prediction_ahead_is_left_out_by_name(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "qwen3_next")
+    add(model, **{"mtp.fc.weight": torch.zeros(2, 2), "mtp.layers.0.input_layernorm.weight": torch.zeros(2)})
+    assert faults(model) == []
+
+
 def test_multi_token_prediction_layers_are_skipped_by_number(tmp_path: Path) -> None:
     config = SIZES | VARIANTS["deepseek_v3"]
     write_hollow(tmp_path, config | {"num_hidden_layers": 4})

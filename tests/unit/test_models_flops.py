@@ -13,7 +13,7 @@ from benchmarks.cases import MODELS
 from megarl.models.architecture import read_architecture
 from megarl.models.flops import UPDATE, Tokens, active_weights, forward_flops
 from tests.support.programs import ROOT
-from tests.support.tiny import write_checkpoint
+from tests.support.tiny import SIZES, VARIANTS, write_checkpoint
 
 LENGTHS = (5, 12)
 OUTPUTS = sum(LENGTHS)  # transformers computes the logits of every token
@@ -29,6 +29,20 @@ def test_a_dense_model_by_hand() -> None:
     assert one == 2 * 24 * layer * 3 + 24 * 14 * 2 * (64 + 64) * pairs + 2 * 896 * 151936 * 2
     value = forward_flops(architecture.with_scalar_head(), Tokens(lengths=[3], num_outputs=2))
     assert one - value == 2 * 896 * (151936 - 1) * 2
+
+
+def test_linear_attention_by_hand() -> None:
+    """Two key heads and four value heads of 128, 64 wide, and a convolution over four tokens; lengths do not matter."""
+    config = SIZES | VARIANTS["qwen3_next"]
+    few, many = (read_architecture(config | {"num_hidden_layers": n, "full_attention_interval": n}) for n in (2, 3))
+    queries = keys = 2 * 128
+    values = 4 * 128
+    attention = 64 * (queries + keys + 2 * values + 2 * 4) + 4 * (queries + keys + values) + values * 64
+    experts = 8 * 64 + 2 * 3 * 64 * 64 + 3 * 64 * 96 + 64
+    memory = 3 * 4 * 128 * 128
+    for lengths in ([7], [3, 4]):
+        tokens = Tokens(lengths=lengths, num_outputs=1)
+        assert forward_flops(many, tokens) - forward_flops(few, tokens) == 2 * 7 * (attention + experts + memory)
 
 
 def test_only_chosen_experts_count() -> None:

@@ -108,6 +108,17 @@ def test_a_rank_above_the_hidden_size() -> None:
         require_targets(model, Lora(rank=model.hidden_size + 1, alpha=2.0))
 
 
+def test_linear_attention_has_no_adapters() -> None:
+    model = architecture("qwen3_next")
+    with pytest.raises(
+        UserError, match="all-linear means .* linear attention too.*name some of down_proj, gate_proj, "
+    ):
+        require_targets(model, Lora(rank=2, alpha=2.0))
+    require_targets(model, Lora(rank=2, alpha=2.0, targets=("q_proj",)))
+    with pytest.raises(UserError, match="in_proj_ba selects no projection"):
+        require_targets(model, Lora(rank=2, alpha=2.0, targets=("q_proj", "in_proj_ba")))
+
+
 @pytest.mark.parametrize(
     ("targets", "excluded", "message"),
     [

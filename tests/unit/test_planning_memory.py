@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from megarl.config.load import load_config
 from megarl.learner.config import MegatronSection
@@ -156,6 +157,22 @@ def test_rank_keeps_one_kv_head_and_all_latents() -> None:
     sixteen = RolloutSection(tensor_model_parallel_size=16)
     assert cache_bytes_per_token(architecture("llama-3-8b"), sixteen) == 32 * 2 * 128 * 2
     assert cache_bytes_per_token(architecture("deepseek-v3"), sixteen) == 61 * (512 + 64) * 2
+
+
+def test_linear_attention_keeps_memories_instead_of_tokens() -> None:
+    """Qwen3-Next on two ranks: 12 of 48 layers have keys and values, 36 have 32 matrices and a convolution's tokens."""
+    model = read_architecture(CONFIG_MAPPING["qwen3_next"]().to_dict())
+    two = RolloutSection(tensor_model_parallel_size=2, max_num_seqs=10)
+    assert cache_bytes_per_token(model, two) == 12 * 2 * 256 * 2
+    memory = 36 * (32 * 128 * 128 + 3 * (2 * 2048 + 4096)) * 2 // 2
+    engine = engine_memory(model, two, weights=0, device_bytes=80 << 30)
+    assert engine.memories == 10 * memory
+    assert engine.kv_cache == engine.budget - engine.activations - engine.memories
+    linear, full = (layer_bytes(model, MegatronSection(), layer=layer, num_tokens=64) for layer in (0, 3))
+    projected = 2 * 2048 + 2 * 4096 + 2 * 32  # queries, keys, values, gates, strengths and decays
+    tokens = projected + (2 * 2048 + 4096) + 2 * 4096 + 2 * 4096
+    gated = 2 * (16 + 2) * 256 + (16 + 2) * 256 + 2 * 16 * 256
+    assert linear - full == 2 * (64 * (tokens - gated) + 32 * 128 * 128) - 64 * 4 * 16
 
 
 def workload(*argv: str, model: str = "llama-3-8b") -> Workload:

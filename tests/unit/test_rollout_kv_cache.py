@@ -4,7 +4,7 @@ import pytest
 
 from megarl.models.architecture import read_architecture
 from megarl.rollout.config import RolloutSection
-from megarl.rollout.kv_cache import check_cache_tokens, cpu_cache_bytes, cpu_cache_bytes_per_token
+from megarl.rollout.kv_cache import check_cache_tokens, cpu_cache_bytes, cpu_cache_bytes_per_token, cpu_memory_bytes
 from tests.support.tiny import SIZES, VARIANTS
 
 MODEL = read_architecture(SIZES | VARIANTS["llama"] | {"num_key_value_heads": 4})  # two layers, heads of 32
@@ -29,6 +29,16 @@ def test_latent_attention_caches_padded_values_per_query_head() -> None:
     section = RolloutSection(tensor_model_parallel_size=2, dtype="bfloat16")
     expected = 2 * 2 * 2 * (32 + 32) * 2  # layers, K and V, heads of this rank, nope and rope part, bytes
     assert cpu_cache_bytes_per_token(section, model) == expected
+
+
+def test_linear_attention_caches_no_tokens() -> None:
+    """One of two layers has linear attention: 4 matrices of 128 x 128, and 3 tokens of 1,024 channels."""
+    model = read_architecture(SIZES | VARIANTS["qwen3_next"])
+    section = RolloutSection(tensor_model_parallel_size=2, dtype="bfloat16")
+    assert cpu_cache_bytes_per_token(section, model) == 2 * 1 * 32 * 2
+    memory = (4 * 128 * 128 + 3 * 1024) // 2 * 2
+    assert cpu_memory_bytes(section, model) == 3 * memory  # two blocks, and one for keys and values
+    assert cpu_memory_bytes(section, MODEL) == 0
 
 
 def test_cache_holds_full_sequence_blocks_and_one_more() -> None:
