@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -20,9 +21,15 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from megarl.learner.attention import NormedAttention, PackedAttention
+from megarl.learner.attention import NormedAttention, PackedAttention, SinkAttention
 from megarl.learner.config import MegatronSection
-from megarl.learner.experts import check_expert_settings, expert_settings, mark_experts, use_own_parts
+from megarl.learner.experts import (
+    check_expert_settings,
+    expert_settings,
+    halve_projections,
+    mark_experts,
+    use_own_parts,
+)
 from megarl.learner.fused import has_apex_gradient_fusion, has_transformer_engine
 from megarl.learner.latent import LatentCore, ReplicatedLinear, latent_settings
 from megarl.learner.layer import BiasedLayer, OutputNormLayer, ParallelResidualLayer, ScaledLayer
@@ -92,6 +99,8 @@ def build_model(
         config.qk_layernorm = False
     model.to(local_device())  # Megatron and our own norms make some parameters on the host
     mark_experts(model)
+    if architecture.traits.clamped_glu:
+        halve_projections(model)
     # Megatron marks tensor-parallel parameters only while it initialises them, so it must, although values are unused.
     with torch.no_grad():
         for parameter in model.parameters():
@@ -152,16 +161,15 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=not local, normalization=norm, vp_stage=vp_stage)
     if local:
         spec.layer_norm = own_norm
-    core_attention: type[PackedAttention] = LatentCore if architecture.latent else PackedAttention
-    if architecture.traits.late_qk_norm:
-        core_attention, own_attention = NormedAttention, True
+    core_attention = _core_attention(architecture)
+    own_attention = own_attention or core_attention in (NormedAttention, SinkAttention)
     for layer in spec.layer_specs:
         if architecture.traits.output_norms:
             layer.module = OutputNormLayer
         elif architecture.residual_scale != 1.0:
             layer.module = ScaledLayer
             layer.params = {**layer.params, "residual_scale": architecture.residual_scale}
-        elif architecture.traits.linear_bias:
+        elif architecture.traits.linear_bias and not architecture.experts:
             layer.module = ParallelResidualLayer if architecture.parallel_residual else BiasedLayer
         attention = layer.submodules.self_attention
         if own_attention:
@@ -179,6 +187,14 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
         if architecture.experts:
             use_own_parts(layer.submodules.mlp, architecture.experts, local=local)
     return spec
+
+
+def _core_attention(architecture: Architecture) -> type[PackedAttention]:
+    if architecture.latent:
+        return LatentCore
+    if architecture.traits.late_qk_norm:
+        return NormedAttention
+    return SinkAttention if architecture.traits.sinks else PackedAttention
 
 
 def _local_attention(architecture: Architecture) -> dict[str, Any]:
@@ -243,7 +259,7 @@ def transformer_config(
         "transformer_impl": "transformer_engine" if has_transformer_engine() else "local",
         # On the CPU, torch.compile costs more than these fusions gain. Megatron's fused GELU is an approximation.
         "bias_activation_fusion": on_cuda() and ACTIVATIONS[architecture.activation] is silu,
-        "bias_dropout_fusion": on_cuda(),
+        "bias_dropout_fusion": on_cuda() and not traits.clamped_glu,  # Megatron refuses it for experts with biases
         "masked_softmax_fusion": False,
         "deterministic_mode": is_deterministic(),
         "apply_rope_fusion": has_transformer_engine() and not traits.rotary_neighbours and not _has_yarn(architecture),
@@ -251,6 +267,9 @@ def transformer_config(
         "no_rope_freq": [int(layer in architecture.unrotated_layers) for layer in range(architecture.num_layers)],
         "gradient_accumulation_fusion": has_apex_gradient_fusion(),
     }
+    if traits.clamped_glu:
+        settings |= {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
+        settings["bias_activation_fusion"] = False
     settings |= _recomputation(recompute)
     make: Any = TransformerConfig
     latent = architecture.latent
@@ -277,7 +296,7 @@ def _has_yarn(architecture: Architecture) -> bool:
 
 def _set_yarn(config: Any, yarn: Any) -> None:
     """Set attributes that Megatron reads from a configuration, although the configuration has no such fields."""
-    settings = {"rotary_scaling_factor": yarn.factor, "correction_range_round_to_int": True}
+    settings = {"rotary_scaling_factor": yarn.factor, "correction_range_round_to_int": yarn.truncate}
     for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         settings[name] = getattr(yarn, name)
     vars(config).update({YARN + name: value for name, value in settings.items()})

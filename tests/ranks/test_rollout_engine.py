@@ -109,7 +109,7 @@ def responses(pool: RankPool, checkpoints: Checkpoints) -> Callable[[str, int, s
     ("variant", "tp_size", "dtype"),
     [
         *((variant, 2, "float32") for variant in VARIANTS),
-        *((variant, 1, "float32") for variant in ("llama", "qwen2", "qwen3-tied", "mixtral", "deepseek_v3")),
+        *((variant, 1, "float32") for variant in ("llama", "qwen2", "qwen3-tied", "mixtral", "deepseek_v3", "gpt_oss")),
         ("qwen2", 2, "bfloat16"),  # on CPU another kernel, which keeps biases in float32
     ],
 )
