@@ -103,6 +103,19 @@ SMALL_LATENT = {
 OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"n_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "qwen3_next": {"num_hidden_layers": 4, "shared_expert_intermediate_size": 128},
+    "gpt_oss": {
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 64,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 32},
 }
 

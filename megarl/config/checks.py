@@ -111,8 +111,8 @@ def cpu_engine_faults(model: CheckpointSection, dtype: str) -> Iterator[Fault]:
         yield Fault(f"{ROLLOUT}.dtype", fault)
 
 
-def engine_cut_faults(model: CheckpointSection, rollout: RolloutSection) -> Iterator[Fault]:
-    """Check that the engine's ranks can share the policy."""
+def engine_cut_faults(model: CheckpointSection, rollout: RolloutSection, *, num_ranks: int) -> Iterator[Fault]:
+    """Check that the engine's ranks can share the policy; `num_ranks` are those of the run."""
     sizes = read_sizes(model)
     if not sizes:
         return
@@ -130,6 +130,29 @@ def engine_cut_faults(model: CheckpointSection, rollout: RolloutSection) -> Iter
     if sizes.experts and not rollout.has_whole_experts:
         remedy = "choose a divisor, or keep experts whole with engine_kwargs.enable_expert_parallel=true"
         yield from _expert_cut_faults(sizes.experts, name, key, tp, remedy)
+    if sizes.experts and sizes.expert_names.gate_up:
+        yield from _stacked_expert_faults(sizes, sizes.experts, rollout, num_ranks)
+
+
+def _stacked_expert_faults(
+    sizes: Architecture, experts: Experts, rollout: RolloutSection, num_ranks: int
+) -> Iterator[Fault]:
+    """Check what vLLM's class of gpt-oss asserts, or computes wrongly."""
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    tp = rollout.tensor_model_parallel_size
+    heads = sizes.num_key_value_heads
+    if tp > heads:
+        yield Fault(
+            key, f"{tp} ranks cannot share {heads} key-value heads in vLLM's class of this family: at most {heads}"
+        )
+    if rollout.has_whole_experts and experts.num_experts % tp:
+        yield Fault(key, f"{tp} does not divide the {experts.num_experts} experts of {POLICY}.path: choose a divisor")
+    if experts.ffn_hidden_size % num_ranks:
+        yield Fault(
+            "trainer.n_gpus_per_node",
+            f"the run's {num_ranks} ranks do not divide the size {experts.ffn_hidden_size} of an expert, as vLLM's "
+            "class of this family demands: choose a divisor",
+        )
 
 
 def _expert_cut_faults(experts: Experts, model: str, key: str, parts: int, remedy: str) -> Iterator[Fault]:
@@ -160,6 +183,12 @@ def partition_faults(model: CheckpointSection, key: str, megatron: MegatronSecti
             "tensor_model_parallel_size or pipeline_model_parallel_size",
         )
     yield from expert_faults(sizes.experts, f"{key}.path", megatron, where)
+    expert_ranks = megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
+    if sizes.experts and sizes.traits.linear_bias and expert_ranks > 1:
+        yield Fault(
+            f"{where}.expert_tensor_parallel_size",
+            f"{expert_ranks} ranks cannot share the biases of an expert of {key}.path: write 1",
+        )
     if not any(override_faults(megatron, where)):
         yield from stage_faults(sizes.num_layers, f"{key}.path", megatron, where)
 

@@ -165,7 +165,7 @@ def _engine_arguments(config: Config | VerifyConfig, context: CheckContext) -> I
 def _policy_cut(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
     policy = config.actor_rollout_ref
     yield from partition_faults(policy.model, POLICY, policy.actor.megatron, f"{ACTOR}.megatron")
-    yield from engine_cut_faults(policy.model, policy.rollout)
+    yield from engine_cut_faults(policy.model, policy.rollout, num_ranks=world_size(config.trainer))
 
 
 @rule(POLICY_RULES, POLICY, f"{ROLLOUT}.dtype", "trainer.device")

@@ -8,7 +8,7 @@ The call takes a grid of equal lengths, so the CPU makes one call for each group
 pad the shorter ones, and the causal mask hides the zeros.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import signature
@@ -17,15 +17,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.learner.norm import RMSNorm
 from megarl.learner.packed import places_of
 from megarl.learner.per_tensor import PerTensor
+from megarl.learner.sinks import attention_with_sinks, varlen_with_sinks
 from megarl.platform.device import to_device
 
 _groups = PerTensor["Groups"]()  # by the bounds of the row
@@ -60,12 +64,18 @@ class PackedAttention(torch.nn.Module):
         if self.cp_group.size() > 1:
             key, value = (gather_row(part, bounds.diff().long(), self.cp_group) for part in (key, value))
         if query.is_cuda and query.dtype != torch.float32 and self.cp_group.size() == 1:
-            return _varlen(query, key, value, packed_seq_params, self.scale, self.window).flatten(1)
-        if query.is_cuda:  # the CPU's kernel groups heads; on CUDA, only torch's slowest kernel does in float32
+            out = _varlen(query, key, value, packed_seq_params, self.scale, self.window, self.sinks())
+            return out.flatten(1)
+        # The CPU's kernel groups heads; on CUDA, only torch's slowest kernel does in float32.
+        if query.is_cuda or self.sinks() is not None:
             key = _repeated(key, query)
             value = _repeated(value, query)
         groups = _groups.get(bounds, partial(Groups, packed_seq_params.lengths, self.cp_group, query.device))
-        return groups.attend(query, key, value, self.scale, self.window).flatten(1)
+        return groups.attend(query, key, value, self.scale, self.window, self.sinks()).flatten(1)
+
+    def sinks(self) -> Tensor | None:
+        """Return a logit of each head in the denominator of its softmax; None: there is none."""
+        return None
 
 
 class NormedAttention(PackedAttention):
@@ -89,6 +99,28 @@ class GatedAttention(SelfAttention):
         query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
         place = parallel_state.get_tensor_model_parallel_rank() % (gate.shape[2] // query.shape[2])
         return query, key, value, gate.chunk(gate.shape[2] // query.shape[2], dim=2)[place]
+
+
+class SinkAttention(PackedAttention):
+    """`PackedAttention` with a learnt logit of each head in the denominator of its softmax (gpt-oss).
+
+    The parameter has the name that it has in Megatron's own attention.
+    """
+
+    def __init__(self, config: Any, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.softmax_offset = torch.nn.Parameter(torch.zeros(num_heads, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+
+    def sinks(self) -> Tensor:
+        """Return the logits of this rank's heads."""
+        return self.softmax_offset
+
+    def sharded_state_dict(self, prefix: str, sharded_offsets: Any, metadata: Any) -> Any:
+        """Return Megatron's description of the parameter, which is cut in its only dimension."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
 def gather_row(part: Tensor, lengths: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -172,7 +204,9 @@ class Groups:
             keys = PaddedRows(lengths[chosen], device)
             self._groups.append(AttentionGroup(queries, keys, of_queries, int(lengths[chosen].max()), cp_size == 1))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend within each sequence.
 
         Args:
@@ -181,6 +215,7 @@ class Groups:
             value: [N, groups, head_dim].
             scale: multiplies the logits.
             window: the tokens that a query sees, itself included; None: all up to itself.
+            sinks: [heads], a logit of each head in the denominator of its softmax; None: none.
 
         Returns:
             [N / cp_size, heads, head_dim]
@@ -188,9 +223,12 @@ class Groups:
         parts = zip(
             self._groups, self._queries.split(query), self._keys.split(key), self._keys.split(value), strict=True
         )
+        attention: Callable[..., Tensor] = scaled_dot_product_attention
+        if sinks is not None:
+            attention = partial(attention_with_sinks, sinks=sinks)
         outs = [
             group.queries.collect(
-                scaled_dot_product_attention(
+                attention(
                     group.queries.spread(q),
                     group.keys.spread(k),
                     group.keys.spread(v),
@@ -256,17 +294,27 @@ def _permuted(rows: Tensor, places: Tensor, back: Tensor | None) -> Tensor:
     return out
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float, window: int | None) -> Tensor:
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Any,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # only CUDA builds can run it
 
+    bounds = packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv
+    sizes = (-1 if window is None else window - 1, 0)
+    if sinks is not None:
+        return varlen_with_sinks(query, _repeated(key, query), _repeated(value, query), sinks, bounds, scale, sizes)
     grouping: dict[str, bool] = {}
     if _groups_heads():
         grouping["enable_gqa"] = query.shape[1] != key.shape[1]
     else:
         key = _repeated(key, query)
         value = _repeated(value, query)
-    bounds = packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv
-    sizes = (-1 if window is None else window - 1, 0)
     out: Tensor = varlen_attn(query, key, value, *bounds, scale=scale, window_size=sizes, **grouping)  # type: ignore[arg-type, assignment]
     return out
 

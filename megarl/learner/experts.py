@@ -37,7 +37,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.distributed.exchange import host_group
-from megarl.learner.together import compute_together
+from megarl.learner.together import ExpertsTogether, compute_together, in_halves
 from megarl.models.experts import Experts, expert_scores
 from megarl.platform.errors import UserError
 
@@ -213,11 +213,22 @@ def mark_experts(module: torch.nn.Module) -> None:
 
     Megatron itself marks them only if experts are divided among ranks; without the mark, gradients differ among the
     ranks of a tensor-parallel group that hold complete experts. The mark also gives the optimizer the same parts under
-    every split.
+    every split. Megatron marks the biases as parameters whose gradients tensor-parallel ranks add, too.
     """
     for name, parameter in module.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+
+
+def halve_projections(chunk: Any) -> None:
+    """Let first projections, whose rows are those of gate and up in turn, return [gate ; up], as Megatron needs."""
+    for layer in chunk.decoder.layers:
+        experts = getattr(layer.mlp, "experts", None)
+        if isinstance(experts, ExpertsTogether):
+            experts.gate_and_up_in_turn = True
+        elif experts is not None:
+            experts.linear_fc1.register_forward_hook(lambda module, inputs, result: (in_halves(result[0]), result[1]))
 
 
 def routers_of(chunk: Any) -> list[Router]:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -22,9 +23,15 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from megarl.learner.attention import GatedAttention, NormedAttention, PackedAttention
+from megarl.learner.attention import GatedAttention, NormedAttention, PackedAttention, SinkAttention
 from megarl.learner.config import MegatronSection
-from megarl.learner.experts import check_expert_settings, expert_settings, mark_experts, use_own_parts
+from megarl.learner.experts import (
+    check_expert_settings,
+    expert_settings,
+    halve_projections,
+    mark_experts,
+    use_own_parts,
+)
 from megarl.learner.fused import has_apex_gradient_fusion, has_transformer_engine
 from megarl.learner.gated_delta_net import GatedDeltaNet
 from megarl.learner.latent import LatentCore, ReplicatedLinear, latent_settings
@@ -96,6 +103,8 @@ def build_model(
         config.qk_layernorm = False
     model.to(local_device())  # Megatron and our own norms make some parameters on the host
     mark_experts(model)
+    if architecture.traits.clamped_glu:
+        halve_projections(model)
     # Megatron marks tensor-parallel parameters only while it initialises them, so it must, although values are unused.
     with torch.no_grad():
         for parameter in model.parameters():
@@ -156,9 +165,8 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=not local, normalization=norm, vp_stage=vp_stage)
     if local:
         spec.layer_norm = own_norm
-    core_attention: type[PackedAttention] = LatentCore if architecture.latent else PackedAttention
-    if architecture.traits.late_qk_norm:
-        core_attention, own_attention = NormedAttention, True
+    core_attention = _core_attention(architecture)
+    own_attention = own_attention or core_attention in (NormedAttention, SinkAttention)
     for layer in spec.layer_specs:
         _use_own_layer(layer, architecture)
         attention = layer.submodules.self_attention
@@ -187,6 +195,14 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
     return spec
 
 
+def _core_attention(architecture: Architecture) -> type[PackedAttention]:
+    if architecture.latent:
+        return LatentCore
+    if architecture.traits.late_qk_norm:
+        return NormedAttention
+    return SinkAttention if architecture.traits.sinks else PackedAttention
+
+
 def _use_own_layer(layer: Any, architecture: Architecture) -> None:
     """Put the layer class of the family into a layer's specification, if Megatron does not have it."""
     if architecture.traits.output_norms:
@@ -194,7 +210,7 @@ def _use_own_layer(layer: Any, architecture: Architecture) -> None:
     elif architecture.residual_scale != 1.0:
         layer.module = ScaledLayer
         layer.params = {**layer.params, "residual_scale": architecture.residual_scale}
-    elif architecture.traits.linear_bias:
+    elif architecture.traits.linear_bias and not architecture.experts:
         layer.module = ParallelResidualLayer if architecture.parallel_residual else BiasedLayer
 
 
@@ -265,7 +281,7 @@ def transformer_config(
         "transformer_impl": "transformer_engine" if has_transformer_engine() else "local",
         # On the CPU, torch.compile costs more than these fusions gain. Megatron's fused GELU is an approximation.
         "bias_activation_fusion": on_cuda() and ACTIVATIONS[architecture.activation] is silu,
-        "bias_dropout_fusion": on_cuda(),
+        "bias_dropout_fusion": on_cuda() and not traits.clamped_glu,  # Megatron refuses it for experts with biases
         "masked_softmax_fusion": False,
         "deterministic_mode": is_deterministic(),
         "apply_rope_fusion": has_transformer_engine() and not traits.rotary_neighbours and not _has_yarn(architecture),
@@ -273,6 +289,9 @@ def transformer_config(
         "no_rope_freq": [int(not kind.is_rotated) for kind in architecture.layer_kinds],
         "gradient_accumulation_fusion": has_apex_gradient_fusion(),
     }
+    if traits.clamped_glu:
+        settings |= {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
+        settings["bias_activation_fusion"] = False
     settings |= _recomputation(recompute)
     make: Any = TransformerConfig
     latent = architecture.latent
@@ -299,7 +318,7 @@ def _has_yarn(architecture: Architecture) -> bool:
 
 def _set_yarn(config: Any, yarn: Any) -> None:
     """Set attributes that Megatron reads from a configuration, although the configuration has no such fields."""
-    settings = {"rotary_scaling_factor": yarn.factor, "correction_range_round_to_int": True}
+    settings = {"rotary_scaling_factor": yarn.factor, "correction_range_round_to_int": yarn.truncate}
     for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         settings[name] = getattr(yarn, name)
     vars(config).update({YARN + name: value for name, value in settings.items()})

@@ -69,24 +69,52 @@ class Addition(Protocol):
 class Projection(torch.nn.Module):
     """One of the two projections of all experts, for rows that are sorted by expert."""
 
-    def __init__(self, linears: Sequence[torch.nn.Module], counts: Sequence[int], adapter: Addition | None) -> None:
-        """Take the number of rows of each expert, and the experts' linear layers; a call of one returns its weight.
+    def __init__(
+        self,
+        linears: Sequence[Any],
+        counts: Sequence[int],
+        adapter: Addition | None,
+        *,
+        bias_scale: Tensor | None = None,
+        in_turn: bool = False,
+    ) -> None:
+        """Take the experts' linear layers; a call of one returns its weight.
 
-        `adapter` computes what the experts' adapters add, if they have any.
+        Args:
+            linears: the layers.
+            counts: the number of rows of each expert.
+            adapter: computes what the experts' adapters add, if they have any.
+            bias_scale: [N], multiplies the biases; None: one.
+            in_turn: the outputs are those of gate and up in turn.
         """
         super().__init__()
         self._linears = tuple(linears)
         self._counts = counts
         self._adapter = adapter
+        self._bias_scale = bias_scale
+        self._in_turn = in_turn
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """Project [N, columns] states; there is no bias."""
+        """Project [N, columns] states to [N, rows], biases included."""
         out: Tensor = ProductByExpert.apply(hidden, self._counts, *(linear() for linear in self._linears))
-        return (out if self._adapter is None else self._adapter.added(out, hidden, self._counts)), None
+        if self._adapter is not None:
+            out = self._adapter.added(out, hidden, self._counts)
+        biases = [linear.bias for linear in self._linears if linear.bias is not None]
+        if biases:
+            of_rows = torch.stack(biases).repeat_interleave(torch.tensor(self._counts, device=out.device), dim=0)
+            out = out + (of_rows if self._bias_scale is None else (of_rows * self._bias_scale[:, None]).to(out.dtype))
+        return in_halves(out) if self._in_turn else out, None
+
+
+def in_halves(states: Tensor) -> Tensor:
+    """Return [N, size] states, first those at even places, then those at odd places."""
+    return states.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 class ExpertsTogether(SequentialMLP):
     """Megatron's experts, one module each, computed by functions of all their weights."""
+
+    gate_and_up_in_turn = False  # the order of the rows of first projections
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -102,14 +130,11 @@ class ExpertsTogether(SequentialMLP):
         """
         counts = tokens_per_expert.tolist()  # Megatron's dispatcher has brought them to the host
         additions: dict[str, Any] = dict(self.adapters.items())
-        first, second = (
-            Projection(
-                [getattr(expert, name) for expert in self.local_experts],
-                counts,
-                additions.get(name),
-            )
-            for name in ("linear_fc1", "linear_fc2")
-        )
+        linears = {
+            name: [getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
+        }
+        first = Projection(linears["linear_fc1"], counts, additions.get("linear_fc1"), in_turn=self.gate_and_up_in_turn)
+        second = Projection(linears["linear_fc2"], counts, additions.get("linear_fc2"), bias_scale=probabilities)
         activation = self.local_experts[0].activation_func
         whole = SimpleNamespace(config=self.config, activation_func=activation, linear_fc1=first, linear_fc2=second)
         alone = SimpleNamespace(config=self.config, num_local_experts=1, local_experts=[partial(MLP.forward, whole)])

@@ -5,6 +5,7 @@ load into the wrong function train and sample without any sign of it.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -262,18 +263,28 @@ def hf_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
     scalar; a tied head is missing.
     """
     shapes: Shapes = {}
-    for name, (rows, *rest) in llama_shapes(architecture).items():
+    for name, shape in llama_shapes(architecture).items():
         place = checkpoint_places(architecture)[name]
-        shapes[place.name] = (place.row + rows, *rest)
+        shapes[place.name] = place.shape(shape)
     return MappingProxyType(shapes)
 
 
 @dataclass(frozen=True)
 class CheckpointPlace:
-    """The place of a parameter of Llama in a checkpoint whose family names or stacks it otherwise."""
+    """The place of a parameter of Llama in a checkpoint whose family names, stacks or transposes it otherwise."""
 
     name: str  # of the checkpoint's parameter
-    row: int  # the first row of the parameter of Llama
+    row: int = 0  # the first row of the parameter of Llama
+    expert: int | None = None  # its number in a parameter that has the transposed parameters of all experts
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the checkpoint's parameter if the one of Llama, of this shape, is the last in it."""
+        if self.expert is not None:
+            return self.expert + 1, *reversed(shape)
+        return self.row + shape[0], *shape[1:]
+
+
+STACKED_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.(?P<part>weight|bias)")
 
 
 @lru_cache(maxsize=16)
@@ -281,8 +292,16 @@ def checkpoint_places(architecture: Architecture) -> Mapping[str, CheckpointPlac
     """Return the place in the checkpoint of every parameter of `llama_shapes`, in the same order."""
     places: dict[str, CheckpointPlace] = {}
     ends: dict[str, int] = {}
+    experts = architecture.traits.experts
     for name, shape in llama_shapes(architecture).items():
         own = architecture.traits.parameter_name(name)
+        expert = STACKED_EXPERT.fullmatch(own) if experts and experts.gate_up else None
+        if expert:
+            bias = "_bias" if expert["part"] == "bias" else ""
+            places[name] = CheckpointPlace(
+                f"{expert['experts']}.{expert['matrix']}{bias}", expert=int(expert["number"])
+            )
+            continue
         places[name] = CheckpointPlace(own, ends.get(own, 0))
         ends[own] = ends.get(own, 0) + shape[0]
     return MappingProxyType(places)
@@ -330,6 +349,8 @@ def _attention_shapes(a: Architecture) -> Shapes:
         shapes |= {f"self_attn.{x}_proj.bias": (rows,) for x, rows in projections.items()}
     if a.qk_norm:
         shapes |= {f"self_attn.{x}_norm.weight": (size,) for x, size in zip("qk", a.qk_norm_sizes, strict=True)}
+    if a.traits.sinks:
+        shapes["self_attn.sinks"] = (a.num_attention_heads,)
     return shapes | _linear_shapes(a, "self_attn.o_proj", a.hidden_size, query)
 
 
@@ -380,12 +401,17 @@ def _swiglu_shapes(
 
 def _expert_shapes(a: Architecture, experts: Experts) -> Shapes:
     names = a.expert_names
-    shapes: Shapes = {f"{names.block}.gate.weight": (experts.num_experts, a.hidden_size)}
+    shapes = _linear_shapes(a, f"{names.block}.gate", experts.num_experts, a.hidden_size)
     if experts.router_bias:
         shapes[f"{names.block}.gate.e_score_correction_bias"] = (experts.num_experts,)
     for number in range(experts.num_experts):
+        prefix = f"{names.block}.experts.{number}."
+        if names.gate_up:
+            shapes |= _linear_shapes(a, f"{prefix}{names.gate_up}", 2 * experts.ffn_hidden_size, a.hidden_size)
+            shapes |= _linear_shapes(a, f"{prefix}{names.down}", a.hidden_size, experts.ffn_hidden_size)
+            continue
         shapes |= _swiglu_shapes(
-            f"{names.block}.experts.{number}.",
+            prefix,
             a.hidden_size,
             experts.ffn_hidden_size,
             gate=names.gate,

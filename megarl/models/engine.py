@@ -23,10 +23,18 @@ from megarl.models.architecture import (
 )
 from megarl.models.linear import CONVOLUTION, PREFIX, LinearAttention
 from megarl.models.placing import behind, placed
+from megarl.models.weights import box_at, stride_at
 from megarl.platform.errors import UserError
 from megarl.reshard.layout import Box, Layout, Piece, Placement, ShardedBoxes, placement_of, row_major, whole
 
-NamedBox = tuple[str, Box]  # a Hugging Face parameter and a box of it
+
+@dataclass(frozen=True)
+class _PlacedPart:
+    """A box of a Hugging Face parameter, and the strides of its dimensions in a dense tensor of the engine."""
+
+    name: str
+    box: Box
+    stride: tuple[int, ...]
 
 
 def engine_layout(
@@ -124,11 +132,11 @@ class _Cut:
         """Return the cut of an engine with one rank."""
         return replace(self, tp_rank=0, tp_size=1)
 
-    def whole(self, name: str) -> NamedBox:
+    def whole(self, name: str) -> _PlacedPart:
         """Return a complete parameter."""
         return self._placed(name, whole(self._shape(name)))
 
-    def rows(self, name: str, *, num_parts: int | None = None) -> NamedBox:
+    def rows(self, name: str, *, num_parts: int | None = None) -> _PlacedPart:
         """Return this rank's slice of the rows. With fewer parts than ranks, neighbours have the same slice."""
         num_parts = num_parts or self.tp_size
         rows, *rest = self._shape(name)
@@ -136,20 +144,20 @@ class _Cut:
         part = self.tp_rank * num_parts // self.tp_size
         return self._placed(name, Box((part * size, *(0 for _ in rest)), ((part + 1) * size, *rest)))
 
-    def section(self, name: str, begin: int, size: int) -> NamedBox:
+    def section(self, name: str, begin: int, size: int) -> _PlacedPart:
         """Return this rank's slice of the `size` rows from `begin`."""
         share = size // self.tp_size
         first = begin + self.tp_rank * share
         rest = self._shape(name)[1:]
         return self._placed(name, Box((first, *(0 for _ in rest)), (first + share, *rest)))
 
-    def columns(self, name: str) -> NamedBox:
+    def columns(self, name: str) -> _PlacedPart:
         """Return this rank's slice of the columns."""
         rows, columns = self._shape(name)
         size = _share(columns, self.tp_size, name)
         return self._placed(name, Box((0, self.tp_rank * size), (rows, (self.tp_rank + 1) * size)))
 
-    def vocabulary(self, name: str) -> list[NamedBox]:
+    def vocabulary(self, name: str) -> list[_PlacedPart]:
         """Return this rank's slice of the padded rows; nothing if all of its rows are padding."""
         rows, columns = self._shape(name)
         size = _share(padded_vocabulary(rows), self.tp_size, name)
@@ -160,9 +168,10 @@ class _Cut:
     def _shape(self, name: str) -> tuple[int, ...]:
         return llama_shapes(self.architecture)[self.prefix + name]
 
-    def _placed(self, name: str, box: Box) -> NamedBox:
+    def _placed(self, name: str, box: Box) -> _PlacedPart:
         place = checkpoint_places(self.architecture)[self.prefix + name]
-        return place.name.removeprefix(self.own_prefix), box.lowered(place.row)
+        own = place.name.removeprefix(self.own_prefix)
+        return _PlacedPart(own, box_at(place, box), stride_at(place, row_major(box.shape)))
 
 
 def _share(size: int, num_parts: int, name: str) -> int:
@@ -182,12 +191,12 @@ def _share(size: int, num_parts: int, name: str) -> int:
 def _outside(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
     """Yield the parameters outside the layers."""
     a = cut.architecture
-    yield from _stacked(_in_trunk(a.embedding_name), cut.vocabulary(EMBEDDING), dtype)
+    yield from _stacked(_in_trunk(a.traits.engine_name(a.embedding_name)), cut.vocabulary(EMBEDDING), dtype)
     if not a.tied_embeddings:
         yield from _stacked(HEAD, cut.vocabulary(HEAD), dtype)
     for part in a.traits.norm_parts:
         norm = cut.whole(f"model.norm.{part}")
-        yield from _stacked(_in_trunk(norm[0]), [norm], dtype)
+        yield from _stacked(_in_trunk(norm.name), [norm], dtype)
 
 
 def _in_trunk(name: str) -> str:
@@ -214,7 +223,8 @@ def _layer(cut: _Cut, dtype: torch.dtype, kind: LayerKind, *, latent_fused: bool
         return
     block = a.expert_names.block
     shared = a.expert_names.shared
-    yield from _copies(cut, [f"{block}.gate.weight"], torch.float32 if a.traits.float32_router else dtype)
+    router = [f"{block}.gate.{part}" for part in a.traits.linear_parts]
+    yield from _copies(cut, router, torch.float32 if a.traits.float32_router else dtype)
     if a.experts.router_bias:
         yield from _copies(cut, [f"{block}.gate.e_score_correction_bias"], torch.float32)
     if a.experts.shared_ffn_hidden_size:
@@ -244,6 +254,8 @@ def _attention(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
         keys_and_values = [cut.rows(f"self_attn.{x}_proj.{suffix}", num_parts=kv_parts) for x in "kv"]
         parts = [cut.rows(f"self_attn.q_proj.{suffix}"), *keys_and_values]
         yield from _stacked(f"self_attn.qkv_proj.{suffix}", parts, dtype)
+    if a.traits.sinks:
+        yield from _alone(cut.rows("self_attn.sinks"), dtype)
     if a.qk_norm:
         norms = [f"self_attn.{x}_norm.weight" for x in "qk"]
         if a.traits.wide_qk_norm and not a.traits.whole_qk_norm:
@@ -267,7 +279,7 @@ def _linear_attention(cut: _Cut, linear: LinearAttention, dtype: torch.dtype) ->
     yield from _row_parallel(cut, f"{PREFIX}out_proj", dtype)
 
 
-def _sections(cut: _Cut, linear: LinearAttention, projections: Mapping[str, Sequence[str]]) -> Iterator[NamedBox]:
+def _sections(cut: _Cut, linear: LinearAttention, projections: Mapping[str, Sequence[str]]) -> Iterator[_PlacedPart]:
     """Yield this rank's slice of each section of some parameters."""
     for name, sections in projections.items():
         begin = 0
@@ -303,15 +315,35 @@ def _swiglu(prefix: str, cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
     yield from _stacked(f"{prefix}down_proj.weight", [cut.columns(f"{prefix}down_proj.weight")], dtype)
 
 
-def _experts(cut: _Cut, numbers: Iterable[int], dtype: torch.dtype) -> Iterator[Piece]:
+def _experts(cut: _Cut, numbers: range, dtype: torch.dtype) -> Iterator[Piece]:
     """Yield experts, fused into two parameters: `[expert, gate and up, hidden]` and `[expert, hidden, down]`."""
     names = cut.architecture.expert_names
     fused = f"{names.block}.experts.routed_experts."
+    if names.gate_up:
+        yield from _stacked_experts(cut, numbers, dtype)
+        return
     for index, number in enumerate(numbers):
         prefix = f"{names.block}.experts.{number}."
         gate_up = [cut.rows(f"{prefix}{half}.weight") for half in (names.gate, names.up)]
         yield from _stacked(f"{fused}w13_weight", gate_up, dtype, index=index)
         yield from _stacked(f"{fused}w2_weight", [cut.columns(f"{prefix}{names.down}.weight")], dtype, index=index)
+
+
+def _stacked_experts(cut: _Cut, numbers: range, dtype: torch.dtype) -> Iterator[Piece]:
+    """Yield the experts `numbers` of parameters that have all experts, as in `_experts`, and their biases."""
+    names = cut.architecture.expert_names
+    prefix = f"{names.block}.experts.{numbers.start}."
+    parts = {
+        "w13_weight": cut.rows(f"{prefix}{names.gate_up}.weight"),
+        "w13_bias": cut.rows(f"{prefix}{names.gate_up}.bias"),
+        "w2_weight": cut.columns(f"{prefix}{names.down}.weight"),
+    }
+    if cut.tp_rank == 0:  # the outputs of the ranks are added
+        parts["w2_bias"] = cut.whole(f"{prefix}{names.down}.bias")
+    for param, first in parts.items():
+        box = Box((numbers.start, *first.box.lo[1:]), (numbers.stop, *first.box.hi[1:]))
+        stride = first.box.numel, *first.stride[1:]
+        yield Piece(first.name, box, f"{names.block}.experts.routed_experts.{param}", 0, stride, dtype)
 
 
 def _all_experts(a: Architecture) -> range:
@@ -330,6 +362,14 @@ def _expert_holdings(
 ) -> dict[str, ShardedBoxes]:
     """Return the holdings of a layer's experts, by name after the layer's; `ranks` are those of each cut."""
     architecture = cuts[0].architecture
+    if architecture.expert_names.gate_up:
+        shares = [
+            _experts(cut.uncut(), _expert_block(cut), dtype)
+            if expert_parallel
+            else _experts(cut, _all_experts(architecture), dtype)
+            for cut in cuts
+        ]
+        return placed(placement_of([list(share) for share in shares]), ranks)
     groups: list[tuple[range, Sequence[_Cut], Sequence[Sequence[int]]]]
     if expert_parallel:
         groups = [(_expert_block(cut), [cut.uncut()], [owners]) for cut, owners in zip(cuts, ranks, strict=True)]
@@ -350,21 +390,23 @@ def _copies(cut: _Cut, names: Iterable[str], dtype: torch.dtype) -> Iterator[Pie
         yield from _alone(cut.whole(name), dtype)
 
 
-def _alone(part: NamedBox, dtype: torch.dtype) -> Iterator[Piece]:
+def _alone(part: _PlacedPart, dtype: torch.dtype) -> Iterator[Piece]:
     """Yield a part as a parameter of its own name."""
-    return _stacked(part[0], [part], dtype)
+    return _stacked(part.name, [part], dtype)
 
 
-def _stacked(param: str, parts: Sequence[NamedBox], dtype: torch.dtype, *, index: int = 0) -> Iterator[Piece]:
+def _stacked(param: str, parts: Sequence[_PlacedPart], dtype: torch.dtype, *, index: int = 0) -> Iterator[Piece]:
     """Yield parts below one another, as element `index` of `param`."""
-    offset = index * sum(box.numel for _, box in parts)
-    for name, box in parts:
-        yield Piece(name, box, param, offset, row_major(box.shape), dtype)
-        offset += box.numel
+    offset = index * sum(part.box.numel for part in parts)
+    for part in parts:
+        yield Piece(part.name, part.box, param, offset, part.stride, dtype)
+        offset += part.box.numel
 
 
 def _in_layer(a: Architecture, number: int, layer: Iterable[Piece]) -> list[Piece]:
     """Return the pieces with their layer's prefix in both names."""
     prefix = a.layer_prefix(number)
     of_param = f"model.layers.{number}."
-    return [Piece(prefix + p.name, p.box, of_param + p.param, p.offset, p.stride, p.dtype) for p in layer]
+    return [
+        replace(piece, name=prefix + piece.name, param=of_param + a.traits.engine_name(piece.param)) for piece in layer
+    ]

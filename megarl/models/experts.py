@@ -65,7 +65,7 @@ def read_experts(config: Fields, traits: Family) -> Experts:
 def _read(config: Fields, traits: Family) -> Experts:
     family = config.values["model_type"]
     top_k = config.size("num_experts_per_tok", most=MOST_EXPERTS)
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         return Experts(
             num_experts=config.size("num_local_experts", most=MOST_EXPERTS),
             top_k=top_k,

@@ -14,6 +14,7 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_expert"
+    gate_up: str | None = None  # of the rows of gate and up in turn. Then one parameter has all experts, transposed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +31,18 @@ class Family:
     linear_sections: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Projection of linear attention -> its sections, as in `LinearAttention`. Empty: no layer has linear attention."""
     experts: ExpertNames | None = None
+    clamped_glu: bool = False  # experts have biases and compute (up + 1) * quick_gelu(gate), both clamped (gpt-oss)
     sigmoid_router: bool = False  # experts score by a sigmoid, and a bias affects their choice, as in DeepSeek-V3
     float32_router: bool = False  # the engine keeps the router's weight in float32
     predicts_ahead: bool | str = False  # checkpoints may have more layers, which predict several tokens ahead
     """Or the beginning of the names of their tensors."""
     can_tie: bool = True  # the engine can share the embedding with the output layer
     norm: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # LayerNorm has a bias
+    norm_eps: float | None = None  # the only one that the engine computes; None: that of config.json
     centred_norm: bool = False  # norms multiply by 1 + weight
     input_norms: bool = True  # the inputs of attention and feed-forward layer are normalised
     output_norms: bool = False  # the outputs of attention and feed-forward layer are normalised before they are added
+    sinks: bool = False  # each query head has a learnt logit in the denominator of its softmax
     score_size: str | None = None  # the key of config.json whose root divides the scores of attention; None: head_dim
     multipliers: bool = False  # config.json has factors of embeddings, branches, scores and logits (Granite)
     scaled_embedding: bool = False  # embeddings are multiplied by the root of the hidden size
@@ -49,7 +53,7 @@ class Family:
     local_rope_theta: float | None = None  # of layers with a window, if they rotate otherwise
     parallel_residual: bool = False  # unless `use_parallel_residual` is false in config.json
     rotary_fraction: float | None = None  # of a head's numbers, unless config.json says another; None: all, always
-    windows: Literal["refused", "all layers", "some layers"] = "refused"  # layers whose attention has a window
+    windows: Literal["refused", "all layers", "some layers", "every other layer"] = "refused"  # whose attention has one
     full_every: int = 1  # of "some layers": each such layer has no window, if config.json has no `layer_types`
     rotates_by_layer: bool = False  # `no_rope_layers` of config.json names layers without rotation
     rotary_neighbours: bool = False  # neighbouring numbers of a head rotate together, else those of its two halves
@@ -61,6 +65,7 @@ class Family:
     names_of_keys: Mapping[str, str] = field(default_factory=dict)  # a key of config.json -> its name in this family
     renamed: Mapping[str, str] = field(default_factory=dict)  # part of a parameter's name in Llama -> in this family
     """Parameters of a layer that get one name are stacked in it."""
+    engine_names: Mapping[str, str] = field(default_factory=dict)  # part of a parameter's name -> in the engine
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -79,9 +84,17 @@ class Family:
 
     def parameter_name(self, usual: str) -> str:
         """Return the name of a parameter in the checkpoint, or its beginning, given the name that Llama has for it."""
-        for part, own in self.renamed.items():
-            usual = usual.replace(part, own)
-        return usual
+        return _renamed(usual, self.renamed)
+
+    def engine_name(self, name: str) -> str:
+        """Return the name in the engine of a parameter of the checkpoint."""
+        return _renamed(name, self.engine_names)
+
+
+def _renamed(name: str, parts: Mapping[str, str]) -> str:
+    for part, other in parts.items():
+        name = name.replace(part, other)
+    return name
 
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
@@ -365,6 +378,30 @@ FAMILIES: Mapping[str, Family] = {
             "max_position_embeddings": 524288,
             "head_dim": 128,
             "attention_bias": True,
+        },
+    ),
+    "gpt_oss": Family(
+        qkv_bias=True,
+        linear_bias=True,
+        sinks=True,
+        clamped_glu=True,
+        can_tie=False,
+        norm_eps=1e-5,
+        windows="every other layer",
+        full_every=2,
+        rope_theta=150000.0,
+        rope_types=("yarn",),
+        experts=ExpertNames(gate_up="gate_up_proj"),
+        renamed={"mlp.gate.": "mlp.router."},
+        engine_names={"self_attn.": "attn.", "embed_tokens": "embedding"},
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "sliding_window": 128,
+            "rms_norm_eps": 1e-5,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
         },
     ),
     "gpt_neox": Family(

@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.models.architecture import SCORE, Architecture, Shapes, hf_shapes
+from megarl.models.architecture import EMBEDDING, HEAD, SCORE, Architecture, Shapes, llama_shapes
 from megarl.models.linear import PREFIX
 from megarl.models.lora import Lora, adapter_shapes
 
@@ -25,7 +25,7 @@ UPDATE = 3
 FROZEN_UPDATE = 2
 """The same of a product with frozen weights: the gradient of its other factor alone."""
 EXPERT = ".experts."
-ATTENTION = (".self_attn.", ".attention.", f".{PREFIX}")
+ATTENTION = (".self_attn.", f".{PREFIX}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +102,14 @@ def feed_forward_share(architecture: Architecture, tokens: Tokens) -> float:
 def active_weights(architecture: Architecture, *, left_out: tuple[str, ...] = ()) -> int:
     """Return the elements of the matrices of all layers that one token meets; embedding and head are none of them.
 
-    A convolution counts as a matrix. Matrices whose names contain a part of `left_out` are not counted.
+    A convolution counts as a matrix. Matrices whose names in Llama contain a part of `left_out` are not counted.
     """
-    outside = (architecture.embedding_name, architecture.head_name, SCORE)
+    outside = (EMBEDDING, HEAD, SCORE)
     return _active(
         architecture,
         {
             name: shape
-            for name, shape in hf_shapes(architecture).items()
+            for name, shape in llama_shapes(architecture).items()
             if len(shape) > 1 and name not in outside and not any(part in name for part in left_out)
         },
     )

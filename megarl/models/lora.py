@@ -101,7 +101,9 @@ def adapted(architecture: Architecture, lora: Lora, name: str, shape: tuple[int,
         cut: the part of each matrix that the rank holds.
     """
     match = LINEAR.fullmatch(name)
-    if match is None:
+    experts = architecture.traits.experts
+    is_stacked = experts is not None and experts.gate_up is not None and EXPERTS.fullmatch(name)
+    if match is None or is_stacked:  # experts in one parameter are no linear layers, and PEFT adapts none of them
         return None
     linear = match["linear"]
     held, whole = held_and_whole(architecture, name, shape, cut=cut)

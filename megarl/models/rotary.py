@@ -41,6 +41,7 @@ class Yarn:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True  # round the bounds between the scaled and the unscaled frequencies to whole numbers
 
 
 S = TypeVar("S", RopeScaling, LinearScaling, Yarn)
@@ -176,13 +177,13 @@ def _linear(rope: Fields) -> LinearScaling:
 
 
 def _yarn(rope: Fields, *, latent: bool) -> Yarn:
-    if not rope.flag("truncate", default=True):
-        raise UserError("config.json: truncate false: the bounds of the yarn rotary scaling are whole numbers here")
+    if latent and not rope.flag("truncate", default=True):
+        raise UserError("config.json: truncate false: the bounds of the yarn scaling are whole numbers in this family")
     usual = 0.1 * math.log(max(rope.number("factor", 1.0), 1.0)) + 1.0
     if "attention_factor" in rope and (latent or not math.isclose(rope.number("attention_factor"), usual)):
         raise UserError(f"config.json: attention_factor: must follow from the yarn rotary scaling ({usual}); remove it")
     known = [trait.name for trait in fields(Yarn) if latent or not trait.name.startswith("mscale")]
-    _refuse_unread(rope, "yarn", [*COMMON, *known, "truncate", "attention_factor"])
+    _refuse_unread(rope, "yarn", [*COMMON, *known, "attention_factor"])
     required = [trait.name for trait in fields(Yarn) if trait.default is MISSING]
     scaling = _read(Yarn, rope, kind="yarn", required=required)
     if scaling.mscale != 1.0 and not scaling.mscale_all_dim:
@@ -202,6 +203,8 @@ def _read(scaling: type[S], rope: Fields, *, kind: str, required: list[str]) -> 
 def _value(rope: Fields, name: str) -> float:
     if name == "original_max_position_embeddings":
         return rope.size(name)
+    if name == "truncate":
+        return rope.flag(name)
     if name == "mscale_all_dim" and rope.values[name] == 0:
         return 0.0
     return rope.number(name)

@@ -106,6 +106,8 @@ def _attention(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool)
         sizes = zip("qk", a.qk_norm_sizes, strict=True)
         module = "self_attention.core_attention" if a.traits.late_qk_norm else "self_attention"
         shapes |= {f"{module}.{x}_layernorm.weight": (size // parts,) for x, size in sizes}
+    if a.traits.sinks:
+        shapes["self_attention.core_attention.softmax_offset"] = (a.num_attention_heads // cut.tp_size,)
     columns = a.num_attention_heads * a.head_dim // cut.tp_size
     return shapes | _linear(a, "self_attention.linear_proj", a.hidden_size, columns)
 
@@ -155,7 +157,7 @@ def _layer(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool) -> 
         return attention | _feed_forward(a, a.ffn_hidden_size // cut.tp_size)
     shapes: Shapes = {
         "pre_mlp_layernorm.weight": (a.hidden_size,),
-        "mlp.router.weight": (experts.num_experts, a.hidden_size),
+        **_linear(a, "mlp.router", experts.num_experts, a.hidden_size),
     }
     if experts.router_bias:
         shapes[f"mlp.{ROUTER_BIAS}"] = (experts.num_experts,)
@@ -177,8 +179,11 @@ def _feed_forward(a: Architecture, ffn: int) -> Shapes:
 def _experts(a: Architecture, experts: Experts, cut: Cut, local_experts: Sequence[int], *, grouped: bool) -> Shapes:
     shapes: Shapes = {}
     for local in local_experts:
-        name = f"linear_fc{{}}.weight{local}" if grouped else f"local_experts.{local}.linear_fc{{}}.weight"
-        shapes.update(_swiglu(f"mlp.experts.{name}", a, experts.ffn_hidden_size // cut.etp_size))
+        name = f"linear_fc{{}}.{{}}{local}" if grouped else f"local_experts.{local}.linear_fc{{}}.{{}}"
+        ffn = experts.ffn_hidden_size // cut.etp_size
+        whole = {"weight": ((2 * ffn, a.hidden_size), (a.hidden_size, ffn)), "bias": ((2 * ffn,), (a.hidden_size,))}
+        for part in a.traits.linear_parts:
+            shapes |= {f"mlp.experts.{name.format(place, part)}": shape for place, shape in enumerate(whole[part], 1)}
     return shapes
 
 
@@ -281,6 +286,8 @@ def _expert_holdings(
     experts = architecture.experts
     block = architecture.expert_names.block
     assert experts is not None
+    if architecture.expert_names.gate_up:
+        return _stacked_holdings(architecture, experts, grid, layer, dtype)
     layouts = []
     for rank in range(grid.etp):
         cut = Cut(etp_rank=rank, etp_size=grid.etp)
@@ -301,6 +308,24 @@ def _expert_holdings(
                 for name, boxes in blocks[number * grid.ep // experts.num_experts].items()
             }
         )
+    return stages
+
+
+def _stacked_holdings(
+    architecture: Architecture, experts: Experts, grid: Grid, layer: int, dtype: torch.dtype
+) -> list[dict[str, ShardedBoxes]]:
+    """Return the same of experts that are stacked in one parameter."""
+    local = range(experts.num_experts // grid.ep)
+    stages = []
+    for stage in range(grid.pp):
+        ranks = [rank for rank in range(grid.num_ranks) if grid.stage(rank) == stage]
+        layouts = []
+        for rank in ranks:
+            cut = grid.cut(rank)
+            shapes = _named(layer, _experts(architecture, experts, cut, local, grouped=False))
+            layouts.append(_layout(architecture, shapes, cut, dtype))
+        boxes = placed(placement_of(layouts), [[rank] for rank in ranks])
+        stages.append(behind(architecture.layer_prefix(layer), boxes))
     return stages
 
 

@@ -89,6 +89,8 @@ def _trait_faults(given: Mapping[str, object], config: Fields, traits: Family) -
         yield _fixed_fault(config, "qkv_bias", traits.qkv_bias, why)
     if not traits.can_tie:
         yield config.flag("tie_word_embeddings"), "tie_word_embeddings: the engine does not tie this family"
+    if traits.norm_eps is not None:
+        yield _fixed_fault(config, traits.key("rms_norm_eps"), traits.norm_eps, "the engine computes no other")
     if traits.fused_qkv:
         yield from _fused_size_faults(config)
     if traits.experts:
@@ -213,6 +215,20 @@ def _minimax_faults(config: Fields) -> Faults:
     ]
 
 
+def _gpt_oss_faults(config: Fields) -> Faults:
+    """Return whether keys have values that the engine does not read, or are missing, and the engine needs them."""
+    rope = config.table("rope_parameters").values or config.table("rope_scaling").values
+    needed = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    missing = [key for key in needed if key not in rope]
+    kind = rope.get("rope_type", rope.get("type"))
+    return [
+        (kind != "yarn", f"rope_type {kind!r}: must be 'yarn' in this family"),
+        (bool(missing), f"the yarn rotary scaling has no {missing[:1]}: the engine needs it"),
+        _fixed_fault(config, "swiglu_alpha", 1.702, "the engine computes no other"),
+        _fixed_fault(config, "swiglu_limit", 7.0, "the engine computes no other"),
+    ]
+
+
 def _latent_faults(config: Fields) -> Faults:
     """Return the faults of every family with latent attention and experts."""
     frequency = config.values.get("moe_layer_freq", 1)
@@ -244,5 +260,6 @@ OF_FAMILY: Mapping[str, Callable[[Fields], Faults]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _deepseek_faults),
     "glm4_moe_lite": _glm_lite_faults,
     "minimax_m2": _minimax_faults,
+    "gpt_oss": _gpt_oss_faults,
 }
 """The further faults of single families."""

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from megarl.models.architecture import SCORE, Architecture, checkpoint_places, llama_shapes
+from megarl.models.architecture import SCORE, Architecture, CheckpointPlace, checkpoint_places, llama_shapes
 from megarl.models.families import ExpertNames
 from megarl.models.grid import Cut
 from megarl.models.linear import CONVOLUTION, PREFIX
@@ -274,6 +274,7 @@ ATTENTION: Mapping[str, CutRule] = {
     "self_attention.linear_qkv.bias": FusedQKV("bias"),
     "self_attention.q_layernorm.weight": Replicated("self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": Replicated("self_attn.k_norm.weight"),
+    "self_attention.core_attention.softmax_offset": ColumnParallel("self_attn.sinks"),
     "self_attention.core_attention.q_layernorm.weight": Replicated("self_attn.q_norm.weight"),
     "self_attention.core_attention.k_layernorm.weight": Replicated("self_attn.k_norm.weight"),
 }
@@ -313,6 +314,7 @@ def _sparse_layer(names: ExpertNames) -> Mapping[str, CutRule]:
     shared = f"{names.block}.{names.shared}"
     return {
         "mlp.router.weight": Replicated(f"{names.block}.gate.weight"),
+        "mlp.router.bias": Replicated(f"{names.block}.gate.bias"),
         "mlp.router.expert_bias": Replicated(f"{names.block}.gate.e_score_correction_bias"),
         "mlp.shared_experts.linear_fc1.weight": GatedMLP(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
         "mlp.shared_experts.linear_fc2.weight": RowParallel(f"{shared}.down_proj.weight"),
@@ -322,18 +324,23 @@ def _sparse_layer(names: ExpertNames) -> Mapping[str, CutRule]:
 
 @cache
 def _expert(names: ExpertNames) -> Mapping[str, CutRule]:
-    """Return the rules of the two matrices of an expert."""
+    """Return the rules of the two matrices of an expert, and of their biases."""
+    first: CutRule = GatedMLP(f"{names.gate}.weight", f"{names.up}.weight")
+    if names.gate_up:
+        first = ColumnParallel(f"{names.gate_up}.weight")
     return {
-        "1": GatedMLP(f"{names.gate}.weight", f"{names.up}.weight"),
-        "2": RowParallel(f"{names.down}.weight"),
+        "1.weight": first,
+        "1.bias": ColumnParallel(f"{names.gate_up}.bias"),
+        "2.weight": RowParallel(f"{names.down}.weight"),
+        "2.bias": Replicated(f"{names.down}.bias"),
     }
 
 
 LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Names of SequentialMLP and of Transformer Engine's grouped experts; both number the experts of the rank.
 EXPERT_NAMES = (
-    re.compile(r"mlp\.experts\.local_experts\.(?P<local>\d+)\.linear_fc(?P<matrix>[12])\.weight"),
-    re.compile(r"mlp\.experts\.linear_fc(?P<matrix>[12])\.weight(?P<local>\d+)"),
+    re.compile(r"mlp\.experts\.local_experts\.(?P<local>\d+)\.linear_fc(?P<part>[12]\.(weight|bias))"),
+    re.compile(r"mlp\.experts\.linear_fc(?P<part>[12]\.(weight|bias))(?P<local>\d+)"),
 )
 
 
@@ -354,14 +361,18 @@ def pieces(
         UserError: the table has no such parameter, or the shape does not fit the shard.
     """
     rule, shard = _find(architecture, name, shape, cut)
-    regions = _in_checkpoint(rule, shard)
+    regions = list(rule.regions(shard))
     full = rule.padded or sum(region.box.numel for region in regions) == math.prod(shape)
     if not full or any(region.box.shape[1:] != shape[1:] for region in regions):
         held = ", ".join(f"{region.name} {region.box}" for region in regions)
         where = f"on rank {shard.part} of {shard.num_parts}"
         raise UserError(f"{name}: shape {shape} {where} does not fit what it must hold: {held}")
     strides = row_major(shape)
-    return [Piece(region.name, region.box, param, region.row * strides[0], strides, dtype) for region in regions]
+    places = [_place(shard, region) for region in regions]
+    return [
+        Piece(place.name, box_at(place, region.box), param, region.row * strides[0], stride_at(place, strides), dtype)
+        for place, region in zip(places, regions, strict=True)
+    ]
 
 
 def held_and_whole(
@@ -377,12 +388,27 @@ def held_and_whole(
 
 def _in_checkpoint(rule: CutRule, shard: Shard) -> list[Region]:
     """Return the regions that the shard holds, by names and rows of the checkpoint."""
-    places = checkpoint_places(shard.architecture)
     found = []
     for region in rule.regions(shard):
-        place = places[shard.prefix + region.name]
-        found.append(Region(place.name, region.box.lowered(place.row), region.row))
+        place = _place(shard, region)
+        found.append(Region(place.name, box_at(place, region.box), region.row))
     return found
+
+
+def box_at(place: CheckpointPlace, box: Box) -> Box:
+    """Return the box of the checkpoint's parameter that a box of the parameter of Llama is."""
+    if place.expert is None:
+        return box.lowered(place.row)
+    return Box((place.expert, *reversed(box.lo)), (place.expert + 1, *reversed(box.hi)))
+
+
+def stride_at(place: CheckpointPlace, stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of the dimensions of the checkpoint's parameter, given those of the dimensions in Llama."""
+    return stride if place.expert is None else (0, *reversed(stride))
+
+
+def _place(shard: Shard, region: Region) -> CheckpointPlace:
+    return checkpoint_places(shard.architecture)[shard.prefix + region.name]
 
 
 def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cut) -> tuple[CutRule, Shard]:
@@ -409,7 +435,7 @@ def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cu
         if expert:
             number = cut.ep_rank * (experts.num_experts // cut.ep_size) + int(expert["local"])
             shard = Shard(architecture, f"{prefix}{names.block}.experts.{number}.", shape, cut.etp_rank, cut.etp_size)
-            return _expert(names)[expert["matrix"]], shard
+            return _expert(names)[expert["part"]], shard
         rule = _known((LAYER, attention, feed_forward, _sparse_layer(names)), rest, name)
     else:
         rule = _known((LAYER, attention, feed_forward), rest, name)

@@ -22,7 +22,7 @@ def window_of(config: Fields, family: Family) -> tuple[int | None, tuple[int, ..
     if others:
         raise wrong("layer_types", others[:1], f"must be {FULL}, or {SLIDING} with a sliding_window")
     num_layers = config.size("num_hidden_layers", most=MOST_LAYERS)
-    if family.windows == "some layers":
+    if family.windows in ("some layers", "every other layer"):
         return _some_layers(config, family, window, num_layers)
     if window is None or window >= config.size("max_position_embeddings", most=LONGEST):
         return None, ()
@@ -43,9 +43,12 @@ def _some_layers(
     config: Fields, family: Family, window: int | None, num_layers: int
 ) -> tuple[int | None, tuple[int, ...]]:
     every = config.size("sliding_window_pattern", family.full_every)
-    kinds = config.items("layer_types") or [SLIDING if (layer + 1) % every else FULL for layer in range(num_layers)]
+    usual = [SLIDING if (layer + 1) % every else FULL for layer in range(num_layers)]
+    kinds = config.items("layer_types") or usual
     if len(kinds) != num_layers:
         raise wrong("layer_types", kinds, f"must have one kind for each of the {num_layers} layers")
+    if family.windows == "every other layer" and kinds != usual:
+        raise wrong("layer_types", kinds, f"must be {SLIDING} and {FULL} in turn in this family")
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
     if layers and window is None:
         raise UserError("config.json: there is no sliding_window, and some layers of this family have one")

@@ -23,6 +23,7 @@ from megarl.distributed.sharded import Shares
 from megarl.models.architecture import Architecture, hf_shapes
 from megarl.platform.device import on_cuda
 from megarl.platform.errors import UserError
+from megarl.reshard.quantised import KEY
 from megarl.rollout import patches, segments
 from megarl.rollout.arguments import ENGINE_KWARGS, cpu_arguments, is_eager, llm_arguments
 from megarl.rollout.config import RolloutSection
@@ -124,6 +125,8 @@ class RolloutEngine:
         self.room = self._room()
         worker: Any = self._llm.collective_rpc(lambda worker: worker)[0]
         model = worker.get_model()
+        if getattr(model.config, KEY, None) is None:  # vLLM's loader of gpt-oss takes a null for a table
+            vars(model.config).pop(KEY, None)
         layout = trace(model, hf_shapes(architecture), worker.device)
         self.weights = EngineWeights(model, layout, vllm_config=worker.vllm_config)
         self._sleep()

@@ -3,7 +3,8 @@
 vLLM's loaders run once on meta tensors. Each copy is recorded as a `Piece` and not executed, so the result has vLLM's
 head replication, vocabulary padding, fused names and everything else that a family does.
 Invariant: every element of every parameter is written by exactly one piece or is declared padding. A loader that does
-anything except copy a rectangle of the checkpoint's tensor is refused by name (fails closed).
+anything except copy a rectangle of the checkpoint's tensor, transposed or not, or zeros, is refused by name (fails
+closed).
 """
 
 import math
@@ -126,6 +127,8 @@ class _Recorder(TorchDispatchMode):
         self._watched: dict[int | None, tuple[str, Tensor]] = {}
         self._sources: dict[int | None, tuple[str, Tensor]] = {}  # by storage, which a view shares
         self._computed: dict[int | None, tuple[str, Tensor]] = {}  # tensors that a loader computed from a source
+        self._copied: dict[int | None, tuple[Tensor, Tensor]] = {}  # dense copies of views of sources: copy and view
+        self._zeros: set[int | None] = set()  # sources that a loader overwrote with zeros
 
     def watch(self, module_name: str, parameters: Mapping[str, Tensor]) -> None:
         """Record writes to these parameters of a module from now on."""
@@ -160,17 +163,26 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if not function._schema.is_mutable:
-            return self._follow(args, function(*args, **(kwargs or {})))
+            result = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten.clone.default and _storage(args[0]) in self._sources:
+                self._copied[_storage(result)] = result, args[0]
+            return self._follow(args, result)
+        if function is torch.ops.aten.zero_.default and self._is_source(args[0]):
+            self._zeros.add(_storage(args[0]))
+            return args[0]
         param, tensor = self._watched.get(_storage(args[0]), ("a tensor that is no parameter", None))
         if function is torch.ops.aten.copy_.default and tensor is not None:
             self._note(param, tensor.dtype, target=args[0], value=args[1])
         elif function is torch.ops.aten.fill_.Scalar and tensor is not None and args[1] == 0:
-            if args[0].numel():
-                self.padding[param].append(StridedView.of(args[0]))
-                self._views[param].append(StridedView.of(args[0]))
+            self._note_padding(param, args[0])
         else:
             raise self._refusal(param, f"calls {function}", *args)
         return args[0]
+
+    def _is_source(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a Hugging Face parameter, complete and in its own order."""
+        _, source = self._sources.get(_storage(tensor), ("", None))
+        return source is not None and StridedView.of(tensor) == StridedView.of(source)
 
     def _follow(self, args: tuple[Any, ...], result: Any) -> Any:
         """Remember the source of a computed tensor, for the message that refuses it."""
@@ -187,39 +199,68 @@ class _Recorder(TorchDispatchMode):
                     return known[key][0]
         return None
 
+    def _note_padding(self, param: str, target: Tensor) -> None:
+        if target.numel():
+            self.padding[param].append(StridedView.of(target))
+            self._views[param].append(StridedView.of(target))
+
     def _note(self, param: str, dtype: torch.dtype, *, target: Tensor, value: Tensor) -> None:
+        copy, original = self._copied.get(_storage(value), (value, value))
+        if StridedView.of(copy) == StridedView.of(value):
+            value = original
+        if _storage(value) in self._zeros:
+            self._note_padding(param, target)
+            return
         name, source = self._sources.get(_storage(value), ("", None))
         if source is None:
             raise self._refusal(param, "computes what it writes", value)
         if value.ndim != source.ndim or value.shape != target.shape:
             raise self._refusal(param, "reshapes what it writes", value)
         if value.numel():
-            box = _box(source, value)
-            if box is None:
-                raise self._refusal(param, "permutes what it writes", value)
+            found = _box(source, value)
+            if found is None:
+                raise self._refusal(param, "skips elements of what it writes", value)
+            box, dimensions = found
             place = StridedView.of(target)
             self._views[param].append(place)
-            self.pieces.append(Piece(name, box, param, place.offset, place.stride, dtype))
+            stride = tuple(place.stride[dimension] for dimension in dimensions)
+            self.pieces.append(Piece(name, box, param, place.offset, stride, dtype))
 
     def _refusal(self, param: str, deed: str, *values: object) -> RuntimeError:
         name = self._origin(*values) or "a parameter"
         return RuntimeError(f"vLLM's loader of {name} {deed} ({param}); only plain copies can be resharded")
 
 
-def _box(source: Tensor, value: Tensor) -> Box | None:
-    """Return the box of the (contiguous) source that its view `value` shows; None if the view is not a box."""
-    steps = source.stride()
+def _box(source: Tensor, value: Tensor) -> tuple[Box, list[int]] | None:
+    """Return the box of the (contiguous) source that its view `value` shows, and the dimension of each in `value`.
+
+    None: the view is not a box, or the box is transposed in other ways than by a permutation of its dimensions.
+    """
+    dimensions = _permutation(source, value)
     lo = []
     rest = int(value.storage_offset())
-    for step in steps:
+    for step in source.stride():
         index, rest = divmod(rest, step)
         lo.append(index)
-    hi = [low + size for low, size in zip(lo, value.shape, strict=True)]
+    hi = [low + value.shape[dimension] for low, dimension in zip(lo, dimensions, strict=True)]
     straight = all(
-        size == 1 or own == whole for size, own, whole in zip(value.shape, value.stride(), steps, strict=True)
+        value.shape[dimension] == 1 or value.stride(dimension) == step
+        for dimension, step in zip(dimensions, source.stride(), strict=True)
     )
     inside = all(high <= size for high, size in zip(hi, source.shape, strict=True))
-    return Box(tuple(lo), tuple(hi)) if straight and inside else None
+    return (Box(tuple(lo), tuple(hi)), dimensions) if straight and inside else None
+
+
+def _permutation(source: Tensor, value: Tensor) -> list[int]:
+    """Return the dimension of `value` for each of `source`, by their strides; dimensions keep their order if possible.
+
+    Only strides of dimensions with more than one element count.
+    """
+    free = list(range(value.ndim))
+    wide = [dimension for dimension in free if value.shape[dimension] > 1]
+    if all(value.stride(dimension) == source.stride(dimension) for dimension in wide):
+        return free
+    return sorted(free, key=value.stride().__getitem__, reverse=True)
 
 
 def _tile(parts: Sequence[StridedView], numel: int) -> bool:

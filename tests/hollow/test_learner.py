@@ -166,15 +166,16 @@ def products_of_experts(device: str, dtype: torch.dtype) -> list[Tensor]:
     return [tensor.detach().cpu() for tensor in (out, hidden.grad, *sums)]
 
 
-def attended(query: Tensor, part: Tensor, window: int | None = None) -> list[Tensor]:
+def attended(query: Tensor, part: Tensor, window: int | None = None, sinks: Tensor | None = None) -> list[Tensor]:
     """Return the attention of two sequences with equal keys and values, and all gradients."""
     from megarl.learner import attention
 
-    tensors = [tensor.detach().requires_grad_() for tensor in (query, part, part)]
-    queries, keys, values = tensors
+    given = (query, part, part) if sinks is None else (query, part, part, sinks)
+    tensors = [tensor.detach().requires_grad_() for tensor in given]
+    queries, keys, values, *learnt = tensors
     ends = torch.tensor([0, 3, 8], dtype=torch.int32).cuda()
     bounds = SimpleNamespace(cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=5, max_seqlen_kv=5)
-    out = attention._varlen(queries, keys, values, bounds, 0.25, window)
+    out = attention._varlen(queries, keys, values, bounds, 0.25, window, *learnt)
     out.backward(torch.ones_like(out))
     return [out.detach(), *(tensor.grad for tensor in tensors if tensor.grad is not None)]
 
@@ -189,6 +190,20 @@ def test_a_window_is_the_same_on_the_cpu() -> None:
     alone: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     out = Groups(torch.tensor([3, 5]), alone, torch.device("cpu")).attend(query, key, value, 0.25, window=2)
     expected = [out, *torch.autograd.grad(out, [query, key, value], torch.ones_like(out))]
+    torch.testing.assert_close([tensor.cpu().float() for tensor in found], expected, rtol=2e-2, atol=3e-2)
+
+
+def test_sinks_are_the_same_on_the_cpu() -> None:
+    from megarl.learner.attention import Groups
+
+    generator = torch.Generator().manual_seed(0)
+    queries, part = (torch.randn(8, 4, 16, generator=generator).bfloat16() for _ in range(2))
+    logits = torch.randn(4, generator=generator)
+    found = attended(queries.cuda(), part.cuda(), 2, logits.cuda())
+    query, key, value, sinks = (tensor.float().requires_grad_() for tensor in (queries, part, part, logits))
+    alone: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    out = Groups(torch.tensor([3, 5]), alone, torch.device("cpu")).attend(query, key, value, 0.25, 2, sinks)
+    expected = [out, *torch.autograd.grad(out, [query, key, value, sinks], torch.ones_like(out))]
     torch.testing.assert_close([tensor.cpu().float() for tensor in found], expected, rtol=2e-2, atol=3e-2)
 
 

@@ -113,7 +113,7 @@ def responses(pool: RankPool, checkpoints: Checkpoints) -> Callable[[str, int, s
     [
         *((variant, 2, "float32") for variant in VARIANTS if variant != LINEAR),
         *((LINEAR, tp_size, "bfloat16") for tp_size in (1, 2)),
-        *((variant, 1, "float32") for variant in ("llama", "qwen2", "qwen3-tied", "mixtral", "deepseek_v3")),
+        *((variant, 1, "float32") for variant in ("llama", "qwen2", "qwen3-tied", "mixtral", "deepseek_v3", "gpt_oss")),
         ("qwen2", 2, "bfloat16"),  # on CPU another kernel, which keeps biases in float32
     ],
 )

@@ -70,13 +70,34 @@ def test_a_fused_half_keeps_its_place() -> None:
 
 
 @pytest.mark.parametrize(
+    "loader",
+    [
+        lambda param, full: param.copy_(full[:, 2:6].t()),
+        lambda param, full: param.copy_(full[:, 2:6].t().contiguous()),
+    ],
+)
+def test_transposed_box_has_transposed_strides(loader: Loader) -> None:
+    [piece] = traced(loader, (3, 8)).pieces
+    assert (piece.box, piece.offset, piece.stride) == (Box((0, 2), (3, 6)), 0, (1, 3))
+
+
+def test_a_zeroed_source_leaves_padding() -> None:
+    layout = traced(lambda param, full: (param[:2].copy_(full[:2]), full.zero_(), param[2:].copy_(full[2:])), (4, 3))
+    assert [piece.box for piece in layout.pieces] == [Box((0, 0), (2, 3))]
+    assert [(part.offset, part.shape) for part in layout.padding["layer.weight"]] == [(6, (2, 3))]
+
+
+@pytest.mark.parametrize(
     ("loader", "shape", "message"),
     [
         (lambda param, full: param.copy_(full * 2), (4, 3), "computes what it writes"),
-        (lambda param, full: param.copy_(full.t()), (3, 4), "permutes what it writes"),
-        (lambda param, full: param.copy_(full[::2]), (8, 3), "permutes what it writes"),
+        (lambda param, full: param.copy_(full[::2]), (8, 3), "skips elements of what it writes"),
+        (lambda param, full: param.copy_(full.t()[::2]), (3, 8), "skips elements of what it writes"),
+        (lambda param, full: param.copy_(full.t().contiguous() * 2), (3, 4), "computes what it writes"),
+        (lambda param, full: param.copy_(full.t().contiguous()[:4]), (3, 8), "computes what it writes"),
         (lambda param, full: param.copy_(full.reshape(4, 3)), (12,), "reshapes what it writes"),
         (lambda param, full: param.copy_(full), (1, 3), "reshapes what it writes"),
+        (lambda param, full: (full[2:].zero_(), param.copy_(full)), (4, 3), r"calls aten\.zero_"),
         (lambda param, full: param.add_(full), (4, 3), r"calls aten\.add_"),
         (lambda param, full: param.fill_(1.0), (4, 3), r"calls aten\.fill_"),
         (

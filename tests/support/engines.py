@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -89,6 +90,9 @@ def draw(queue: Any, session: Sequence[Group], num_steps: int | None = None) -> 
     ]
 
 
+OWN = re.compile(r"\.experts\.|\.sinks$")
+
+
 def index_valued(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of the same shapes whose elements all differ and are exact in float32."""
     starts = accumulate((tensor.numel() for tensor in tensors.values()), initial=1)
@@ -102,6 +106,8 @@ def index_valued(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def placed_by_vllm(llm: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the engine's parameters as vLLM's own reload fills them, before they are packed; spoil the engine."""
+    from megarl.rollout import reload  # imports vLLM
+
     placed: dict[str, Tensor] = {}
 
     def note(name: str, module: Any) -> None:
@@ -123,6 +129,20 @@ def placed_by_vllm(llm: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, module in model.named_modules():
         if not hasattr(getattr(module, "quant_method", None), "process_weights_after_loading"):
             note(name, module)
+    # vLLM's reload awaits calls of weight loaders, and gpt-oss copies experts and sinks without one.
+    late = {
+        name: module
+        for name, module in model.named_modules()
+        if "sinks" in reload.parameters(module)
+        or (name.endswith(".routed_experts") and f"{name}.w13_weight" not in placed)
+    }
+    for module in late.values():
+        reload.to_load_format(module, reload.loadable(module))
+        reload.materialize(module)
+    if late:
+        model.load_weights([(name, tensor.clone()) for name, tensor in tensors.items() if OWN.search(name)])
+    for name, module in late.items():
+        note(name, module)
     return placed
 
 

@@ -150,6 +150,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "ernie4_5": {"model_type": "ernie4_5", "tie_word_embeddings": True},
     "seed_oss": {"model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "gpt_neox": {
         "model_type": "gpt_neox",
         "hidden_size": 128,
@@ -180,9 +197,8 @@ def write_classifier(directory: Path, variant: str, *, seed: int = 0, **override
 
 def _save_random(model: Any, directory: Path) -> None:
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.1)
         for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.1)
             if name.endswith("A_log"):
                 parameter.sub_(4.0)  # memories of linear attention last for many tokens
         for name, buffer in model.named_buffers():

@@ -28,7 +28,9 @@ class Share:
         return self.cp_size
 
 
-def alone(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
+def alone(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None, sinks: Tensor | None
+) -> Tensor:
     """Attend in one sequence after the other, by the formula."""
     key, value = (part.repeat_interleave(HEADS // part.shape[1], dim=1) for part in (key, value))
     outs = []
@@ -37,7 +39,10 @@ def alone(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window:
         hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
         if window is not None:
             hidden |= torch.ones_like(hidden).tril(-window)
-        outs.append(torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v))
+        logits = logits.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            logits = torch.cat([logits, sinks[:, None, None].expand(HEADS, len(q), 1)], dim=-1)
+        outs.append(torch.einsum("hqk,khd->qhd", logits.softmax(-1)[..., : len(q)], v))
     return torch.cat(outs)
 
 
@@ -46,9 +51,10 @@ def alone(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window:
     cp_size=st.sampled_from([1, 2]),
     num_groups=st.sampled_from([1, 2, HEADS]),
     window=st.none() | st.integers(1, 50),
+    has_sinks=st.booleans(),
 )
 def test_groups_of_sequences_attend_as_each_alone(
-    lengths: list[int], cp_size: int, num_groups: int, window: int | None
+    lengths: list[int], cp_size: int, num_groups: int, window: int | None, has_sinks: bool
 ) -> None:
     if cp_size > 1:
         lengths = [4 * length for length in lengths]
@@ -58,13 +64,17 @@ def test_groups_of_sequences_attend_as_each_alone(
         for num_heads in (HEADS, num_groups, num_groups)
     ]
     query, key, value = tokens
-    expected = alone(query, key, value, lengths, window)
+    sinks = torch.randn(HEADS, generator=generator).requires_grad_() if has_sinks else None
+    tokens += [sinks] if sinks is not None else []
+    expected = alone(query, key, value, lengths, window, sinks)
     slope = torch.randn(expected.shape, generator=generator)
     gradients = [torch.zeros_like(token) for token in tokens]
     for rank in range(cp_size):
         places = places_of(torch.tensor(lengths), rank, cp_size)[0]
         groups = Groups(torch.tensor(lengths), Share(rank, cp_size), torch.device("cpu"))
-        out = groups.attend(query[places], key, value, SCALE, window)
+        repeats = HEADS // num_groups if has_sinks else 1
+        keys, values = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+        out = groups.attend(query[places], keys, values, SCALE, window, sinks)
         torch.testing.assert_close(out, expected[places])
         for total, part in zip(
             gradients, torch.autograd.grad(out, tokens, slope[places], retain_graph=True), strict=True

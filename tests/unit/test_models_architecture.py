@@ -51,6 +51,7 @@ FAMILY_NEEDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "gpt_neox": {"num_attention_heads": 4},
+    "gpt_oss": {"rope_parameters": VARIANTS["gpt_oss"]["rope_parameters"]},
     "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     "gemma3_text": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     "minimax_m2": {

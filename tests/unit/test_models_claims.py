@@ -47,7 +47,10 @@ def test_what_transformers_writes_is_claimed_and_nothing_else(variant: str, tmp_
     if VARIANTS[variant]["model_type"] in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         assert faults(write_classifier(tmp_path / "judge", variant)) == []
     sound = (model / "model.safetensors").read_bytes()
+    own = load_file(model / "model.safetensors")
     for what, (name, claim) in STRANGERS.items():
+        if name in own:
+            continue
         add(model, **{name: torch.zeros(2)})
         [fault] = faults(model)
         assert fault.startswith(f"{model} holds {name}, {UNCLAIMED}"), what

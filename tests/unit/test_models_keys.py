@@ -39,6 +39,7 @@ ENGINE_FILES = {  # family -> files of vLLM with its classes
     "hunyuan_v1_dense": (),
     "olmo2": (),
     "olmo3": (),
+    "gpt_oss": ("gpt_oss",),
 }
 ENGINE_GENERAL = {  # keys that vLLM reads of every model, in `vllm.config`
     *("sliding_window", "layer_types", "attention_chunk_size", "is_causal", "use_bidirectional_attention"),

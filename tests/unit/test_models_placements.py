@@ -246,6 +246,6 @@ def test_vocabulary_not_divisible_by_engine_ranks_is_fault(tmp_path: Path) -> No
     write_checkpoint(tmp_path, "llama", hidden_size=96, num_attention_heads=3, num_key_value_heads=3)
     rollout = RolloutSection(tensor_model_parallel_size=3)
     section = ModelSection(path=str(tmp_path))
-    [fault] = engine_cut_faults(section, rollout)
+    [fault] = engine_cut_faults(section, rollout, num_ranks=3)
     assert fault.path == "actor_rollout_ref.rollout.tensor_model_parallel_size"
     assert "3 does not divide the 256 rows of the engine's vocabulary (211 of" in fault.message

@@ -37,12 +37,20 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *of_scores: Any) -> tuple[
     return (found.softmax(-1) @ value.float()).to(query.dtype), found.logsumexp(-1)
 
 
-def gradients(upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, *of_scores: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of queries, keys and values, in their types."""
+def gradients(
+    upstream: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *of_scores: Any,
+    of: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys and values, in their types; `of` is the result of `attend`."""
     scale = scaled(query, of_scores[-1])
-    weights = scores(query, key, *of_scores).softmax(-1)
+    out, sums = of or attend(query, key, value, *of_scores)
+    weights = (scores(query, key, *of_scores) - sums[..., None]).exp()
     of_weights = upstream.float() @ value.float().transpose(-1, -2)
-    of_scaled = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+    of_scaled = weights * (of_weights - (upstream.float() * out.float()).sum(-1, keepdim=True)) * scale
     of_query = of_scaled @ key.float()
     of_key = of_scaled.transpose(-1, -2) @ query.float()
     of_value = weights.transpose(-1, -2) @ upstream.float()
@@ -194,7 +202,8 @@ def varlen_backward(
     for queries, keys in sequences(bounds, key_bounds):
         parts = (by_head(part, query.shape[1]) for part in (upstream[queries], query[queries], key[keys], value[keys]))
         hidden = outside_window(queries.stop - queries.start, keys.stop - keys.start, left)
-        for_query, for_key, for_value = gradients(*parts, hidden, hides_later, scale)
+        found = out[queries].transpose(0, 1), sums[:, queries]
+        for_query, for_key, for_value = gradients(*parts, hidden, hides_later, scale, of=found)
         of_query[queries] = for_query.transpose(0, 1)
         of_key[keys] = for_key.transpose(0, 1).unflatten(1, (-1, groups)).sum(2)
         of_value[keys] = for_value.transpose(0, 1).unflatten(1, (-1, groups)).sum(2)
