@@ -116,6 +116,7 @@ OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "qwen3_5_text": {"num_hidden_layers": 4},
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 32},
 }
 

@@ -255,6 +255,7 @@ def transformer_config(
         "layernorm_zero_centered_gamma": traits.centred_norm,
         "gated_linear_unit": traits.gated,
         "activation_func": ACTIVATIONS[architecture.activation],
+        "hetereogenous_dist_checkpoint": architecture.linear is not None,  # layers do not have the same parameters
         "attention_output_gate": traits.gated_attention,
         "softmax_scale": architecture.attention_scale,
         "window_size": (architecture.window - 1, 0) if architecture.window else None,

@@ -56,6 +56,7 @@ class Family:
     windows: Literal["refused", "all layers", "some layers", "every other layer"] = "refused"  # whose attention has one
     full_every: int = 1  # of "some layers": each such layer has no window, if config.json has no `layer_types`
     rotates_by_layer: bool = False  # `no_rope_layers` of config.json names layers without rotation
+    places_images: bool = False  # rotary settings place images, in models that see any; text has plain positions
     rotary_neighbours: bool = False  # neighbouring numbers of a head rotate together, else those of its two halves
     fused_qkv: bool = False  # one parameter holds [query ; key ; value] of each head, head after head
     model_class: str | None = None  # of transformers, if its name does not follow from `model_type`
@@ -107,6 +108,13 @@ DEEPSEEK = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+}
+LINEAR_HEADS = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
 }
 GLM = {
     "rms_norm_eps": 1e-5,
@@ -172,21 +180,33 @@ FAMILIES: Mapping[str, Family] = {
         linear_sections={"in_proj_qkvz": ("qkvz",), "in_proj_ba": ("ba",)},
         predicts_ahead="mtp.",
         experts=ExpertNames(),
-        defaults={
+        defaults=LINEAR_HEADS
+        | {
             "num_key_value_heads": 2,
             "head_dim": 256,
             "max_position_embeddings": 32768,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
             "num_experts": 512,
             "num_experts_per_tok": 10,
             "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512,
             "norm_topk_prob": True,
         },
+    ),
+    "qwen3_5_text": Family(
+        qk_norm=True,
+        centred_norm=True,
+        gated_attention=True,
+        rotary_fraction=0.25,
+        places_images=True,
+        linear_sections={
+            "in_proj_qkv": ("q", "k", "v"),
+            "in_proj_z": ("z",),
+            "in_proj_b": ("b",),
+            "in_proj_a": ("a",),
+        },
+        predicts_ahead="mtp.",
+        model_class="Qwen3_5ForCausalLM",
+        defaults=LINEAR_HEADS | {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768},
     ),
     "deepseek_v2": Family(
         latent=True,

@@ -50,6 +50,7 @@ S = TypeVar("S", RopeScaling, LinearScaling, Yarn)
 ROTARY = ("rope_theta", "partial_rotary_factor")
 COMMON = (*ROTARY, "rope_type")  # of every kind of scaling
 DYNAMIC = ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # only the first has an effect
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
 LOCAL_THETA = "rope_local_base_freq"
 OTHER_NAMES = {
     "rotary_emb_base": "rope_theta",
@@ -65,6 +66,8 @@ def rope_parameters(config: Fields, family: Family) -> Fields:
     Raises:
         UserError: a setting has two values or another name, so transformers and the engine might differ.
     """
+    if family.places_images:
+        config = _of_text(config)
     own = {usual: family.key(usual) for usual in ROTARY}
     for name, meant in (OTHER_NAMES | {usual: usual for usual in ROTARY}).items():
         if name in config and name != own[meant]:
@@ -85,6 +88,16 @@ def rope_parameters(config: Fields, family: Family) -> Fields:
         if key in settings and settings[key] != value:
             raise UserError(f"config.json: {key} is {value!r}, and {settings[key]!r} in the rotary settings: keep one")
     return Fields(outside | settings)
+
+
+def _of_text(config: Fields) -> Fields:
+    """Return the fields without the settings that place images: the three positions of a token of text are equal."""
+    tables = {table: config.table(table).values for table in ("rope_scaling", "rope_parameters") if table in config}
+    of_text = {
+        table: {key: value for key, value in settings.items() if key not in OF_IMAGES}
+        for table, settings in tables.items()
+    }
+    return Fields({**config.values, **of_text})
 
 
 def rotary_fraction(rope: Fields, family: Family, head_dim: int) -> float:

@@ -256,7 +256,7 @@ def _size_faults(config: Fields, follow: Mapping[str, object]) -> Faults:
 
 OF_FAMILY: Mapping[str, Callable[[Fields], Faults]] = {
     **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), _qwen_faults),
-    "qwen3_next": _gated_delta_faults,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), _gated_delta_faults),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _deepseek_faults),
     "glm4_moe_lite": _glm_lite_faults,
     "minimax_m2": _minimax_faults,

@@ -17,7 +17,7 @@ from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.shards import tensors_of
 
-CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen2", "qwen3_next")}
+CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen2", "qwen3_next", "qwen3_5_text")}
 OPTIM = OptimSection(lr=1e-3, lr_warmup_steps=4)
 
 
@@ -106,7 +106,7 @@ def test_another_split_has_the_same_weights_and_moments(
             assert torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3_next"])
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3_next", "qwen3_5_text"])
 def test_another_split(pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, variant: str) -> None:
     source = checkpoints[variant]
     saved = tmp_path / "saved"

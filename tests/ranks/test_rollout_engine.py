@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -53,9 +54,12 @@ RESPONSE = 12
 Asked = tuple[int, bool, int]  # prompt index, sampled or greedy, sample number
 SPINNING = {("llama", 2, "float32"), ("qwen2", 2, "bfloat16")}  # engines whose ranks use all cores; others share them
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # the two checkpoints differ by nats
-LINEAR = "qwen3_next"  # computed in bfloat16 alone on the CPU
+LINEAR = ("qwen3_next", "qwen3_5_text")  # computed in bfloat16 alone on the CPU
 LINEAR_TOLERANCE = 0.4  # transformers itself is as far from its computation in float32
-CHANGES = {LINEAR: {"num_experts_per_tok": 8}}  # all experts, because rounding changes the choice of some
+CHANGES = {"qwen3_next": {"num_experts_per_tok": 8}}  # all experts, because rounding changes the choice of some
+OF_IMAGES = pytest.mark.skipif(
+    find_spec("torchvision") is None, reason="vLLM's class of the family imports torchvision"
+)
 Checkpoints = Callable[[str], list[Path]]
 
 
@@ -111,8 +115,9 @@ def responses(pool: RankPool, checkpoints: Checkpoints) -> Callable[[str, int, s
 @pytest.mark.parametrize(
     ("variant", "tp_size", "dtype"),
     [
-        *((variant, 2, "float32") for variant in VARIANTS if variant != LINEAR),
-        *((LINEAR, tp_size, "bfloat16") for tp_size in (1, 2)),
+        *((variant, 2, "float32") for variant in VARIANTS if variant not in LINEAR),
+        *(("qwen3_next", tp_size, "bfloat16") for tp_size in (1, 2)),
+        *(pytest.param("qwen3_5_text", tp_size, "bfloat16", marks=OF_IMAGES) for tp_size in (1, 2)),
         *((variant, 1, "float32") for variant in ("llama", "qwen2", "qwen3-tied", "mixtral", "deepseek_v3", "gpt_oss")),
         ("qwen2", 2, "bfloat16"),  # on CPU another kernel, which keeps biases in float32
     ],
@@ -131,7 +136,7 @@ def test_engine_follows_two_different_syncs(
             prompt = PROMPTS[index // 10]
             expected = log_probs(model, prompt, generation.token_ids, SAMPLED.temperature if is_sampled else 1.0)
             actual = torch.tensor(generation.log_probs)
-            tolerance = LINEAR_TOLERANCE if variant == LINEAR else TOLERANCE[dtype]
+            tolerance = LINEAR_TOLERANCE if variant in LINEAR else TOLERANCE[dtype]
             torch.testing.assert_close(actual, expected, rtol=0.0, atol=tolerance)
             if dtype == "float32" and not is_sampled:
                 tokens = torch.tensor([prompt.token_ids])
@@ -181,7 +186,7 @@ def trace_whole_experts(paths: list[Path]) -> None:
     tear_down_vllm(llm)
 
 
-@pytest.mark.parametrize("variant", ["qwen2_moe", "deepseek_v3", LINEAR])
+@pytest.mark.parametrize("variant", ["qwen2_moe", "deepseek_v3", "qwen3_next"])
 def test_whole_experts_are_traced(pool: RankPool, checkpoints: Checkpoints, variant: str) -> None:
     pool.run(2, trace_whole_experts, checkpoints(variant))
 

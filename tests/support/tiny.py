@@ -63,6 +63,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "full_attention_interval": 2,
     },
+    "qwen3_5_text": {
+        "model_type": "qwen3_5_text",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "full_attention_interval": 2,
+        "tie_word_embeddings": True,
+    },
     "deepseek_v2": {
         "model_type": "deepseek_v2",
         **DEEPSEEK,

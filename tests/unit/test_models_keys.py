@@ -24,6 +24,7 @@ ENGINE_FILES = {  # family -> files of vLLM with its classes
     "qwen2_moe": ("qwen2_moe",),
     "qwen3_moe": ("qwen3_moe",),
     "qwen3_next": ("qwen3_next",),
+    "qwen3_5_text": ("qwen3_5", "qwen3_next"),
     "deepseek_v2": ("deepseek_v2",),
     "deepseek_v3": ("deepseek_v2",),
     "glm4_moe": ("glm4_moe",),
@@ -88,6 +89,18 @@ INERT_IN = {
         "use_qk_norm": "read by the engine's attention of glm4_moe alone",
     },
     "phi3": {"original_max_position_embeddings": "read with rope_type longrope alone, which is refused"},
+    "qwen3_5_text": {
+        **dict.fromkeys(
+            ("depth", "in_channels", "num_heads", "num_position_embeddings"), "read by the model of images"
+        ),
+        **dict.fromkeys(("out_hidden_size", "patch_size", "spatial_merge_size"), "read by the model of images"),
+        **dict.fromkeys(("temporal_patch_size", "image_token_id", "video_token_id"), "read by the model of images"),
+        "vision_config": "read by the model of images",
+        **dict.fromkeys(
+            ("moe_intermediate_size", "num_experts", "num_experts_per_tok"), "read by the class with experts"
+        ),
+        **dict.fromkeys(("norm_topk_prob", "shared_expert_intermediate_size"), "read by the class with experts"),
+    },
     "smollm3": {"use_sliding_window": "read with a window alone, which is refused"},
     "gemma3_text": {
         "image_token_id": "read by the model with images",
