@@ -213,12 +213,14 @@ def mark_experts(module: torch.nn.Module) -> None:
 
     Megatron itself marks them only if experts are divided among ranks; without the mark, gradients differ among the
     ranks of a tensor-parallel group that hold complete experts. The mark also gives the optimizer the same parts under
-    every split. Megatron marks the biases as parameters whose gradients tensor-parallel ranks add, too.
+    every split. Megatron marks the biases of second projections as replicas on tensor-parallel ranks, which add their
+    gradients; but these ranks have other experts, or other tokens.
     """
     for name, parameter in module.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def halve_projections(chunk: Any) -> None:

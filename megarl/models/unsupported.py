@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from megarl.models.families import FAMILIES, Family
 from megarl.models.fields import MOST_LAYERS, SHOWN, Fields
-from megarl.reshard.quantised import quantisation_faults
+from megarl.reshard.quantised import METHODS, quantisation_faults
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ABSENT = (
@@ -57,13 +57,18 @@ def unsupported(given: Mapping[str, object], config: Fields) -> Iterator[str]:
         _dtype_fault(config),
         _class_fault(config),
         *_key_faults(given, config, traits),
-        *((True, fault) for fault in quantisation_faults(given.get("quantization_config"))),
+        *((True, fault) for fault in quantisation_faults(given.get("quantization_config"), _methods(traits))),
         *_trait_faults(given, config, traits),
         *(OF_FAMILY[family](config) if family in OF_FAMILY else ()),
     ]
     for is_unsupported, fault in faults:
         if is_unsupported:
             yield f"config.json: {fault}"
+
+
+def _methods(traits: Family) -> tuple[str, ...]:
+    """Return the forms of quantised checkpoints of a family."""
+    return METHODS if traits.experts and traits.experts.gate_up else METHODS[:1]
 
 
 Faults = list[tuple[bool, str]]

@@ -1,6 +1,6 @@
 """Hugging Face checkpoints (safetensors) as an end of a reshard: files hold boxes as ranks do.
 
-A rank reads only its own slices of the files, and dequantises those that are in FP8 blocks. Writing is a plan whose
+A rank reads only its own slices of the files, and dequantises those in FP8 blocks or MXFP4. Writing is a plan whose
 destination is files: boxes travel to the ranks that write them, and a rank holds only the full parameters that one
 bucket touches. A checkpoint is complete when it has its `config.json`, and a directory of adapters when it has its
 `adapter_config.json`: an old one is removed before the first new file gets its name, and the new one is written last.
@@ -39,8 +39,19 @@ from megarl.reshard.headers import (
 )
 from megarl.reshard.layout import Box, Layout, Piece, row_major, whole
 from megarl.reshard.planner import plan_between
-from megarl.reshard.quantised import FP8, SCALE, Block, matrix_fault, matrix_of, stored_block
-from megarl.reshard.stored import DTYPES, Fp8Matrix, PlainTensor, StoredTensor
+from megarl.reshard.quantised import (
+    FP8,
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    SCALE,
+    Block,
+    matrix_fault,
+    matrix_of,
+    mxfp4_fault,
+    mxfp4_of,
+    stored_block,
+)
+from megarl.reshard.stored import DTYPES, Fp8Matrix, Mxfp4Experts, PlainTensor, StoredTensor
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -82,8 +93,9 @@ class CheckpointFiles:
 
     @property
     def names(self) -> Collection[str]:
-        """The names of the stored tensors, without the scales of FP8 matrices."""
-        return [name for name in self._file_of if matrix_of(name) not in self._file_of]
+        """The names of the stored tensors, without scales. Matrices in MXFP4 have the names that they have in bf16."""
+        stored = [name for name in self._file_of if matrix_of(name) not in self._file_of]
+        return list(dict.fromkeys(self._matrices(name) or name for name in stored))
 
     def layout(self) -> Layout:
         """Return one piece per tensor of `names`, in the dtype that is read; `param` is the name of the tensor."""
@@ -130,10 +142,11 @@ class CheckpointFiles:
         """Yield file, name and content of each named tensor, file by file. The file is open until the next one."""
         by_file: dict[Path, list[str]] = defaultdict(list)
         for name in names:
-            if name not in self._file_of:
+            file = self._file_of.get(name) or self._file_of.get(name + MXFP4_BLOCKS)
+            if file is None:
                 hint = "; if its output layer is the embedding, config.json must have tie_word_embeddings: true"
                 raise UserError(f"{self._directory} has no tensor {name}" + hint * (name == "lm_head.weight"))
-            by_file[self._file_of[name]].append(name)
+            by_file[file].append(name)
         for file, stored in by_file.items():
             with ExitStack() as stack:
                 files = _OpenFiles(self._directory, stack)
@@ -141,7 +154,9 @@ class CheckpointFiles:
                     yield file, name, self._tensor(name, files)
 
     def _tensor(self, name: str, files: "_OpenFiles") -> StoredTensor:
-        """Return a tensor of an open file; the scales of an FP8 matrix may be in another file."""
+        """Return a tensor of an open file; scales may be in another file."""
+        if name not in self._file_of:
+            return self._experts(name, files)
         file = self._file_of[name]
         numbers = files[file].get_slice(name)
         if numbers.get_dtype() != FP8:
@@ -153,6 +168,22 @@ class CheckpointFiles:
         if fault or self._block is None:
             raise UserError(fault)
         return Fp8Matrix(numbers, scales, self._block)
+
+    def _experts(self, name: str, files: "_OpenFiles") -> StoredTensor:
+        """Return matrices in MXFP4."""
+        file = self._file_of[name + MXFP4_BLOCKS]
+        home = self._file_of.get(name + MXFP4_SCALES)
+        blocks = files[file].get_slice(name + MXFP4_BLOCKS)
+        scales = files[home].get_slice(name + MXFP4_SCALES) if home else None
+        fault = mxfp4_fault(name, _described(file, blocks), _described(home, scales) if home else None)
+        if fault:
+            raise UserError(fault)
+        return Mxfp4Experts(blocks, scales)
+
+    def _matrices(self, name: str) -> str | None:
+        """Return the matrices in MXFP4 that a stored tensor belongs to."""
+        own = mxfp4_of(name)
+        return own if own is not None and own + MXFP4_BLOCKS in self._file_of else None
 
     @cached_property
     def _block(self) -> Block | None:

@@ -1,12 +1,16 @@
-"""Checkpoints that are stored in FP8 blocks: what `config.json` says about them, and the faults of their files.
+"""Checkpoints that are stored in FP8 blocks or MXFP4: what `config.json` says, and the faults of their files.
 
 A matrix `X.weight` is stored as FP8 numbers, and beside it `X.weight_scale_inv` has one scale per block. A weight is
 its number times the scale of its block. The stored dtype of a tensor decides: one that is stored in a plain float has
-no scale. Torch is not needed here.
+no scale.
+
+The transposed matrices X [experts, columns, rows] of all experts are stored in MXFP4 (OCP Microscaling Formats 1.0) as
+`X_blocks` [experts, rows, columns / 32, 16], two numbers of four bits a byte, and `X_scales` [experts, rows,
+columns / 32], the exponents of two. Torch is not needed here.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +18,17 @@ from megarl.platform.errors import UserError
 from megarl.reshard.headers import CONFIG, FLOATS, Stored
 
 KEY = "quantization_config"  # of config.json
+METHOD = "quant_method"
 FP8 = "F8_E4M3"
 """The dtype of numbers in blocks, in the notation of safetensors."""
 SCALE = "_scale_inv"  # behind the name of a matrix
 SCALE_DTYPES = ("F32", "BF16")
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"  # behind the name of the matrices of all experts
+MXFP4_DTYPE = "U8"
+MXFP4_SIZE = 32  # numbers that share a scale
+METHODS = ("fp8", "mxfp4")
 REMEDY = "start from the bf16 checkpoint"
 ALLOWED = {
-    "quant_method": ("fp8",),
     "activation_scheme": (None, "dynamic"),
     "fmt": (None, "e4m3", "float8_e4m3fn"),
     "scale_fmt": (None, "float", "ue8m0"),  # how scales were rounded; their stored dtype decides
@@ -43,13 +51,23 @@ class Block:
         return -(-rows // self.rows), -(-columns // self.columns)
 
 
-def quantisation_faults(declared: object) -> Iterator[str]:
+def quantisation_faults(declared: object, methods: Sequence[str] = METHODS) -> Iterator[str]:
     """Yield a sentence for each part of a `quantization_config` that is not read here; None declares nothing."""
     if declared is None:
         return
     if not isinstance(declared, dict):
         yield f"{KEY} is no object, but a {type(declared).__name__}: {REMEDY}"
         return
+    method = declared.get(METHOD)
+    if method not in methods:
+        yield f"{KEY}.{METHOD} {_shown(method)}: must be {' or '.join(map(repr, methods))}; {REMEDY}"
+    elif method == "fp8":
+        yield from _fp8_faults(declared)
+    else:
+        yield from _unknown_keys(declared, {METHOD, *UNREAD})
+
+
+def _fp8_faults(declared: Mapping[str, object]) -> Iterator[str]:
     for key, allowed in ALLOWED.items():
         if declared.get(key) not in allowed:
             known = " or ".join(repr(value) for value in allowed if value)
@@ -58,28 +76,37 @@ def quantisation_faults(declared: object) -> Iterator[str]:
     size = declared.get(SIZE)
     if not _is_size(size):
         yield f"{KEY}.{SIZE} {_shown(size)}: must be rows and columns of a block, such as [128, 128]; {REMEDY}"
-    others = sorted(str(key) for key in declared.keys() - {*ALLOWED, *UNREAD, SIZE})
+    yield from _unknown_keys(declared, {METHOD, SIZE, *ALLOWED, *UNREAD})
+
+
+def _unknown_keys(declared: Mapping[str, object], known: set[str]) -> Iterator[str]:
+    others = sorted(str(key) for key in declared.keys() - known)
     if others:
         yield f"{KEY}.{others[0]} is not known here: {REMEDY}"
 
 
 def block_of(declared: object) -> Block | None:
-    """Return the blocks that a `quantization_config` declares; None if it is None.
+    """Return the FP8 blocks that a `quantization_config` declares; None if it declares none.
 
     Raises:
         UserError: it declares another form.
     """
     for fault in quantisation_faults(declared):
         raise UserError(f"{CONFIG}: {fault}")
-    return Block(*declared[SIZE]) if isinstance(declared, dict) else None
+    return Block(*declared[SIZE]) if isinstance(declared, dict) and SIZE in declared else None
 
 
 def stored_block(directory: Path) -> Block | None:
-    """Return the blocks that the `config.json` of a directory declares; None if there is none, or no such file.
+    """Return the FP8 blocks that the `config.json` of a directory declares; None if it declares none.
 
     Raises:
         UserError: the file cannot be read, or declares another form.
     """
+    return block_of(declared_in(directory))
+
+
+def declared_in(directory: Path) -> object:
+    """Return the `quantization_config` of a directory; None if there is none. Raises UserError for a damaged file."""
     file = directory / CONFIG
     if not file.exists():
         return None
@@ -87,7 +114,7 @@ def stored_block(directory: Path) -> Block | None:
         config = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read as JSON: {error}; write it again") from error
-    return block_of(config.get(KEY) if isinstance(config, dict) else None)
+    return config.get(KEY) if isinstance(config, dict) else None
 
 
 def matrix_of(name: str) -> str | None:
@@ -112,6 +139,51 @@ def matrix_fault(name: str, matrix: Stored, scales: Stored | None, block: Block 
     if scales.dtype not in SCALE_DTYPES:
         return f"{scale} is stored as {scales.dtype}; scales must be {' or '.join(SCALE_DTYPES)}: {REMEDY}"
     return None
+
+
+def mxfp4_of(name: str) -> str | None:
+    """Return the matrices that a tensor of this name has numbers or scales of; None if it is no such name."""
+    for end in (MXFP4_BLOCKS, MXFP4_SCALES):
+        if name.endswith(end):
+            return name.removesuffix(end)
+    return None
+
+
+def mxfp4_fault(name: str, blocks: Stored, scales: Stored | None) -> str | None:
+    """Return why matrices in MXFP4 cannot be read; None if they can."""
+    where = f"{name}{MXFP4_BLOCKS} in {blocks.file}"
+    if blocks.dtype != MXFP4_DTYPE or len(blocks.shape) != 4 or blocks.shape[3] != MXFP4_SIZE // 2:
+        return (
+            f"{where} is stored as {blocks.dtype} with shape {blocks.shape}; it must be U8, 16 bytes a block: {REMEDY}"
+        )
+    if scales is None:
+        return f"{where} has no scales {name}{MXFP4_SCALES}: copy the checkpoint again, or {REMEDY}"
+    if (scales.dtype, scales.shape) != (MXFP4_DTYPE, blocks.shape[:3]):
+        found = f"{name}{MXFP4_SCALES} in {scales.file} is stored as {scales.dtype} with shape {scales.shape}"
+        return f"{found}; it must be {MXFP4_DTYPE} with shape {blocks.shape[:3]}: {REMEDY}"
+    return None
+
+
+def mxfp4_shape(blocks: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return the shape of matrices, [experts, columns, rows], by the shape of their numbers."""
+    return blocks[0], blocks[2] * MXFP4_SIZE, blocks[1]
+
+
+def without_mxfp4(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], list[str]]:
+    """Return the tensors with those in MXFP4 as if they were in bf16, and a sentence for each that cannot be read."""
+    found = dict(stored)
+    faults = []
+    for name in stored:
+        own = mxfp4_of(name)
+        if own is None or f"{own}{MXFP4_BLOCKS}" not in found:
+            continue
+        blocks = found.pop(f"{own}{MXFP4_BLOCKS}")
+        fault = mxfp4_fault(own, blocks, found.pop(f"{own}{MXFP4_SCALES}", None))
+        if fault:
+            faults.append(fault)
+        else:
+            found[own] = Stored(blocks.file, "BF16", mxfp4_shape(blocks.shape))
+    return found, faults
 
 
 def not_plain() -> str:

@@ -9,9 +9,15 @@ from torch import Tensor
 from megarl.platform.errors import UserError
 from megarl.reshard.headers import FLOATS
 from megarl.reshard.layout import Box
-from megarl.reshard.quantised import Block, not_plain
+from megarl.reshard.quantised import MXFP4_SIZE, Block, mxfp4_shape, not_plain
 
 DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16), strict=True))
+
+ROWS = 1024  # of a matrix in MXFP4 that are read at a time
+MXFP4_BIAS = 127  # of an exponent
+MXFP4_NUMBERS = [sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+MXFP4_PAIRS = torch.tensor([(MXFP4_NUMBERS[byte % 16], MXFP4_NUMBERS[byte // 16]) for byte in range(256)])
+"""[256, 2], the two numbers of a byte: its lower four bits come first."""
 
 
 class StoredTensor(Protocol):
@@ -68,6 +74,32 @@ class Fp8Matrix:
         for row, of_columns in zip(rows, factors, strict=True):
             part = Box((max(top, row * size.rows), left), (min(bottom, (row + 1) * size.rows), right))
             yield part, self._numbers[_index(part)].float() * of_columns
+
+
+class Mxfp4Experts:
+    """The transposed matrices of all experts in MXFP4. Reads the numbers of a box and their scales."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, blocks: Any, scales: Any) -> None:
+        """Take lazy slices of safetensors, whose shapes fit together."""
+        self.shape: tuple[int, ...] = mxfp4_shape(tuple(blocks.get_shape()))
+        self._blocks = blocks
+        self._scales = scales
+
+    def read(self, box: Box) -> Iterator[tuple[Box, Tensor]]:
+        """Yield the box by experts and, of an expert, by some rows of its matrix."""
+        (first, top, left), (last, bottom, right) = box.lo, box.hi
+        groups = slice(top // MXFP4_SIZE, -(-bottom // MXFP4_SIZE))
+        begin = top - groups.start * MXFP4_SIZE
+        for expert in range(first, last):
+            for row in range(left, right, ROWS):
+                rows = slice(row, min(row + ROWS, right))
+                pairs = MXFP4_PAIRS[self._blocks[expert : expert + 1, rows, groups].int()]  # [1, rows, groups, 16, 2]
+                exponents = self._scales[expert : expert + 1, rows, groups].int() - MXFP4_BIAS
+                numbers = torch.ldexp(pairs.flatten(-2), exponents[..., None]).flatten(-2).to(self.dtype)
+                part = Box((expert, top, rows.start), (expert + 1, bottom, rows.stop))
+                yield part, numbers[..., begin : begin + bottom - top].transpose(1, 2)
 
 
 def _index(box: Box) -> tuple[slice, ...]:

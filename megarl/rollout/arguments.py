@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.platform.errors import UserError
-from megarl.reshard.quantised import KEY, stored_block
+from megarl.reshard.quantised import KEY, declared_in
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.fields import OURS, engine_faults
 from megarl.rollout.kv_cache import cpu_cache_bytes, cpu_cache_bytes_per_token, cpu_memory_bytes
@@ -32,12 +32,13 @@ def llm_arguments(
     Raises:
         UserError: `engine_kwargs` contradict them, or vLLM does not know them.
     """
+    loads = section.load_format == "auto"
     ours: dict[str, Any] = {
         "model": str(model_dir),
         "trust_remote_code": trust_remote_code,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the run's stop tokens and sampling, none of the checkpoint's
-        "load_format": "auto" if section.load_format == "auto" else "dummy",
+        "load_format": "auto" if loads else "dummy",
         "dtype": section.dtype,
         "seed": section.seed,
         "distributed_executor_backend": "external_launcher",
@@ -54,17 +55,17 @@ def llm_arguments(
         "logprobs_mode": "processed_logprobs" if section.draws_from_all else "raw_logprobs",
         # vLLM 0.26 - 0.32 by default rounds logits to the model's type; the trainer does not (`megarl.learner.heads`).
         # It would also make quantised layers for a quantised checkpoint; a sync brings plain weights.
-        "hf_overrides": {"head_dtype": "float32", KEY: None} | dict(overrides),
+        "hf_overrides": {"head_dtype": "float32"} | ({} if loads else {KEY: None}) | dict(overrides),
     }
     if on_cpu and section.has_whole_experts:
         raise UserError(
             f"{ENGINE_KWARGS}: vLLM crashes with enable_expert_parallel on CPU; remove it, and every expert is cut "
             "over the ranks of a replica"
         )
-    if section.load_format == "auto" and stored_block(model_dir):
+    if loads and declared_in(model_dir) is not None:
         raise UserError(
-            f"actor_rollout_ref.rollout.load_format auto: vLLM would load the FP8 blocks of {model_dir} without their "
-            "scales; leave the key out, and the first sync brings the weights"
+            f"actor_rollout_ref.rollout.load_format auto: vLLM would load the quantised weights of {model_dir} without "
+            "their scales; leave the key out, and the first sync brings the weights"
         )
     assert ours.keys() == OURS
     for fault in engine_faults(section.engine_kwargs):

@@ -29,9 +29,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "deepseek_v3": ("deepseek_v3", {}),
     "four layers": ("qwen3_moe", {"num_hidden_layers": 4}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 8}),
 }
 NOISE = 0.2
-NUM_ROUTERS = {"qwen3_moe": 2, "deepseek_v3": 1}
+NUM_ROUTERS = {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2}
 NUM_EXPERTS, TOP_K = 8, 2
 
 
@@ -92,11 +93,11 @@ def replay(
 
 
 def gates_of(model: Any) -> list[Any]:
-    return [layer.mlp.gate for layer in model.model.layers]
+    return [getattr(layer.mlp, "gate", None) or layer.mlp.router for layer in model.model.layers]
 
 
 def with_routes(model: Any, batch: Experience) -> None:
-    """Let the gates of a qwen3_moe of `transformers` take the routes of a batch, sequence by sequence."""
+    """Let the gates of a qwen3_moe or gpt_oss of `transformers` take the routes of a batch, sequence by sequence."""
     assert batch.routes is not None
     of_samples = batch.routes.long().split(batch.num_places().tolist())
 
@@ -116,16 +117,15 @@ def with_routes(model: Any, batch: Experience) -> None:
         gate.register_forward_hook(taking(number))
 
 
-def test_one_rank_is_transformers_with_these_experts(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_one_rank_is_transformers_with_these_experts(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
     batch = routed(2)
-    model, other = (
-        AutoModelForCausalLM.from_pretrained(checkpoints["qwen3_moe"], dtype=torch.float32) for _ in range(2)
-    )
+    model, other = (AutoModelForCausalLM.from_pretrained(checkpoints[name], dtype=torch.float32) for _ in range(2))
     with_routes(model, batch)
     expected = outputs_of(model, batch, {None: other})
     loss, _ = ACTOR(expected, batch, Totals.of(batch.num_learnt()))
     loss.backward()
-    result = pool.run(1, replay, checkpoints["qwen3_moe"], {}, batch, 48)[0]
+    result = pool.run(1, replay, checkpoints[name], {}, batch, 48)[0]
     torch.testing.assert_close(result["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
     assert result["metrics"]["grad_norm"] == pytest.approx(gradient_norm(model), rel=1e-5)
 
@@ -144,11 +144,14 @@ def test_no_split_shows(pool: RankPool, checkpoints: dict[str, Path], name: str,
 
 
 @pytest.mark.parametrize("section", [{}, split(pp=2)], ids=["one", "pp2"])
-def test_recomputation_replays_too(pool: RankPool, checkpoints: dict[str, Path], section: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_recomputation_replays_too(
+    pool: RankPool, checkpoints: dict[str, Path], name: str, section: dict[str, Any]
+) -> None:
     """Several micro-batches are in flight before the first is computed again."""
     batch = routed(2, with_scores=True)
     found = [
-        pool.run(1 + bool(section), replay, checkpoints["qwen3_moe"], section, batch, 24, recompute)[-1]
+        pool.run(1 + bool(section), replay, checkpoints[name], section, batch, 24, recompute)[-1]
         for recompute in RECOMPUTATIONS
     ]
     for result in found[1:]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -71,3 +72,21 @@ def add_to_config(directory: Path, fields: Mapping[str, Any]) -> None:
     """Replace fields of a `config.json`."""
     file = directory / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def quantise_experts(directory: Path, *, seed: int = 0) -> dict[str, Tensor]:
+    """Store random experts of gpt-oss in MXFP4, as published ones are; return the weights in float32."""
+    file = directory / "model.safetensors"
+    generator = torch.Generator().manual_seed(seed)
+    stored = load_file(file)
+    weights = dict(stored)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = stored.pop(name).shape
+        shape = experts, rows, columns // 32, 16
+        blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        scales = torch.randint(120, 124, shape[:3], dtype=torch.uint8, generator=generator)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        weights[name] = convert_moe_packed_tensors(blocks, scales).float()
+    save_file(stored, file, metadata={"format": "pt"})
+    add_to_config(directory, {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}})
+    return weights

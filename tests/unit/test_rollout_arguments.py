@@ -36,7 +36,7 @@ def test_engine_makes_no_quantised_layers(tmp_path: Path) -> None:
     section = RolloutSection(load_format="auto")
     assert llm_arguments(section, model_dir=directory, **auto)["load_format"] == "auto"
     quantise(directory)
-    with pytest.raises(ValueError, match=r"load_format auto: vLLM would load the FP8 blocks of"):
+    with pytest.raises(ValueError, match=r"load_format auto: vLLM would load the quantised weights of"):
         llm_arguments(section, model_dir=directory, **auto)
 
 
