@@ -9,6 +9,7 @@ import pytest
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_sft_config
 from tests.support.configs import ACTOR, REF, ROLLOUT, ROW, SIZES, TP, faults, make_model, sound_arguments
+from tests.support.tiny import VARIANTS
 
 EP = "expert_model_parallel_size"
 
@@ -55,6 +56,7 @@ def test_a_model_config_must_have_sizes(argv: list[str], tmp_path: Path) -> None
 
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 6, "intermediate_size": 36}
 ETP = "expert_tensor_parallel_size"
+GPT_OSS = VARIANTS["gpt_oss"] | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +96,15 @@ ETP = "expert_tensor_parallel_size"
             f"{ROLLOUT}.{TP}",
             "2 does not divide the shared experts' size 9",
         ),
+        (GPT_OSS, [f"{ACTOR}.megatron.{TP}=2"], f"{ACTOR}.megatron.{ETP}", "cannot share the biases of an expert"),
+        (GPT_OSS, [f"{ROLLOUT}.{TP}=4"], f"{ROLLOUT}.{TP}", "4 ranks cannot share 2 key-value heads in vLLM"),
+        (
+            GPT_OSS | {"num_local_experts": 3},
+            [f"{ROLLOUT}.{TP}=2", f"{ROLLOUT}.engine_kwargs.enable_expert_parallel=true"],
+            f"{ROLLOUT}.{TP}",
+            "2 does not divide the 3 experts of",
+        ),
+        (GPT_OSS | {"intermediate_size": 36}, [], "trainer.n_gpus_per_node", "do not divide the size 36 of an expert"),
     ],
 )
 def test_experts_must_divide(
