@@ -117,6 +117,7 @@ OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "qwen3_5_text": {"num_hidden_layers": 4},
+    "qwen3_5_moe_text": {"num_hidden_layers": 4, "shared_expert_intermediate_size": 128},
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 32},
 }
 

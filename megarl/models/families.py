@@ -116,6 +116,7 @@ LINEAR_HEADS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+SEPARATE_SECTIONS = {"in_proj_qkv": ("q", "k", "v"), "in_proj_z": ("z",), "in_proj_b": ("b",), "in_proj_a": ("a",)}
 GLM = {
     "rms_norm_eps": 1e-5,
     "n_shared_experts": 1,
@@ -198,15 +199,33 @@ FAMILIES: Mapping[str, Family] = {
         gated_attention=True,
         rotary_fraction=0.25,
         places_images=True,
-        linear_sections={
-            "in_proj_qkv": ("q", "k", "v"),
-            "in_proj_z": ("z",),
-            "in_proj_b": ("b",),
-            "in_proj_a": ("a",),
-        },
+        linear_sections=SEPARATE_SECTIONS,
         predicts_ahead="mtp.",
         model_class="Qwen3_5ForCausalLM",
         defaults=LINEAR_HEADS | {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768},
+    ),
+    "qwen3_5_moe_text": Family(
+        qk_norm=True,
+        centred_norm=True,
+        gated_attention=True,
+        rotary_fraction=0.25,
+        places_images=True,
+        linear_sections=SEPARATE_SECTIONS,
+        predicts_ahead="mtp.",
+        experts=ExpertNames(),
+        model_class="Qwen3_5MoeForCausalLM",
+        defaults=LINEAR_HEADS
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "max_position_embeddings": 32768,
+            "intermediate_size": 512,  # of no layer
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+        },
     ),
     "deepseek_v2": Family(
         latent=True,

@@ -154,7 +154,7 @@ def _qwen_faults(config: Fields) -> Faults:
     step = config.values.get("decoder_sparse_step", 1)
     dense = config.items("mlp_only_layers")
     shared = config.values.get("shared_expert_intermediate_size")
-    alone = config.values["model_type"] in ("qwen2_moe", "qwen3_next") and not shared
+    alone = config.values["model_type"] in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text") and not shared
     return [
         _fixed_fault(config, "qk_norm", supported=False, why="norms of queries and keys follow from model_type"),
         (step != 1, f"decoder_sparse_step {step}: every layer after the dense layers has experts here"),
@@ -171,6 +171,16 @@ def _gated_delta_faults(config: Fields) -> Faults:
         _fixed_fault(config, "attn_output_gate", supported=True, why="the output of attention has a gate here"),
         _fixed_fault(config, "layer_scale", supported=False, why="branches have no factors here"),
         *_qwen_faults(config),
+    ]
+
+
+def _sparse_gated_delta_faults(config: Fields) -> Faults:
+    """Return the faults of Qwen3.5 with experts; transformers reads neither key."""
+    dense = config.items("mlp_only_layers")
+    return [
+        (bool(dense), f"mlp_only_layers {str(dense)[:SHOWN]}: every layer of this family has experts"),
+        _fixed_fault(config, "norm_topk_prob", supported=True, why="the weights of chosen experts sum to one here"),
+        *_gated_delta_faults(config),
     ]
 
 
@@ -262,6 +272,7 @@ def _size_faults(config: Fields, follow: Mapping[str, object]) -> Faults:
 OF_FAMILY: Mapping[str, Callable[[Fields], Faults]] = {
     **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), _qwen_faults),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text"), _gated_delta_faults),
+    "qwen3_5_moe_text": _sparse_gated_delta_faults,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _deepseek_faults),
     "glm4_moe_lite": _glm_lite_faults,
     "minimax_m2": _minimax_faults,

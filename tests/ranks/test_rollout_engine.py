@@ -54,9 +54,11 @@ RESPONSE = 12
 Asked = tuple[int, bool, int]  # prompt index, sampled or greedy, sample number
 SPINNING = {("llama", 2, "float32"), ("qwen2", 2, "bfloat16")}  # engines whose ranks use all cores; others share them
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # the two checkpoints differ by nats
-LINEAR = ("qwen3_next", "qwen3_5_text")  # computed in bfloat16 alone on the CPU
+LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # computed in bfloat16 alone on the CPU
 LINEAR_TOLERANCE = 0.4  # transformers itself is as far from its computation in float32
-CHANGES = {"qwen3_next": {"num_experts_per_tok": 8}}  # all experts, because rounding changes the choice of some
+CHANGES = dict.fromkeys(
+    ("qwen3_next", "qwen3_5_moe_text"), {"num_experts_per_tok": 8}
+)  # all experts, because rounding changes the choice of some
 OF_IMAGES = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="vLLM's class of the family imports torchvision"
 )
@@ -117,7 +119,7 @@ def responses(pool: RankPool, checkpoints: Checkpoints) -> Callable[[str, int, s
     [
         *((variant, 2, "float32") for variant in VARIANTS if variant not in LINEAR),
         *(("qwen3_next", tp_size, "bfloat16") for tp_size in (1, 2)),
-        *(pytest.param("qwen3_5_text", tp_size, "bfloat16", marks=OF_IMAGES) for tp_size in (1, 2)),
+        *(pytest.param(variant, 2, "bfloat16", marks=OF_IMAGES) for variant in LINEAR[1:]),
         *((variant, 1, "float32") for variant in ("llama", "qwen2", "qwen3-tied", "mixtral", "deepseek_v3", "gpt_oss")),
         ("qwen2", 2, "bfloat16"),  # on CPU another kernel, which keeps biases in float32
     ],

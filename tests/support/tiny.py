@@ -70,6 +70,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "full_attention_interval": 2,
         "tie_word_embeddings": True,
     },
+    "qwen3_5_moe_text": {
+        "model_type": "qwen3_5_moe_text",
+        **EXPERTS,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 96,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "full_attention_interval": 2,
+    },
     "deepseek_v2": {
         "model_type": "deepseek_v2",
         **DEEPSEEK,

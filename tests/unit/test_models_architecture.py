@@ -63,6 +63,7 @@ FAMILY_NEEDS: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {"num_hidden_layers": 4},
     "qwen3_5_text": {"num_hidden_layers": 4},
+    "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "olmo2": {"eos_token_id": 2},
     "olmo3": {"eos_token_id": 2},
     "smollm3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},

@@ -25,6 +25,7 @@ ENGINE_FILES = {  # family -> files of vLLM with its classes
     "qwen3_moe": ("qwen3_moe",),
     "qwen3_next": ("qwen3_next",),
     "qwen3_5_text": ("qwen3_5", "qwen3_next"),
+    "qwen3_5_moe_text": ("qwen3_5", "qwen3_next"),
     "deepseek_v2": ("deepseek_v2",),
     "deepseek_v3": ("deepseek_v2",),
     "glm4_moe": ("glm4_moe",),
@@ -76,6 +77,12 @@ INERT = {  # key -> why another value changes no logit
     "transformers_version": "a note",
     "use_cache": "keeps keys",
 }
+OF_IMAGES = {
+    **dict.fromkeys(("depth", "in_channels", "num_heads", "num_position_embeddings"), "read by the model of images"),
+    **dict.fromkeys(("out_hidden_size", "patch_size", "spatial_merge_size"), "read by the model of images"),
+    **dict.fromkeys(("temporal_patch_size", "image_token_id", "video_token_id"), "read by the model of images"),
+    "vision_config": "read by the model of images",
+}
 INERT_IN = {
     "deepseek_v2": {
         "num_key_value_heads": "every head has its own keys; transformers fails at another number",
@@ -90,17 +97,11 @@ INERT_IN = {
     },
     "phi3": {"original_max_position_embeddings": "read with rope_type longrope alone, which is refused"},
     "qwen3_5_text": {
-        **dict.fromkeys(
-            ("depth", "in_channels", "num_heads", "num_position_embeddings"), "read by the model of images"
-        ),
-        **dict.fromkeys(("out_hidden_size", "patch_size", "spatial_merge_size"), "read by the model of images"),
-        **dict.fromkeys(("temporal_patch_size", "image_token_id", "video_token_id"), "read by the model of images"),
-        "vision_config": "read by the model of images",
-        **dict.fromkeys(
-            ("moe_intermediate_size", "num_experts", "num_experts_per_tok"), "read by the class with experts"
-        ),
-        **dict.fromkeys(("norm_topk_prob", "shared_expert_intermediate_size"), "read by the class with experts"),
+        **OF_IMAGES,
+        **dict.fromkeys(("moe_intermediate_size", "num_experts", "num_experts_per_tok"), "read by another class"),
+        **dict.fromkeys(("norm_topk_prob", "shared_expert_intermediate_size"), "read by another class"),
     },
+    "qwen3_5_moe_text": OF_IMAGES,
     "smollm3": {"use_sliding_window": "read with a window alone, which is refused"},
     "gemma3_text": {
         "image_token_id": "read by the model with images",
@@ -270,6 +271,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("qwen3_next", {"layer_scale": True}, "layer_scale True"),
         ("qwen3_next", {"layer_types": ["linear_attention"] * 2}, "at least one full_attention"),
         ("qwen3_next", {"linear_num_value_heads": 3}, "does not divide by linear_num_key_heads 2"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob False"),
+        ("qwen3_5_moe_text", {"mlp_only_layers": [0]}, "mlp_only_layers [0]"),
         ("qwen3_next", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
         ("deepseek_v3", {"num_local_experts": 4}, "differ: both are the number of experts"),
