@@ -97,10 +97,16 @@ def expert_faults(experts: Experts | None, model: str, megatron: MegatronSection
 
 
 def replay_faults(model: CheckpointSection, key: str, value: str) -> Iterator[Fault]:
-    """Check that the policy has experts if their choice is replayed."""
+    """Check that the policy has experts if their choice is replayed, and that the engine can tell its choice."""
     sizes = read_sizes(model)
     if value != "none" and sizes and not sizes.experts:
         yield Fault(key, f"{POLICY}.path has no experts to choose: leave it out")
+    if value == "engine" and sizes and 0 < len(sizes.windowed_layers) < sizes.num_layers:
+        yield Fault(
+            key,
+            f"some layers of {POLICY}.path have a window, and vLLM caches them with slots of their own, which have no "
+            "routes: leave it out; actor_rollout_ref.actor.routing_replay=recompute is possible",
+        )
 
 
 def cpu_engine_faults(model: CheckpointSection, dtype: str) -> Iterator[Fault]:

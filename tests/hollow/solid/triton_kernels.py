@@ -44,7 +44,7 @@ def multiply_by_experts(
 
     Without `order` each of the n * top k products has a block of its own.
     """
-    assert bias is x_scale is scale is None
+    assert x_scale is scale is None
     places, rows = torch.arange(len(of_block)), result.flatten(0, 1)
     if order is not None:
         places = order[: num_padded.item()].long()
@@ -53,6 +53,8 @@ def multiply_by_experts(
         chosen = places[of_block[: len(places)] == expert]
         chosen = chosen[chosen < rows.shape[0]]
         product = x[chosen // top_k].float() @ experts[expert].float().T
+        if bias is not None:
+            product += bias[expert].float()
         rows[chosen] = (product * weights.flatten()[chosen, None] if settings["MUL_ROUTED_WEIGHT"] else product).to(
             rows.dtype
         )
