@@ -100,6 +100,8 @@ def _kernels(section: RolloutSection, *, on_cpu: bool) -> dict[str, Any]:
         found["enable_flashinfer_autotune"] = False
     if not on_cpu and section.tensor_model_parallel_size > 1:
         found["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    if not on_cpu:  # for linear attention; other models leave it unread
+        found["additional_config"] = {"gdn_prefill_backend": "triton"}
     return found
 
 

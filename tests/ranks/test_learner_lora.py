@@ -22,8 +22,9 @@ from tests.support.records import experience
 from tests.support.shards import names_of
 
 LORA = Lora(rank=4, alpha=6.0)
+LORAS = {"qwen3_next": Lora(rank=4, alpha=6.0, targets=("q_proj", "v_proj", "up_proj"))}  # all-linear is refused
 OPTIM = OptimSection(lr=1e-2, lr_warmup_steps=4)
-SPARSE = ("qwen3_moe", "deepseek_v3")
+SPARSE = ("qwen3_moe", "deepseek_v3", "qwen3_next")
 CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen3-tied", "phi3", "gpt_neox", "gpt_oss", *SPARSE)}
 
 
@@ -85,7 +86,7 @@ def learn(checkpoint: Path, lora: Lora, fields: dict[str, Any], recompute: Any) 
 def answers(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     """The answer of each checkpoint."""
     root = tmp_path_factory.mktemp("answers")
-    return {variant: answer(path, root / variant, LORA) for variant, path in checkpoints.items()}
+    return {variant: answer(path, root / variant, LORAS.get(variant, LORA)) for variant, path in checkpoints.items()}
 
 
 @pytest.mark.parametrize("variant", CHECKPOINTS)
@@ -96,7 +97,7 @@ def test_every_split_learns_alike(
     for world_size, fields in SPLITS.get(variant, SPLITS_OF_DENSE):
         whole = fields | {"use_distributed_optimizer": False}
         for outputs, start, loss, norm, pieces in pool.run(
-            world_size, learn, checkpoints[variant], LORA, whole, world_size == 2
+            world_size, learn, checkpoints[variant], LORAS.get(variant, LORA), whole, world_size == 2
         ):
             torch.testing.assert_close(outputs, expected.outputs.log_probs.detach(), **TOLERANCE)
             assert not torch.allclose(start, outputs, atol=0.1)

@@ -9,11 +9,13 @@ from unittest.mock import patch
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.rollout.arguments import llm_arguments
+from megarl.models.architecture import read_architecture
+from megarl.platform.errors import UserError
+from megarl.rollout.arguments import cpu_arguments, llm_arguments
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.patches import prepare_environment
 from tests.support.quantised import quantise
-from tests.support.tiny import write_checkpoint
+from tests.support.tiny import SIZES, VARIANTS, write_checkpoint
 
 
 def arguments(on_cpu: bool, **settings: Any) -> dict[str, Any]:
@@ -27,6 +29,14 @@ def arguments(on_cpu: bool, **settings: Any) -> dict[str, Any]:
 )
 def test_cuda_uses_graphs_unless_eager_is_set(written: bool | None, on_cpu: bool, is_eager: bool) -> None:
     assert arguments(on_cpu, enforce_eager=written)["enforce_eager"] == is_eager
+
+
+def test_cpu_engine_computes_linear_attention_in_bfloat16_alone() -> None:
+    model = read_architecture(SIZES | VARIANTS["qwen3_next"])
+    sizes = {"num_sequences": 2, "max_model_len": 64}
+    with pytest.raises(UserError, match=r"rollout\.dtype is float32, .* write bfloat16"):
+        cpu_arguments(RolloutSection(dtype="float32"), model, **sizes)
+    assert cpu_arguments(RolloutSection(dtype="bfloat16"), model, **sizes).keys() == {"kv_cache_memory_bytes"}
 
 
 def test_engine_makes_no_quantised_layers(tmp_path: Path) -> None:
@@ -64,7 +74,7 @@ UNFUSED = {"pass_config": {"fuse_allreduce_rms": False}}
     ("on_cpu", "tp_size", "written", "expected"),
     [
         (False, 2, {}, {"enable_flashinfer_autotune": False, "compilation_config": UNFUSED}),
-        (False, 1, {}, {"enable_flashinfer_autotune": False}),
+        (False, 1, {}, {"enable_flashinfer_autotune": False, "additional_config": {"gdn_prefill_backend": "triton"}}),
         (True, 2, {}, {"enable_flashinfer_autotune": False}),
         (False, 2, {"compilation_config": {"mode": 0}}, {"compilation_config": {"mode": 0}}),
         (False, 2, {"kernel_config": {}}, {"kernel_config": {}, "compilation_config": UNFUSED}),
