@@ -123,13 +123,15 @@ test-hollow: hollow
 	$(ON_HOLLOW) $(patsubst %,tests/hollow/test_%.py,device_memory nccl graphs solid counters engine_counters) \
 		"$(CASE)[alone-policy]" "$(CASE)[tensor-data-offloaded-policy]" tests/hollow/test_engine.py
 
-# At the end it prints the functions with lines for CUDA and whether the lines ran, and fails if too few did.
+# At the end it prints the functions with lines for CUDA and whether the lines ran, and fails if too few did. It leaves
+# out engines with linear attention: Triton's interpreter does not finish vLLM's kernels for it in eight minutes.
 LINES := $(CURDIR)/build/hollow/lines
 test-cuda: setup hollow
 	$(BIN)/python -m pytest tests/hollow/test_engine.py
 	@rm -rf "$(LINES)" build/hollow/check
 	HOLLOW_LINES="$(LINES)" $(ON_HOLLOW) tests/gpu tests/hollow
-	$(BIN)/python scripts/gpu_check.py --list --stages train-0.5b-grpo,resume,verify- > build/hollow/stages
+	$(BIN)/python scripts/gpu_check.py --list --stages train-0.5b-grpo,resume,verify- \
+		| grep --invert-match 'qwen3_next\|qwen3_5' > build/hollow/stages
 	HOLLOW_LINES="$(LINES)" xargs -P 2 -I{} -a build/hollow/stages \
 		$(BIN)/python scripts/gpu_check.py --hollow --out build/hollow/check --stages {}
 	$(BIN)/python -m tests.hollow.branches "$(LINES)"

@@ -46,6 +46,12 @@ def gelu_tanh_and_mul(result: Tensor, x: Tensor) -> None:
     result.copy_(gelu(gate.float(), approximate="tanh").to(x.dtype) * value)
 
 
+def swigluoai_and_mul(result: Tensor, x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
+    """Compute `_C::swigluoai_and_mul` of gates and values in turn."""
+    gate, value = x[..., ::2].float().clamp(max=limit), x[..., 1::2].float().clamp(-limit, limit)
+    result.copy_(gate * (alpha * gate).sigmoid() * (value + 1.0))
+
+
 def rotary_embedding(
     positions: Tensor,
     query: Tensor,
@@ -148,6 +154,7 @@ def flash_attention_3(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> 
     query_of_values, out, bounds, key_bounds, lengths, table, scale, is_causal, left, right, softcap = (
         rest[place] for place in (2, 3, 4, 5, 8, 11, 20, 21, 22, 23, 24)
     )
+    sinks = rest[30] if len(rest) > 30 else None  # torch leaves arguments out that are their defaults
     assert softcap == 0.0
     assert right in (-1, 0)
     out = query.new_empty(*query.shape[:2], value.shape[-1]) if out is None else out
@@ -156,7 +163,10 @@ def flash_attention_3(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> 
     found = (
         side_by_side(key, value, bounds, key_bounds) if table is None else in_blocks(key, value, bounds, lengths, table)
     )
-    return *attend_to_each(query, found, out, is_causal or right == 0, left, scale), torch.empty(0), torch.empty(0)
+    out, sums = attend_to_each(query, found, out, is_causal or right == 0, left, scale)
+    if sinks is not None:  # a logit of each head in the denominator of its softmax
+        out *= (sums - sinks.float()[:, None]).sigmoid().T[..., None].to(out.dtype)
+    return out, sums, torch.empty(0), torch.empty(0)
 
 
 def flash_attention_2(query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, *rest: Any) -> tuple[Any, ...]:
@@ -276,6 +286,7 @@ WRITTEN_OUT = {
     "_C::fused_add_rms_norm": fused_add_rms_norm,
     "_C::silu_and_mul": silu_and_mul,
     "_C::gelu_tanh_and_mul": gelu_tanh_and_mul,
+    "_C::swigluoai_and_mul": swigluoai_and_mul,
     "_C::rotary_embedding": rotary_embedding,
     "_C_cache_ops::reshape_and_cache_flash": reshape_and_cache_flash,
     "_C_cache_ops::concat_and_cache_mla": concat_and_cache_mla,
