@@ -100,6 +100,10 @@ class GatedAttention(SelfAttention):
         place = parallel_state.get_tensor_model_parallel_rank() % (gate.shape[2] // query.shape[2])
         return query, key, value, gate.chunk(gate.shape[2] // query.shape[2], dim=2)[place]
 
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return the output times its gates. Megatron's method compiles at its first call, which needs a compiler."""
+        return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
+
 
 class SinkAttention(PackedAttention):
     """`PackedAttention` with a learnt logit of each head in the denominator of its softmax (gpt-oss).

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -310,6 +309,11 @@ def transformer_config(
     if architecture.experts:
         check_expert_settings(config)
     return config
+
+
+def quick_gelu(gate: Tensor) -> Tensor:
+    """Approximate GELU by a sigmoid. Megatron's function compiles at its first call, which needs a compiler."""
+    return gate * torch.sigmoid(1.702 * gate)
 
 
 def _has_yarn(architecture: Architecture) -> bool:

@@ -39,8 +39,8 @@ CASES = {
             kl_cov_ratio=0.2,
         ),
         loss_agg_mode=agg_mode,
-        clip_ratio_low=0.5,
-        clip_ratio_high=1.0,
+        clip_ratio_low=0.02 if loss_mode.startswith("dppo") else 0.5,  # a divergence
+        clip_ratio_high=0.05 if loss_mode.startswith("dppo") else 1.0,
         entropy_coeff=0.01,
     )
     for loss_mode, agg_mode in product(MODES, get_args(LossAggregation))
