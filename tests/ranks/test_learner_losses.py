@@ -29,6 +29,7 @@ from tests.support.references import reference_outputs
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {"llama": ("llama", {})}
 MODES = [name for name in LOSSES if name != "custom"]
+BOUNDS = {"dppo_tv": (0.001, 0.002), "dppo_kl": (0.02, 0.05)}  # of divergences
 CASES = {
     f"{loss_mode}, {agg_mode}": ActorSection(
         policy_loss=PolicyLossSection(
@@ -39,8 +40,8 @@ CASES = {
             kl_cov_ratio=0.2,
         ),
         loss_agg_mode=agg_mode,
-        clip_ratio_low=0.02 if loss_mode.startswith("dppo") else 0.5,  # a divergence
-        clip_ratio_high=0.05 if loss_mode.startswith("dppo") else 1.0,
+        clip_ratio_low=BOUNDS.get(loss_mode, (0.5, 1.0))[0],
+        clip_ratio_high=BOUNDS.get(loss_mode, (0.5, 1.0))[1],
         entropy_coeff=0.01,
     )
     for loss_mode, agg_mode in product(MODES, get_args(LossAggregation))
