@@ -55,6 +55,8 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
         model.ParseFromString(path.read_bytes())
     except Exception as error:  # protobuf's DecodeError changes its module between versions
         raise UserError(f"{path} is not a SentencePiece model: {error}") from error
+    if not model.pieces:
+        raise UserError(f"{path} is not a SentencePiece model: it has no pieces")
     table = _table(model, path)
     _check(model, table, path)
 

@@ -22,7 +22,9 @@ from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.platform.early import EXIT_CODE
 from tests.support.programs import CTRL_C, ROOT, AtTerminal
+from tests.support.sentencepieces import train_sentencepiece
 from tests.support.tiny import write_checkpoint
+from tests.support.workspace import NUM_TOKENS
 
 LR = "actor_rollout_ref.actor.optim.lr"
 N = "actor_rollout_ref.rollout.n"
@@ -78,7 +80,7 @@ Captured = pytest.CaptureFixture[str]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint = write_checkpoint(tmp_path_factory.mktemp("sweep") / "model", "llama")
-    (checkpoint / "tokenizer.model").touch()
+    train_sentencepiece(checkpoint / "tokenizer.model", vocab_size=NUM_TOKENS, normalization_rule_name="identity")
     return checkpoint
 
 

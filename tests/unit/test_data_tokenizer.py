@@ -186,9 +186,10 @@ def test_inexactly_convertible_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not word"):
         load_tokenizer(str(word))
     garbage = tmp_path / "garbage.model"
-    garbage.write_bytes(b"no model")
-    with pytest.raises(ValueError, match="is not a SentencePiece model"):
-        load_tokenizer(str(garbage))
+    for content in (b"no model", b""):
+        garbage.write_bytes(content)
+        with pytest.raises(ValueError, match="is not a SentencePiece model"):
+            load_tokenizer(str(garbage))
 
 
 def test_a_path_that_holds_no_tokenizer_is_named(tmp_path: Path) -> None:

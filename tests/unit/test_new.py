@@ -17,7 +17,11 @@ from tests.support.programs import succeed
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.tiny import write_checkpoint
 
-SHORT = ("data.max_prompt_length=32", "data.max_response_length=16")  # tokens that the tiny model has room for
+SHORT = (
+    "data.max_prompt_length=32",
+    "data.max_response_length=16",
+    "data.truncation=left",
+)  # as the tiny model has room
 
 
 @pytest.fixture(scope="module")
