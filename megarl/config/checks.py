@@ -101,11 +101,12 @@ def replay_faults(model: CheckpointSection, key: str, value: str) -> Iterator[Fa
     sizes = read_sizes(model)
     if value != "none" and sizes and not sizes.experts:
         yield Fault(key, f"{POLICY}.path has no experts to choose: leave it out")
-    if value == "engine" and sizes and 0 < len(sizes.windowed_layers) < sizes.num_layers:
+    is_of_engine = value not in ("none", "recompute")
+    if is_of_engine and sizes and len({kind.attention for kind in sizes.layer_kinds}) > 1:
         yield Fault(
             key,
-            f"some layers of {POLICY}.path have a window, and vLLM caches them with slots of their own, which have no "
-            "routes: leave it out; actor_rollout_ref.actor.routing_replay=recompute is possible",
+            f"layers of {POLICY}.path attend in several ways, and vLLM caches each way with slots of their own, which "
+            "have no routes: leave it out; actor_rollout_ref.actor.routing_replay=recompute is possible",
         )
 
 

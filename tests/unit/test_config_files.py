@@ -97,6 +97,8 @@ GPT_OSS = VARIANTS["gpt_oss"] | {"num_attention_heads": 8, "num_key_value_heads"
             "2 does not divide the shared experts' size 9",
         ),
         (GPT_OSS, [f"{ROLLOUT}.routing_replay=engine"], f"{ROLLOUT}.routing_replay", "slots of their own"),
+        (GPT_OSS, [f"{ROLLOUT}.routing_replay=engine_scores"], f"{ROLLOUT}.routing_replay", "slots of their own"),
+        (VARIANTS["qwen3_next"], [f"{ROLLOUT}.routing_replay=engine"], f"{ROLLOUT}.routing_replay", "slots of their"),
         (GPT_OSS, [f"{ACTOR}.megatron.{TP}=2"], f"{ACTOR}.megatron.{ETP}", "cannot share the biases of an expert"),
         (GPT_OSS, [f"{ROLLOUT}.{TP}=4"], f"{ROLLOUT}.{TP}", "4 ranks cannot share 2 key-value heads in vLLM"),
         (
