@@ -90,3 +90,21 @@ def quantise_experts(directory: Path, *, seed: int = 0) -> dict[str, Tensor]:
     save_file(stored, file, metadata={"format": "pt"})
     add_to_config(directory, {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}})
     return weights
+
+
+class CountedSlice:
+    """A lazy slice of a file that adds up the elements that are read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.num_read = 0
+        self.largest = 0
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        found = self._tensor[index]
+        self.num_read += found.numel()
+        self.largest = max(self.largest, found.numel())
+        return found

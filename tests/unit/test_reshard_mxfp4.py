@@ -21,28 +21,10 @@ from megarl.reshard.files import CheckpointFiles
 from megarl.reshard.layout import Box, whole
 from megarl.reshard.stored import ROWS, Mxfp4Experts
 from tests.support.layouts import blank, filled, slices, trainer_layouts
-from tests.support.quantised import add_to_config, quantise_experts
+from tests.support.quantised import CountedSlice, add_to_config, quantise_experts
 from tests.support.tiny import SIZES, VARIANTS, write_checkpoint
 
 DOWN = "model.layers.0.mlp.experts.down_proj"
-
-
-class LazySlice:
-    """A lazy slice of a file that adds up the elements that are read."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self.num_read = 0
-        self.largest = 0
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        found = self._tensor[index]
-        self.num_read += found.numel()
-        self.largest = max(self.largest, found.numel())
-        return found
 
 
 @st.composite
@@ -57,7 +39,7 @@ def test_any_box_equals_slice_of_full_matrices(box: Box, seed: int) -> None:
     blocks = torch.randint(0, 256, (3, 7, 5, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(0, 256, (3, 7, 5), dtype=torch.uint8, generator=generator)
     full = convert_moe_packed_tensors(blocks, scales)
-    parts = [LazySlice(blocks), LazySlice(scales)]
+    parts = [CountedSlice(blocks), CountedSlice(scales)]
     found = torch.full(full.shape, -1.0, dtype=torch.bfloat16)
     for part, numbers in Mxfp4Experts(*parts).read(box):
         found[slices(part)] = numbers
@@ -69,8 +51,8 @@ def test_any_box_equals_slice_of_full_matrices(box: Box, seed: int) -> None:
 
 def test_large_matrices_are_read_in_rows() -> None:
     blocks, scales = (
-        LazySlice(torch.zeros(2, 3 * ROWS, 1, 16, dtype=torch.uint8)),
-        LazySlice(torch.zeros(2, 3 * ROWS, 1, dtype=torch.uint8)),
+        CountedSlice(torch.zeros(2, 3 * ROWS, 1, 16, dtype=torch.uint8)),
+        CountedSlice(torch.zeros(2, 3 * ROWS, 1, dtype=torch.uint8)),
     )
     parts = list(Mxfp4Experts(blocks, scales).read(whole((2, 32, 3 * ROWS))))
     assert (len(parts), blocks.largest) == (6, 16 * ROWS)

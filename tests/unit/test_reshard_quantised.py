@@ -26,7 +26,7 @@ from megarl.reshard.layout import Box, Piece, row_major, whole
 from megarl.reshard.quantised import Block
 from megarl.reshard.stored import Fp8Matrix
 from tests.support.layouts import blank, filled, slices, trainer_layouts
-from tests.support.quantised import add_to_config, config_of, dequantised, quantise
+from tests.support.quantised import CountedSlice, add_to_config, config_of, dequantised, quantise
 from tests.support.tiny import SIZES, VARIANTS, write_checkpoint
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
@@ -67,24 +67,6 @@ def test_any_box_equals_slice_of_full_matrix(tmp_path_factory: pytest.TempPathFa
     if all(size % step == 0 for size, step in zip(shape, block, strict=True)):
         oracle = Fp8Dequantize(None)._dequantize_one(numbers, scales, output_dtype=dtype)
         assert torch.equal(full.to(dtype), oracle)
-
-
-class CountedSlice:
-    """A lazy slice of a file that adds up the elements that are read."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self.num_read = 0
-        self.largest = 0
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        found = self._tensor[index]
-        self.num_read += found.numel()
-        self.largest = max(self.largest, found.numel())
-        return found
 
 
 @given(box=boxes((300, 200)))
