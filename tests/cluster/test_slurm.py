@@ -50,12 +50,12 @@ def expected(gpus: str) -> list[str]:
 
 
 def test_every_rank_sees_all_gpus_of_its_node(tmp_path: Path) -> None:
-    with slurm(tmp_path, gpus_per_node=2) as cluster:
+    with slurm(gpus_per_node=2) as cluster:
         assert ranks_of(cluster, tmp_path, ["--gpus-per-node=2"]) == expected("0,1")
 
 
 def test_a_cluster_that_knows_no_gpus_limits_none(tmp_path: Path) -> None:
-    with slurm(tmp_path, gpus_per_node=0) as cluster:
+    with slurm(gpus_per_node=0) as cluster:
         with pytest.raises(AssertionError, match="Invalid generic resource"):
             cluster.submit(SCRIPT, "run.yaml", options=["--nodes=2"])
         assert ranks_of(cluster, tmp_path, ["--gpus-per-node=0"]) == expected("not limited")
@@ -74,8 +74,7 @@ def test_a_signalled_job_is_requeued_and_resumes(tmp_path: Path) -> None:
         log = run_dir / "metrics.jsonl"
         return read_jsonl(log) if log.exists() else []
 
-    (tmp_path / "slurm").mkdir()
-    with slurm(tmp_path / "slurm", gpus_per_node=1) as cluster:
+    with slurm(gpus_per_node=1) as cluster:
         cluster.environ.update({"PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"})
         options = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", f"--output={output}"]
         job = cluster.submit(SCRIPT, *arguments, options=options)
@@ -106,8 +105,7 @@ def test_a_sweep_is_an_array_of_jobs(tmp_path: Path) -> None:
         *("--over", f"{LR}=1e-3,1e-4", "--slurm"),
     ]
     sweep = (sys.executable, "-m", "megarl", "sweep", *arguments)
-    (tmp_path / "slurm").mkdir()
-    with slurm(tmp_path / "slurm", gpus_per_node=1) as cluster:
+    with slurm(gpus_per_node=1) as cluster:
         cluster.environ.update({"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"})
         assert "sbatch" in succeed(*sweep, timeout_s=200)
         options = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1", f"--output={tmp_path}/job-%a.txt"]

@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -87,13 +88,21 @@ class Slurm:
 
 
 @contextmanager
-def slurm(root: Path, *, gpus_per_node: int) -> Iterator[Slurm]:
+def slurm(*, gpus_per_node: int) -> Iterator[Slurm]:
     """Start a cluster of two nodes of two processors each, and end it with all its jobs.
 
+    The files of the cluster are not below `TMPDIR`: the name of a socket has 108 bytes at most, and Slurm's settings are
+    separated by blanks.
+
     Args:
-        root: for the files of the cluster.
         gpus_per_node: what the cluster counts as GPUs (GRES); 0 for a cluster that knows of no GPUs.
     """
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as root, _cluster(Path(root), gpus_per_node) as cluster:
+        yield cluster
+
+
+@contextmanager
+def _cluster(root: Path, gpus_per_node: int) -> Iterator[Slurm]:
     host, ports = socket.gethostname(), _free_ports(1 + len(NODES))
     gres = f" Gres=gpu:{gpus_per_node}" if gpus_per_node else ""
     nodes = "\n".join(

@@ -13,10 +13,35 @@ from typing import Any
 
 PREPARED = {  # modules, and the functions that take them after their import
     "torch": ("tests.hollow.solid.mode", "enter_everywhere"),
+    "triton.language.extra.cuda.gdc": ("tests.hollow.solid.interpreted", "launch_in_order"),
     "triton.runtime.interpreter": ("tests.hollow.solid.interpreted", "interpret_in_place"),
     "vllm.model_executor.layers.fused_moe.fused_moe": (
         "tests.hollow.solid.triton_kernels",
         "multiply_by_experts_in_torch",
+    ),
+    "vllm.model_executor.layers.fused_qk_norm_rope": (
+        "tests.hollow.solid.triton_kernels",
+        "normalize_and_rotate_in_torch",
+    ),
+    "vllm.model_executor.layers.mamba.ops.causal_conv1d": (
+        "tests.hollow.solid.linear_attention",
+        "convolve_in_torch",
+    ),
+    "vllm.third_party.flash_linear_attention.ops.chunk": (
+        "tests.hollow.solid.linear_attention",
+        "run_gated_delta_rule_in_torch",
+    ),
+    "vllm.third_party.flash_linear_attention.ops.fused_gdn_prefill_post_conv": (
+        "tests.hollow.solid.linear_attention",
+        "prepare_gated_delta_rule_in_torch",
+    ),
+    "vllm.third_party.flash_linear_attention.ops.fused_recurrent": (
+        "tests.hollow.solid.linear_attention",
+        "step_gated_delta_rule_in_torch",
+    ),
+    "vllm.third_party.flash_linear_attention.ops.layernorm_guard": (
+        "tests.hollow.solid.triton_kernels",
+        "normalize_and_gate_in_torch",
     ),
     "vllm.v1.sample.ops.topk_topp_triton": ("tests.hollow.solid.triton_kernels", "filter_tokens_in_torch"),
 }
