@@ -119,7 +119,7 @@ def normalize_and_rotate(
 ) -> None:
     """Compute Triton's `_fused_qk_rmsnorm_rope_gate_kernel`: RMSNorm and rotation of [n, heads * size], and the gates.
 
-    `positions` are [n], or [3, n]: the time, the height and the width, by which pairs of numbers rotate in turn.
+    Of `positions` [3, n] some pairs of numbers rotate by the time, others by the height or the width; [n] are times.
     """
     num_heads, num_key_heads, size, rotary, half, epsilon = sizes[-6:]
     queries, gates = query_and_gate.unflatten(-1, (num_heads, 2, size)).unbind(-2)
