@@ -183,6 +183,7 @@ class Config:
         is_needed = (
             self.kl_of_reward or correction.rollout_is or correction.rollout_rs or mode in ("clip_cov", "kl_cov")
         )
+        is_needed = is_needed or self.actor_rollout_ref.model.lora_dropout > 0.0  # which changes the update's own
         return takes_one_step and not (is_needed or algorithm.mask_truncated_completions)
 
     @property

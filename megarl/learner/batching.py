@@ -36,17 +36,25 @@ class Batching:
     """Division of global batches over data-parallel ranks and micro-batches, for one model.
 
     With `balance`, shares have nearly equal numbers of tokens; without, nearly equal numbers of samples. Rows
-    have what routers take of the routes of their samples.
+    have what routers take of the routes of their samples, and with `has_keys` the keys of dropout.
     """
 
     def __init__(
-        self, mesh: Mesh, config: Any, device: torch.device, *, balance: bool, replays: Replays = "none"
+        self,
+        mesh: Mesh,
+        config: Any,
+        device: torch.device,
+        *,
+        balance: bool,
+        replays: Replays = "none",
+        has_keys: bool = False,
     ) -> None:
         self._mesh = mesh
         self._top_k = config.moe_router_topk
         self._device = device
         self.balance = balance
         self.replays = replays
+        self._has_keys = has_keys
         self._num_parts = mesh.tp_size if config.sequence_parallel else 1
 
     def owners(self, lengths: Tensor, groups: Tensor) -> Tensor:
@@ -84,6 +92,7 @@ class Batching:
             num_parts=self._num_parts,
             cp_rank=self._mesh.cp_rank,
             cp_size=self._mesh.cp_size,
+            has_keys=self._has_keys,
         )
         return [packed(samples) for samples in micro_batches]
 

@@ -19,9 +19,8 @@ differs between engine and trainer changes weights a little, and never the exper
 scores, the weights are computed from these; gradients still reach the router's own scores.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,6 +36,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.distributed.exchange import host_group
+from megarl.learner.recomputed import PerMicroBatch
 from megarl.learner.together import ExpertsTogether, compute_together, in_halves
 from megarl.models.experts import Experts, expert_scores
 from megarl.platform.errors import UserError
@@ -97,9 +97,8 @@ class Router(TopKRouter):
     def __init__(self, *args: object, experts: Experts, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.experts = experts
-        self.is_in_forward = False  # False within a backward pass, which computes a checkpoint's activations again
-        self.routes: Tensor | None = None  # of the micro-batch in the forward pass, as `choose_experts` takes them
-        self.postponed = deque[Tensor | None]()  # the routes of micro-batches that will be computed again
+        self.routes = PerMicroBatch()
+        """As `choose_experts` takes them."""
         self.chosen: Tensor | None = None  # [N, num_experts] bool, of the last inference
         self.agreement: Tensor | float = 0.0  # [2] float64: replayed choices that are the router's own too, and all
 
@@ -114,7 +113,7 @@ class Router(TopKRouter):
             [N, num_experts] float32 weights, zero for experts that were not chosen; [N, num_experts] bool, the choice.
         """
         logits = logits.flatten(0, -2)
-        routes = self._next_routes()
+        routes = self.routes.take(is_training=self.training)
         weights, chosen = choose_experts(logits, self.experts, self.expert_bias, routes)
         self.chosen = None if self.training else chosen
         if not self.training:
@@ -126,19 +125,11 @@ class Router(TopKRouter):
             weights = MoEAuxLossAutoScaler.apply(weights, self._losses(logits, real, replayed) / self.num_tokens)
             if self.expert_bias is not None:  # moe_router_bias_update_rate > 0 moves the bias by this
                 self.local_tokens_per_expert += real @ chosen.float()
-        if self.is_in_forward and replayed is not None:
+        if self.routes.is_in_forward and replayed is not None:
             _, own = choose_experts(logits.detach(), self.experts, self.expert_bias)
             counts = torch.stack([(own & replayed).sum(-1) @ real.long(), real.long().sum() * self.topk])
             self.agreement = self.agreement + counts.double()
         return weights, chosen
-
-    def _next_routes(self) -> Tensor | None:
-        """Return the routes of the micro-batch that is computed: in a backward pass, the oldest that was postponed."""
-        if not self.is_in_forward:
-            return self.postponed.popleft() if self.postponed else None
-        if self.training and not torch.is_grad_enabled():  # within a checkpoint of activations
-            self.postponed.append(self.routes)
-        return self.routes
 
     def _losses(self, logits: Tensor, real: Tensor, replayed: Tensor | None) -> Tensor:
         """Return this rank's part of both losses, times the tokens of the micro-batch.
@@ -251,26 +242,20 @@ def prepare_routers(chunks: Iterable[Any], num_tokens: int) -> None:
     for chunk in chunks:
         for router in routers_of(chunk):
             router.num_tokens = num_tokens
-            router.postponed.clear()
+            router.routes.clear()
             router.agreement = 0.0
 
 
 @contextmanager
 def replayed(chunk: Any, routes: Tensor | None) -> Iterator[None]:
     """Let the routers of a chunk take `routes`, as in `Packed`, in the forward pass within the block."""
-    routers = routers_of(chunk)
     if routes is not None and chunk.config.sequence_parallel:
         parts = routes.chunk(chunk.config.tensor_model_parallel_size)
         routes = parts[parallel_state.get_tensor_model_parallel_rank()]
-    for router in routers:
-        router.is_in_forward = True
-        router.routes = None if routes is None else routes[:, router.place]
-    try:
+    with ExitStack() as stack:
+        for router in routers_of(chunk):
+            stack.enter_context(router.routes.set_to(None if routes is None else routes[:, router.place]))
         yield
-    finally:
-        for router in routers:
-            router.is_in_forward = False
-            router.routes = None
 
 
 def choices_of(chunk: Any, num_tokens: int, top_k: int) -> Tensor:

@@ -24,7 +24,7 @@ from megarl.learner.experts import number_routers, prepare_routers, router_agree
 from megarl.learner.finite import Buffers, GradientStatus, NotFinite, explain_not_finite
 from megarl.learner.forward import ForwardPass, ReferenceDivergence
 from megarl.learner.layout import source_layout, weights
-from megarl.learner.lora import MergedWeights, adapter_layout, adapter_weights
+from megarl.learner.lora import MergedWeights, adapter_layout, adapter_weights, begin_dropout
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
 from megarl.learner.outputs import OutputHead
@@ -85,7 +85,14 @@ class Learner:
         self.device = device
         self.lora = lora
         self._head = OutputHead(self.modules[-1], architecture, mesh, temperature=temperature)
-        self.batching = Batching(mesh, self.modules[0].config, device, balance=balance, replays=replays)
+        self.batching = Batching(
+            mesh,
+            self.modules[0].config,
+            device,
+            balance=balance,
+            replays=replays,
+            has_keys=lora is not None and lora.dropout > 0.0,
+        )
         self.routed_layers = number_routers(self.modules, architecture.experts)
         self.forward = ForwardPass(
             models,
@@ -224,6 +231,7 @@ class Learner:
             model.train()
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
+        begin_dropout(self.modules, self.optimizer.next_pass())
         prepare_routers(self.modules, sum(int((term.batch.index.lengths - 1).sum()) for term in terms))
         buffers = Buffers(self.modules)
         losses: list[MicroLoss] = run_schedule(

@@ -10,7 +10,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from megarl.learner.dropout import TokenDropout
 from megarl.learner.layout import ROUTER_BIAS, chunk_parameters, global_name, is_adapter, local_name
 from megarl.learner.parallel import Mesh
 from megarl.learner.together import ProductByExpert
@@ -127,9 +128,26 @@ class LinearAdapter(Adapter):
     """The adapter of a linear layer outside the experts."""
 
     def __init__(
-        self, parts: Mapping[str, Adapted], lora: Lora, dtype: torch.dtype, mesh: Mesh, *, sequence_parallel: bool
+        self,
+        parts: Mapping[str, Adapted],
+        lora: Lora,
+        dtype: torch.dtype,
+        mesh: Mesh,
+        *,
+        sequence_parallel: bool,
+        seed: int,
     ) -> None:
         super().__init__(parts, lora, dtype, mesh)
+        first, count = self._part.first_column, self._part.shape[1]
+        self.dropout: TokenDropout | None = None
+        if lora.dropout:
+            self.dropout = TokenDropout(
+                lora.dropout,
+                f"{seed} {self._part.linear}",
+                torch.arange(first, first + count, dtype=torch.int32, device=local_device()),
+                tp_rank=mesh.cut.tp_rank,
+                tp_size=mesh.cut.tp_size,
+            )
         self._group = mesh.tp_group if mesh.tp_size > 1 else None
         self._sequence_parallel = sequence_parallel
         for matrix, is_cut in ((self.lora_a, self._part.cuts_columns), (self.lora_b, self._part.cuts_rows)):
@@ -138,6 +156,8 @@ class LinearAdapter(Adapter):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map the input of the linear layer to B A times the input, in the shape of its output."""
+        if self.dropout:
+            hidden = self.dropout(hidden, is_training=self.training)
         return linear(self._exchanged(linear(hidden, self.lora_a)), self.wide_b())
 
     def _exchanged(self, low: Tensor) -> Tensor:
@@ -198,7 +218,12 @@ def add_adapters(modules: Sequence[Any], architecture: Architecture, lora: Lora,
             elif part:
                 layer = chunk.get_submodule(name.removesuffix(".weight"))
                 layer.adapter = LinearAdapter(
-                    {name: part}, lora, config.params_dtype, mesh, sequence_parallel=config.sequence_parallel
+                    {name: part},
+                    lora,
+                    config.params_dtype,
+                    mesh,
+                    sequence_parallel=config.sequence_parallel,
+                    seed=seed,
                 )
                 layer.register_forward_hook(partial(_hook_of(layer), layer.adapter))
         for (path, projection), parts in experts.items():
@@ -319,6 +344,26 @@ def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for adapter in adapters:
             adapter.is_active = True
+
+
+@contextmanager
+def dropping(chunk: nn.Module, keys: Tensor | None) -> Iterator[None]:
+    """Let the adapters of a chunk drop numbers by `keys`, as in `Packed`, in the forward pass within the block."""
+    with ExitStack() as stack:
+        for dropout in _dropouts_of([chunk]):
+            stack.enter_context(dropout.keys.set_to(keys))
+        yield
+
+
+def begin_dropout(modules: Iterable[nn.Module], update: str) -> None:
+    """Let the adapters of the chunks draw what they drop in a forward and backward pass; `update` names the pass."""
+    for dropout in _dropouts_of(modules):
+        dropout.begin(update)
+
+
+def _dropouts_of(modules: Iterable[nn.Module]) -> Iterator[TokenDropout]:
+    found = (each.dropout for each in adapters_of(modules) if isinstance(each, LinearAdapter))
+    return (dropout for dropout in found if dropout)
 
 
 def add_over_expert_tensor_ranks(models: Iterable[nn.Module]) -> None:

@@ -26,6 +26,7 @@ class Optimizer:
         self.megatron = megatron
         self.schedule = schedule
         self._models = models
+        self._num_passes = 0  # since the schedule advanced
 
     @property
     def lr(self) -> float:
@@ -35,6 +36,12 @@ class Optimizer:
     def advance_schedule(self) -> None:
         """Set the rates of the next step; the first step already has a positive rate if there is a warm-up."""
         self.schedule.step(1)
+        self._num_passes = 0
+
+    def next_pass(self) -> str:
+        """Return the name of a forward and backward pass that begins; after a resume they have the same names."""
+        self._num_passes += 1
+        return f"{self.schedule.num_steps}.{self._num_passes}"
 
     def zero_grad(self) -> None:
         """Clear the gradients of the last step."""

@@ -19,6 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarl.batch import Rollouts
+from megarl.learner.dropout import token_keys
 from megarl.platform.device import to_device
 
 
@@ -44,6 +45,7 @@ class Packed:
     shape: tuple[int, int]  # b, T
     routes: Tensor | None = None  # [N, L, k] integers, the experts of each token in each of this rank's L layers that
     # have a router; None: the routers choose
+    keys: Tensor | None = None  # [N] int32, of the tokens, as `TokenDropout` takes them; None: nothing is dropped
 
     def unpack(self, per_token: Tensor) -> Tensor:
         """Return [b, T] from [R] numbers of the response tokens, zero elsewhere; keeps the gradient."""
@@ -59,12 +61,13 @@ def pack_samples(
     num_parts: int = 1,
     cp_rank: int = 0,
     cp_size: int = 1,
+    has_keys: bool = False,
 ) -> Packed:
     """Lay the given samples of `batch` end to end on `device` and keep the places of `cp_rank`.
 
     Sequence parallelism splits the places of a rank into `num_parts` equal parts: a sequence of zeros, which nothing
     reads, pads the row. Without samples the row is only such a sequence; a rank that has no samples for a micro-batch
-    still takes part in it.
+    still takes part in it. With `has_keys` tokens have the keys of dropout.
     """
     step = sequence_multiple(cp_size)
     index = torch.tensor(samples, dtype=torch.int64)
@@ -95,6 +98,10 @@ def pack_samples(
     if routes is not None:
         one_each = torch.arange(routes.shape[2], dtype=routes.dtype).expand(routes.shape[1:])
         routes = to_device(_laid_out(routes, used, lengths, padding=one_each)[places], device)
+    keys = None
+    if has_keys:
+        keys = token_keys(tokens, batch.lengths())[has_next]
+        keys = to_device(_laid_out(keys, used, lengths, padding=keys.new_zeros(()))[places], device)
     return Packed(
         samples=index,
         tokens=to_device(whole[places][None], device),
@@ -106,6 +113,7 @@ def pack_samples(
         scatter_index=to_device(rows.flatten().nonzero()[:, 0], device),
         shape=(rows.shape[0], rows.shape[1]),
         routes=routes,
+        keys=keys,
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from megarl.platform import progress
 from megarl.batch import Rollouts
 from megarl.learner.experts import choices_of, replayed
+from megarl.learner.lora import dropping
 from megarl.learner.outputs import LogitFactors
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
@@ -57,7 +58,7 @@ def run_schedule(
         row = micro_batch.row
         chunk = getattr(model, "module", model)
         padding_mask = _padding_mask(row, chunk)
-        with replayed(chunk, row.routes):
+        with replayed(chunk, row.routes), dropping(chunk, row.keys):
             hidden = model(row.tokens, row.positions, None, packed_seq_params=row.sequences, padding_mask=padding_mask)
 
         if micro_batch.choices is not None:

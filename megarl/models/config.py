@@ -62,6 +62,8 @@ class ModelSection(CheckpointSection):
     """Rank of low-rank adapters (LoRA), which learn instead of the weights; 0 = the weights learn."""
     lora_alpha: Annotated[float, Field(gt=0.0, le=1e6)] = key(16.0, read_if=ADAPTED)
     """Scale of the adapters, divided by lora_rank."""
+    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = key(0.0, read_if=ADAPTED)
+    """Share of the numbers before an adapter that each update leaves out; sampling and log-probabilities use all."""
     target_modules: Annotated[str | list[str], AfterValidator(_selecting)] = key("all-linear", read_if=ADAPTED)
     """Projections with adapters: names or ends of names, a regular expression, or all-linear = all but the output
     layer."""

@@ -40,6 +40,7 @@ class Lora:
     alpha: float
     targets: str | tuple[str, ...] = ALL_LINEAR  # a regular expression, or names or ends of names; `all-linear`: all
     excluded: str | tuple[str, ...] = ()
+    dropout: float = 0.0  # the share of the numbers before A that an update leaves out
     base: str = ""  # the model that they belong to: a directory, its URI or an id
     start: Path | None = None  # a directory of PEFT with their weights; None: new adapters
 
@@ -206,7 +207,8 @@ def require_targets(architecture: Architecture, lora: Lora) -> None:
 
     Raises:
         UserError: a target or an exception selects none, all targets are excepted, or the rank exceeds the hidden
-            size; or all targets are meant, and the model has linear attention, which has no adapters.
+            size; all targets are meant, and the model has linear attention, which has no adapters; or adapters of
+            experts have dropout.
     """
     if lora.rank > architecture.hidden_size:
         raise UserError(
@@ -225,6 +227,11 @@ def require_targets(architecture: Architecture, lora: Lora) -> None:
                 written = one if isinstance(one, str) else one[0]
                 found = ", ".join(_ends(known))
                 raise UserError(f"{key}: {written} selects no projection of the model, which has {found}")
+    if lora.dropout and any(".mlp.experts." in linear for _, linear in _projections(architecture, lora)):
+        raise UserError(
+            f"lora_dropout: {lora.dropout} has no effect on adapters of experts, which have no dropout, as in PEFT:"
+            " leave the experts out by target_modules or exclude_modules, or write 0"
+        )
     if not _projections(architecture, lora):
         raise UserError("exclude_modules leaves no projection of target_modules: nothing would learn")
 

@@ -54,7 +54,7 @@ def lora_of(section: ModelSection, architecture: Architecture) -> Lora | None:
     """
     if section.lora_adapter_path:
         directory = Path(section.lora_adapter_path)
-        lora = replace(read_adapters(directory, base=section.path), start=directory)
+        lora = replace(read_adapters(directory, base=section.path), dropout=section.lora_dropout, start=directory)
         if section.lora_rank not in (0, lora.rank):
             raise UserError(
                 f"lora_rank={section.lora_rank}, but the adapters in {directory} have rank {lora.rank}: leave lora_rank"
@@ -66,6 +66,7 @@ def lora_of(section: ModelSection, architecture: Architecture) -> Lora | None:
             alpha=section.lora_alpha,
             targets=_names(section.target_modules),
             excluded=_names(section.exclude_modules),
+            dropout=section.lora_dropout,
             base=base_name(section.path),
         )
     else:
@@ -141,7 +142,7 @@ def adapter_config(lora: Lora, architecture: Architecture) -> dict[str, Any]:
         "revision": revision,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "target_modules": adapted_projections(architecture, lora),
         "modules_to_save": ["score"] if scores else None,
         "bias": "none",

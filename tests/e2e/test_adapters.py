@@ -31,7 +31,7 @@ WEIGHTS = "model.safetensors"
 def supervised_arguments(workspace: Workspace, data: Path, run_dir: Path) -> list[str]:
     return [
         f"data={{train_files: {data}, val_files: {data}, train_batch_size: 4, max_length: 128}}",
-        f"model={{path: {workspace.model}, lora_rank: 4, target_modules: [q_proj, down_proj]}}",
+        f"model={{path: {workspace.model}, lora_rank: 4, lora_dropout: 0.1, target_modules: [q_proj, down_proj]}}",
         "megatron={dtype: float32, tensor_model_parallel_size: 2}",
         "optim.lr=1e-2",
         f"trainer.default_local_dir={run_dir}",

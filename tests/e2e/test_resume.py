@@ -87,12 +87,14 @@ def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str
         return [
             *algorithm_arguments("ppo", workspace, root),
             "actor_rollout_ref.model.lora_rank=4",
+            "actor_rollout_ref.model.lora_dropout=0.1",
             "critic.model.lora_rank=2",
             "actor_rollout_ref.actor.optim.lr=1e-2",
         ]
     if name == "experts":
         return [
             *algorithm_arguments("adapters", workspace, root),
+            "actor_rollout_ref.model.lora_dropout=0",  # experts have none
             f"actor_rollout_ref.model.path={model_with_experts(workspace, root / 'experts')}",
             f"critic.model.path={root / 'experts'}",
             "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",

@@ -1,14 +1,20 @@
 """Adapters: under every split, outputs and gradients equal those of `transformers` on the merged weights."""
 
+import json
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.learner.config import OptimSection
-from megarl.models.lora import Lora
-from tests.support.adapters import Answer, answer, at, drawn, fill, learn_together
+from megarl.models.architecture import read_architecture
+from megarl.models.lora import Lora, require_targets
+from megarl.platform.errors import UserError
+from tests.support.adapters import Answer, answer, answer_with_dropout, at, drawn, fill, learn_together
 from tests.support.learners import (
     ACTOR,
     TEMPERATURE,
@@ -25,7 +31,10 @@ LORA = Lora(rank=4, alpha=6.0)
 LORAS = {"qwen3_next": Lora(rank=4, alpha=6.0, targets=("q_proj", "v_proj", "up_proj"))}  # all-linear is refused
 OPTIM = OptimSection(lr=1e-2, lr_warmup_steps=4)
 SPARSE = ("qwen3_moe", "deepseek_v3", "qwen3_next")
-CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen3-tied", "phi3", "gpt_neox", "gpt_oss", *SPARSE)}
+CHECKPOINTS = {
+    **{variant: (variant, {}) for variant in ("llama", "qwen3-tied", "phi3", "gpt_neox", "gpt_oss", *SPARSE)},
+    "llama-deep": ("llama", {"num_hidden_layers": 4}),
+}
 
 
 def split(tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
@@ -54,7 +63,8 @@ SPLITS_OF_SPARSE = [
     (4, split(2, expert_model_parallel_size=2)),
 ]
 SPLITS_OF_BIASED = [(1, split()), *SPLITS_OF_SPARSE[2:5]]
-SPLITS = {"gpt_oss": SPLITS_OF_BIASED, **dict.fromkeys(SPARSE, SPLITS_OF_SPARSE)}
+SPLITS_OF_DEEP = [(2, split(1, 2, virtual_pipeline_model_parallel_size=2))]
+SPLITS = {"gpt_oss": SPLITS_OF_BIASED, "llama-deep": SPLITS_OF_DEEP, **dict.fromkeys(SPARSE, SPLITS_OF_SPARSE)}
 
 
 def learn(checkpoint: Path, lora: Lora, fields: dict[str, Any], recompute: Any) -> Any:
@@ -96,15 +106,55 @@ def test_every_split_learns_alike(
     expected = answers[variant]
     for world_size, fields in SPLITS.get(variant, SPLITS_OF_DENSE):
         whole = fields | {"use_distributed_optimizer": False}
-        for outputs, start, loss, norm, pieces in pool.run(
+        for found in pool.run(
             world_size, learn, checkpoints[variant], LORAS.get(variant, LORA), whole, world_size == 2
         ):
-            torch.testing.assert_close(outputs, expected.outputs.log_probs.detach(), **TOLERANCE)
-            assert not torch.allclose(start, outputs, atol=0.1)
-            assert loss == pytest.approx(expected.loss, rel=1e-5)
-            assert norm == pytest.approx(expected.norm, rel=1e-5)
-            for name, box, found in pieces:
-                torch.testing.assert_close(found, at(expected.gradients[name], box), rtol=1e-4, atol=1e-6, msg=name)
+            require_answer(found, expected.outputs.log_probs.detach(), expected)
+            assert not torch.allclose(found[1], found[0], atol=0.1)
+
+
+def require_answer(found: Any, outputs: Tensor, expected: Answer) -> None:
+    """Check what `learn` returned: undropped `outputs`, and the loss and gradients of an update."""
+    own, _, loss, norm, pieces = found
+    torch.testing.assert_close(own, outputs, **TOLERANCE)
+    assert loss == pytest.approx(expected.loss, rel=1e-5)
+    assert norm == pytest.approx(expected.norm, rel=1e-5)
+    for name, box, gradient in pieces:
+        torch.testing.assert_close(gradient, at(expected.gradients[name], box), rtol=1e-4, atol=5e-6, msg=name)
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-deep"])
+def test_every_split_drops_alike(
+    pool: RankPool, checkpoints: dict[str, Path], answers: dict[str, Answer], variant: str
+) -> None:
+    lora = replace(LORA, dropout=0.3)
+    expected = answer_with_dropout(checkpoints[variant], lora)
+    outputs = answers[variant].outputs.log_probs.detach()
+    assert expected.loss != pytest.approx(answers[variant].loss, rel=1e-3)
+    splits = SPLITS.get(variant, SPLITS_OF_DENSE)
+    for recompute, (world_size, fields) in zip(cycle([True, False, "selective"]), splits, strict=False):
+        whole = fields | {"use_distributed_optimizer": False}
+        for found in pool.run(world_size, learn, checkpoints[variant], lora, whole, recompute):
+            require_answer(found, outputs, expected)
+
+
+def test_latent_attention_drops_alike(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    lora = replace(LORA, dropout=0.3, excluded=r".*\.mlp\.experts\..*")
+    args = checkpoints["deepseek_v3"], lora
+    (alone,) = pool.run(1, learn, *args, {"use_distributed_optimizer": False}, False)
+    outputs, _, loss, norm, pieces = alone
+    gradients = {name: gradient for name, _, gradient in pieces}
+    expected = Answer(outputs=outputs, loss=loss, norm=norm, gradients=gradients)
+    for world_size, fields in SPLITS_OF_SPARSE[1:]:
+        whole = fields | {"use_distributed_optimizer": False}
+        for found in pool.run(world_size, learn, *args, whole, world_size == 2):
+            require_answer(found, outputs, expected)
+
+
+def test_adapters_of_experts_have_no_dropout(checkpoints: dict[str, Path]) -> None:
+    architecture = read_architecture(json.loads((checkpoints["qwen3_moe"] / "config.json").read_text()))
+    with pytest.raises(UserError, match="lora_dropout: 0.1 has no effect on adapters of experts"):
+        require_targets(architecture, replace(LORA, dropout=0.1))
 
 
 def test_a_critic_shares_the_frozen_weights(pool: RankPool, checkpoints: dict[str, Path]) -> None:
@@ -124,17 +174,18 @@ def test_resumes_exactly_from_adapters_alone(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, role: str, variant: str
 ) -> None:
     args = (checkpoints[variant], role)
+    lora = replace(LORA, dropout=0.0 if variant in SPARSE else 0.1)
     for fields in (split(2), split(1, 2), split(expert_model_parallel_size=2) if variant in SPARSE else split()):
         saved = tmp_path / str(fields)
         saved.mkdir()
-        expected = pool.run(2, learn_twice, *args, fields, saved, None, True, OPTIM, LORA)
-        resumed = pool.run(2, learn_twice, *args, fields, None, saved, True, OPTIM, LORA)
+        expected = pool.run(2, learn_twice, *args, fields, saved, None, True, OPTIM, lora)
+        resumed = pool.run(2, learn_twice, *args, fields, None, saved, True, OPTIM, lora)
         for (metrics, outputs), (again, same) in zip(expected, resumed, strict=True):
             assert metrics == again
             assert torch.equal(outputs, same)
         for other in (split(2), split(1, 2), split(2, 2)):
             world_size = 4 if other == split(2, 2) else 2
-            for metrics, outputs in pool.run(world_size, learn_twice, *args, other, None, saved, True, OPTIM, LORA):
+            for metrics, outputs in pool.run(world_size, learn_twice, *args, other, None, saved, True, OPTIM, lora):
                 assert metrics == pytest.approx(expected[0][0], rel=1e-4, abs=1e-5)
                 torch.testing.assert_close(outputs, expected[0][1], rtol=1e-4, atol=1e-4)
         assert not any(name.endswith("linear_qkv.weight") for name in names_of(saved)), "the base is not saved"

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import PolicyOutputs, Totals
+from megarl.learner.config import MegatronSection
 from megarl.models.architecture import read_architecture
 from megarl.models.lora import LORA_A, LORA_B, Lora, adapter_shapes
 from tests.support.learners import ACTOR, CRITIC, make_test_learner, outputs_of_all, update
@@ -89,6 +90,58 @@ def answer(checkpoint: Path, directory: Path, lora: Lora) -> Answer:
         a, b = matrices[LORA_A.format(path)], matrices[LORA_B.format(path)]
         gradients[LORA_A.format(path)] = lora.scale * b.T @ gradient
         gradients[LORA_B.format(path)] = lora.scale * gradient @ a.T
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    return Answer(outputs=outputs, loss=float(loss.detach()), norm=float(norm), gradients=gradients)
+
+
+MEGATRON_NAMES = {
+    "q_proj": "self_attention.linear_qkv",
+    "k_proj": "self_attention.linear_qkv",
+    "v_proj": "self_attention.linear_qkv",
+    "o_proj": "self_attention.linear_proj",
+    "gate_proj": "mlp.linear_fc1",
+    "up_proj": "mlp.linear_fc1",
+    "down_proj": "mlp.linear_fc2",
+}
+
+
+def answer_with_dropout(checkpoint: Path, lora: Lora) -> Answer:
+    """Compute the first update of a Llama by autograd, and by hooks on its layers that drop and add."""
+    from megarl.learner.dropout import TokenDropout, token_keys
+
+    matrices = {name: matrix.requires_grad_() for name, matrix in drawn(checkpoint, lora).items()}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).requires_grad_(False)
+    keys = torch.empty(0)
+
+    def read(module: Any, inputs: tuple[Tensor]) -> None:
+        nonlocal keys
+        keys = token_keys(inputs[0][0], torch.tensor([inputs[0].shape[1]]))
+
+    def hook(path: str, dropout: TokenDropout) -> Any:
+        a, b = matrices[LORA_A.format(path)], matrices[LORA_B.format(path)]
+
+        def add(module: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            with dropout.keys.set_to(keys):
+                hidden = dropout(inputs[0][0], is_training=True)
+            return output + lora.scale * hidden @ a.T @ b.T
+
+        return add
+
+    model.register_forward_pre_hook(read)
+    for path, layer in model.named_modules():
+        if LORA_A.format(path) in matrices:
+            _, _, number, _, name = path.split(".")
+            linear = f"decoder.layers.{number}.{MEGATRON_NAMES[name]}"
+            columns = torch.arange(layer.weight.shape[1], dtype=torch.int32)
+            dropout = TokenDropout(lora.dropout, f"{MegatronSection().seed} {linear}", columns, tp_rank=0, tp_size=1)
+            dropout.begin("0.1")
+            layer.register_forward_hook(hook(path, dropout))
+    batch = experience()
+    start = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).requires_grad_(False)
+    outputs = outputs_of(model, batch, {None: start})
+    loss, _ = ACTOR(outputs, batch, Totals.of(batch.num_learnt()))
+    loss.backward()
+    gradients = {name: matrix.grad for name, matrix in matrices.items() if matrix.grad is not None}
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     return Answer(outputs=outputs, loss=float(loss.detach()), norm=float(norm), gradients=gradients)
 

@@ -91,13 +91,16 @@ class Slurm:
 def slurm(*, gpus_per_node: int) -> Iterator[Slurm]:
     """Start a cluster of two nodes of two processors each, and end it with all its jobs.
 
-    The files of the cluster are not below `TMPDIR`: the name of a socket has 108 bytes at most, and Slurm's settings are
-    separated by blanks.
+    The files of the cluster are not below `TMPDIR`: the name of a socket has 108 bytes at most, and blanks separate
+    Slurm's settings.
 
     Args:
         gpus_per_node: what the cluster counts as GPUs (GRES); 0 for a cluster that knows of no GPUs.
     """
-    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as root, _cluster(Path(root), gpus_per_node) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as root,
+        _cluster(Path(root), gpus_per_node) as cluster,
+    ):
         yield cluster
 
 

@@ -34,7 +34,7 @@ PEERS = {
         prometheus.port quantization quantization_config_file mtp layer_name_map.qkv_layer_name layered_summon""",
     "actor_rollout_ref": "nccl_timeout",
     "actor_rollout_ref.model": """
-        hf_config_path tokenizer_path custom_chat_template lora.type lora.dropout mtp.method
+        hf_config_path tokenizer_path custom_chat_template lora.type mtp.method
         mtp.num_speculative_tokens tiled_mlp.num_shards
         fused_kernel_options.impl_backend""",
     "data": """
@@ -92,7 +92,6 @@ def test_foreign_key_gets_answer_instead_of_unknown_key(section: str) -> None:
         ("data.image_key=images", "not supported: prompts and responses are text"),
         ("actor_rollout_ref.rollout.quantization=fp8", "not supported: the engine has the actor's weights"),
         ("actor_rollout_ref.model.lora.type=dora", "not supported: adapters are those of LoRA, write lora"),
-        ("actor_rollout_ref.model.lora.dropout=0.1", "other probabilities than those that were sampled"),
         ("trainer.logger=[clearml]", "clearml is not supported: write wandb, mlflow, tensorboard"),
     ],
 )

@@ -101,8 +101,9 @@ EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
 
 SAID: dict[str, tuple[list[str], list[str]]] = {
     **{
-        f"{model}.lora_alpha=32.0": ([f"{model}.lora_rank=8"], [])
+        f"{model}.{value}": ([f"{model}.lora_rank=8"], [])
         for model in ("actor_rollout_ref.model", "critic.model")
+        for value in ("lora_alpha=32.0", "lora_dropout=0.1")
     },
     "algorithm.filter_groups.metric=score": (grpo("algorithm.filter_groups.enable=true"), []),
     f"{REF}.megatron.dtype=float32": ([], ["algorithm.kl_ctrl.kl_coef=0"]),

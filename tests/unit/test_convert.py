@@ -129,7 +129,7 @@ MODEL=${{MODEL:-org/m}}
     ~trainer.nothing \\
     algorithm.adv_estimator=gae algorithm.use_kl_in_reward=False \\
     actor_rollout_ref.model.lora.rank=8 \\
-    actor_rollout_ref.model.lora.dropout=0.1 \\
+    actor_rollout_ref.model.lora.type=dora \\
     trainer.experiment_name=run-$(date +%s) \\
     trainer.project_name='a # b' $@
 """
@@ -152,7 +152,7 @@ def test_every_key_is_in_file_or_comment(tmp_path: Path, capsys: pytest.CaptureF
     )
     comments = [line for line in text.splitlines() if line.lstrip().startswith("#")]
     for key in (
-        "lora.dropout=0.1",
+        "lora.type=dora",
         "~trainer.nothing",
         "experiment_name=run-$(...)",
         "rollout.mode=async",

@@ -68,7 +68,7 @@ def test_flags_of_other_trainers(command: str, leaves: dict[str, object], decisi
         (
             f"{TRL} --lora_alpha 8 --use_peft --lora_target_modules all-linear --use_dora true --lora_dropout 0.1",
             (16, 8, "all-linear"),
-            ["use_dora=true", "lora_dropout=0.1"],
+            ["use_dora=true"],
             [],
         ),
         (f"{TRL} --lora_r 8 --lora_dropout 0.1", (None,) * 3, [], ["lora_r=8", "lora_dropout=0.1"]),
@@ -79,14 +79,14 @@ def test_flags_of_other_trainers(command: str, leaves: dict[str, object], decisi
             [],
             [],
         ),
-        (f"{OPENRLHF} --lora_rank 4 --lora_dropout 0.1", (4, None, None), ["lora_dropout=0.1"], []),
+        (f"{OPENRLHF} --lora_rank 4 --lora_dropout 0.1", (4, None, None), [], []),
         (f"{NEMO} policy.megatron_cfg.peft.enabled=true", (8, 32, None), [], []),
         (
             f"{NEMO} policy.dtensor_cfg.lora_cfg.enabled=True policy.dtensor_cfg.lora_cfg.dim=128"
             " policy.dtensor_cfg.lora_cfg.dropout=0.1 policy.megatron_cfg.peft.enabled=false"
             " policy.megatron_cfg.peft.dim=8 policy.megatron_cfg.peft.dropout=0.1",
             (128, 32, None),
-            ["policy.dtensor_cfg.lora_cfg.dropout=0.1"],
+            [],
             ["policy.megatron_cfg.peft.dim=8", "policy.megatron_cfg.peft.dropout=0.1"],
         ),
     ],
