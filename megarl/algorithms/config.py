@@ -144,6 +144,8 @@ class OverlongBufferSection:
 class RolloutCorrectionSection:
     """`algorithm.rollout_correction.*`: correct for engine probabilities that differ from the trainer's."""
 
+    bypass_mode: bool = False
+    """Take the ratios of an update from the engine's probabilities, instead of the trainer's before the update."""
     rollout_is: Literal["token", "sequence"] | None = None
     """Weight the policy gradient by the probability ratio of each token or sequence."""
     rollout_is_threshold: Bound = key(2.0, read_if=BOUNDED)

@@ -73,7 +73,7 @@ def _overlong(config: Config, context: CheckContext) -> Iterator[Fault]:
 def _correction(config: Config, context: CheckContext) -> Iterator[Fault]:
     correction = config.algorithm.rollout_correction
     rollout = config.actor_rollout_ref.rollout
-    asked = correction.rollout_is or correction.rollout_rs
+    asked = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
     if asked and not rollout.calculate_log_probs:
         yield Fault(
             f"{ROLLOUT}.calculate_log_probs",
@@ -85,8 +85,13 @@ def _correction(config: Config, context: CheckContext) -> Iterator[Fault]:
                 f"{ROLLOUT}.{key}",
                 "the engine then draws from other probabilities than the trainer, which computes those of all "
                 "tokens, and algorithm.rollout_correction cannot relate the two: write "
-                f"{json.dumps(wanted)}, or leave out rollout_is and rollout_rs",
+                f"{json.dumps(wanted)}, or leave out rollout_is, rollout_rs and bypass_mode",
             )
+    if correction.rollout_is and correction.bypass_mode:
+        yield Fault(
+            "algorithm.rollout_correction.rollout_is",
+            "would correct twice: with bypass_mode the ratios of an update are from the engine's probabilities already",
+        )
     upper = correction.rollout_rs_threshold or correction.rollout_is_threshold
     lower = correction.rollout_rs_threshold_lower
     lower = 1.0 / upper if lower is None else lower
@@ -105,14 +110,16 @@ def _correction(config: Config, context: CheckContext) -> Iterator[Fault]:
         )
 
 
-@rule(RULES, f"{ROLLOUT}.partial", "algorithm.rollout_correction.rollout_is", "algorithm.filter_groups.enable")
+@rule(RULES, f"{ROLLOUT}.partial", "algorithm.rollout_correction", "algorithm.filter_groups.enable")
 def _partial(config: Config, context: CheckContext) -> Iterator[Fault]:
     if not config.actor_rollout_ref.rollout.partial.enable:
         return
-    if config.algorithm.rollout_correction.rollout_is is None:
+    correction = config.algorithm.rollout_correction
+    if correction.rollout_is is None and not correction.bypass_mode:
         yield Fault(
             "algorithm.rollout_correction.rollout_is",
-            f"{ROLLOUT}.partial learns from tokens of older weights, and only this corrects for them: write token",
+            f"{ROLLOUT}.partial learns from tokens of older weights, which only a correction makes up for: write "
+            "token, or bypass_mode=true",
         )
     if config.algorithm.filter_groups.enable:
         yield Fault(

@@ -1,4 +1,4 @@
-"""What a module takes of a micro-batch besides its input, also when a backward pass computes the module again."""
+"""Inputs of a module that belong to a micro-batch, for a backward pass that computes the module again."""
 
 from collections import deque
 from collections.abc import Iterator

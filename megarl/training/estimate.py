@@ -88,10 +88,11 @@ def estimate(
         advantages, returns, found = _advantages(samples, rewards, totals, values, baselines, algorithm, custom)
         of_advantages, *of_critic = found
     weights, weight_metrics = _correction(samples, old_log_probs, algorithm.rollout_correction)
+    before = share.rollout_log_probs if algorithm.rollout_correction.bypass_mode else old_log_probs
     experience = samples.with_share(
         share.extend(
             Experience,
-            old_log_probs=old_log_probs,
+            old_log_probs=before,
             ref_log_probs=ref_log_probs,
             values=_constant(0.0, advantages) if values is None else values,
             advantages=advantages,

@@ -167,7 +167,17 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         (
             [f"{ROLLOUT}.partial.enable=true"],
             "algorithm.rollout_correction.rollout_is",
-            "learns from tokens of older weights, and only this corrects for them: write token",
+            "learns from tokens of older weights, which only a correction makes up for: write token, or bypass_mode",
+        ),
+        (
+            ["algorithm.rollout_correction={rollout_is: token, bypass_mode: true}"],
+            "algorithm.rollout_correction.rollout_is",
+            "would correct twice",
+        ),
+        (
+            ["algorithm.rollout_correction.bypass_mode=true", f"{ROLLOUT}.top_k=5"],
+            f"{ROLLOUT}.top_k",
+            "leave out rollout_is, rollout_rs and bypass_mode",
         ),
         (
             [

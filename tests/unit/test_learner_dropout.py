@@ -1,4 +1,4 @@
-"""Dropout by a hash: what it draws, and for which tokens."""
+"""Dropout by a hash: the numbers that it drops, and their keys."""
 
 import pytest
 import torch

@@ -253,6 +253,16 @@ def test_what_the_engine_saw_differently_is_corrected(
     assert found["critic/advantages/max"] == 1.0
 
 
+@pytest.mark.parametrize("old", [OLD, None])
+def test_ratios_from_the_engine_bypass_the_trainer(old: torch.Tensor | None) -> None:
+    """`old` is None if the update's own pass computes the trainer's probabilities."""
+    sampled = replace(scored(), rollout_log_probs=OLD - 0.5)
+    algorithm = AlgorithmSection(adv_estimator="rloo", rollout_correction=RolloutCorrectionSection(bypass_mode=True))
+    experience, _ = estimate_alone(sampled, old, None, None, algorithm=algorithm, kl_coef=None)
+    assert torch.equal(experience.old_log_probs, OLD - 0.5)
+    torch.testing.assert_close(experience.weights, MASK.float()[MASK])
+
+
 def test_an_exact_divergence_is_taken_as_it_is() -> None:
     """Here every response has three tokens, and those outside MASK are an environment's."""
     exact = torch.tensor([[0.1, 0.2, 0.3], [0.4, math.nan, math.nan], [0.0, 0.5, math.nan], [0.0, 0.0, math.nan]])
