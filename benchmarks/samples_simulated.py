@@ -40,7 +40,7 @@ SPOTS: dict[str, tuple[object, str]] = {
     "send": (routing, "_send"),
     "receive": (routing, "_receive"),
     "assemble": (routing, "assembled"),
-    "gather": (Sharded, "_gather"),
+    "sum": (Sharded, "sum"),
 }
 """Parts of the step that are timed, and where the code of a run finds them."""
 
@@ -76,10 +76,10 @@ class Transport:
         """Return: every transfer is done."""
 
     def all_reduce(self, numbers: Tensor, op: Any = dist.ReduceOp.SUM, **_: Any) -> None:
-        """Add counts as if each rank had as many. Other numbers belong to places, which `like_this_rank` fills."""
+        """Add as if each rank had the same numbers."""
         self.counts["collectives"] += 1
         self.counts["bytes_reduced"] += numbers.nbytes
-        if op == dist.ReduceOp.SUM and not numbers.is_floating_point():
+        if op == dist.ReduceOp.SUM:
             numbers *= dist.get_world_size()
 
     def all_gather_object(self, found: list[Any], mine: Any, **_: Any) -> None:
@@ -94,21 +94,6 @@ class Transport:
         self.counts["collectives"] += 1
 
 
-def like_this_rank(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `Sharded._gather`, which brings numbers to all ranks, with numbers of this rank in place of the others."""
-
-    def gathered(samples: Sharded[Any], numbers: Tensor, places: Tensor, total: int) -> Tensor:
-        found = gather(samples, numbers, places, total)
-        if not len(numbers):
-            return found
-        repeats = -(-total // len(numbers))
-        everywhere = numbers.double().repeat(repeats, *[1] * (numbers.ndim - 1))[:total]
-        everywhere[places] = found[places]
-        return everywhere
-
-    return gathered
-
-
 @contextmanager
 def simulated(rank: int, num_ranks: int) -> Iterator[Transport]:
     """Be one rank of a world without other ranks. torch's own fake group knows the rank and the size."""
@@ -116,10 +101,7 @@ def simulated(rank: int, num_ranks: int) -> Iterator[Transport]:
     names = ("isend", "irecv", "recv", "all_reduce", "all_gather_object", "barrier")
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=fake_pg.FakeStore())
     try:
-        with (
-            patch.multiple(dist, **{name: getattr(transport, name) for name in names}),
-            patch.object(Sharded, "_gather", like_this_rank(Sharded._gather)),
-        ):
+        with patch.multiple(dist, **{name: getattr(transport, name) for name in names}):
             yield transport
     finally:
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.batch import PER_PLACE, PER_TOKEN, Rollouts
 from megarl.distributed.exchange import host_group
-from megarl.distributed.sharded import Sharded, Shares, assembled
+from megarl.distributed.sharded import Sharded, Shares, assembled, places_of
 
 R = TypeVar("R", bound=Rollouts)
 
@@ -35,7 +35,7 @@ def route(samples: Sharded[Rollouts], record: type[R], owners: Tensor, shares: S
     if shares.reports or samples.shares.number == 1:
         share = assembled(_receive(samples, layout, owners, shares))
     if samples.shares.number > 1 and len(shares.ranks[shares.here]) > 1:
-        places = (owners == shares.here).nonzero()[:, 0]
+        places = places_of(owners, shares.here)
         content = (
             layout.pack(share, torch.arange(len(share)))
             if shares.reports
@@ -122,7 +122,7 @@ def _receive(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares
     """Return the samples of this rank's new share, by the share that they come from: their places, and a record."""
     index = samples.index
     old = samples.shares
-    needed = (owners == shares.here).nonzero()[:, 0]
+    needed = places_of(owners, shares.here)
     kept = needed[index.owners[needed] == old.here]
     parts = [(kept, layout.keep(samples, kept))]  # also without a sample: the example
     coming: list[tuple[Tensor, Tensor, Any]] = []

@@ -1,7 +1,7 @@
 """Replicas by hand: engines that draw a known number of tokens, and environments that end after three turns."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Barrier, local
 from typing import Any
@@ -10,7 +10,7 @@ from unittest.mock import Mock, patch
 from torch import Tensor
 
 from megarl.batch import Generation, Group, Prompt, Sample, float32, int32
-from megarl.distributed import sharded
+from megarl.distributed import sharded, sums
 from megarl.distributed.sharded import Shares
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.episodes import Answer, proceed
@@ -53,13 +53,15 @@ def _merged(sample: Sequence[Sample]) -> Generation:
 
 @contextmanager
 def summing(replicas: Replicas) -> Iterator[None]:
-    """Let records that are spread over replicas bring numbers to all of them."""
+    """Let records that are spread over replicas add numbers, and bring numbers to all of them."""
 
     def all_reduce(tensor: Tensor, group: Any) -> None:
         tensor.copy_(sum(replicas.exchange(tensor.clone())))
 
     world = Mock(is_initialized=lambda: True, all_reduce=all_reduce)
-    with patch.object(sharded, "dist", world), patch.object(sharded, "host_group"):
+    with ExitStack() as stack:
+        for module in (sharded, sums):
+            stack.enter_context(patch.multiple(module, dist=world, host_group=Mock()))
         yield
 
 
