@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from benchmarks import report, samples_exchange, samples_page, samples_peer, samples_simulated
 from benchmarks.options import samples_parser
 from benchmarks.samples_meter import DRAWN_BYTES, counted, peak
-from benchmarks.samples_step import STEP, Case, exchange_windows, first_step, job_of
+from benchmarks.samples_step import STEP, Case, Exchange, first_step, job_of
 from megarl.distributed.exchange import join_world
 from megarl.distributed.sharded import Shares
 from megarl.platform.screen import Screen
@@ -140,7 +140,8 @@ def _work(rank: int, case: Case, directory: Path) -> None:
 
 def _exchange_seconds(rank: int, num_processes: int) -> float:
     """Return the processor time of an exchange of windows."""
+    exchange = Exchange(rank, num_processes)
     start = time.process_time()
     for _ in range(EXCHANGES):
-        exchange_windows(rank, num_processes)
+        exchange.run()
     return (time.process_time() - start) / EXCHANGES

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.testing._internal.distributed import fake_pg
 
 from benchmarks import samples_step
-from benchmarks.samples_step import STEP, Case, exchange_windows, first_step, job_of
+from benchmarks.samples_step import STEP, Case, Exchange, first_step, job_of
 from megarl.data.order import Position
 from megarl.distributed import routing
 from megarl.distributed.sharded import Index, Sharded, Shares
@@ -165,10 +165,11 @@ def found_on(rank: int, case: Case, transport: Transport) -> dict[str, Any]:
     counts = {name: count // REPEATS for name, count in transport.counts.items()}
     with timed_spots() as spots:
         take_step(job, progress, Timers(), step=STEP)
+    exchange = Exchange(rank, case.num_processes)
     exchanges = []
     for _ in range(REPEATS):
         start = time.perf_counter()
-        exchange_windows(rank, case.num_processes)
+        exchange.run()
         exchanges.append(time.perf_counter() - start)
     index = job.samples.collect(Position(), Timers(), step=STEP).scored.index
     return {

@@ -17,11 +17,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.columns import block_cuts, counted_from, cut, flat, in_rows, on_tokens, sample_sums, spans
+from megarl.columns import block_cuts, counted_from, cut, flat, in_rows, int64, on_tokens, sample_sums, spans
 
 R = TypeVar("R", bound="Prompts")
 S = TypeVar("S", bound="Rollouts")
@@ -187,7 +186,7 @@ class Group:
     """A prompt and its samples, complete or as far as they are drawn."""
 
     prompt: Prompt
-    samples: tuple[Sample, ...]
+    samples: Sequence[Sample]
     started: int  # finished steps when its first token was asked for
 
     @classmethod
@@ -209,6 +208,15 @@ class Group:
         return sum(sample.num_tokens for sample in self.samples)
 
 
+class PromptList(list[Prompt]):
+    """Prompts that know their lengths, which are counted once."""
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """The number of tokens of each prompt: `[P]` int64."""
+        return int64([len(prompt.token_ids) for prompt in self])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
     """The prompts of one step."""
@@ -217,8 +225,7 @@ class Prompts:
 
     def prompt_lengths(self) -> Tensor:
         """Return the number of tokens of each prompt: `[P]` int64."""
-        lengths = (len(prompt.token_ids) for prompt in self.prompts)
-        return torch.from_numpy(np.fromiter(lengths, dtype=np.int64, count=len(self.prompts)))
+        return (self.prompts if isinstance(self.prompts, PromptList) else PromptList(self.prompts)).lengths
 
     def extend(self, record: type[R], **new_fields: Any) -> R:
         """Return a `record` with the fields of this record and `new_fields`."""

@@ -14,6 +14,11 @@ BLOCK = 1 << 17
 """Places in the rows of a block, which fit into the cache of a processor."""
 
 
+def int64(numbers: Sequence[int]) -> Tensor:
+    """Return a tensor of integers; torch itself takes seven times as long for a list."""
+    return torch.from_numpy(np.fromiter(numbers, dtype=np.int64, count=len(numbers)))
+
+
 def cut(column: Tensor, parts: Sequence[slice]) -> Tensor:
     """Return the given parts of a column, end to end."""
     return torch.cat([column[:0], *(column[part] for part in parts)])

@@ -9,15 +9,11 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megarl.distributed.evenly import fill_evenly
 from megarl.platform.errors import UserError
-
-Integers = npt.NDArray[np.int64]
-SHORT = 16  # steps that a heap takes in less time than numpy
-RUN = 256  # steps that a heap takes at least
 
 
 def partition(costs: Tensor, groups: Tensor, num_parts: int) -> Tensor:
@@ -37,35 +33,8 @@ def partition(costs: Tensor, groups: Tensor, num_parts: int) -> Tensor:
     # a part is a number: its load, then the number of its groups, so that groups of cost zero still spread, then itself
     steps = group_costs[order] * (num_parts * (len(order) + 1)) + num_parts
     taken = np.empty(len(firsts), dtype=np.int64)
-    taken[order] = _fill_evenly(np.arange(num_parts), steps) % num_parts
+    taken[order] = fill_evenly(np.arange(num_parts), steps) % num_parts
     return torch.from_numpy(taken[members])
-
-
-def _fill_evenly(parts: Integers, steps: Integers) -> Integers:
-    """Add each step to the least part, one after the other; return the parts before their steps, of all steps.
-
-    In ascending parts, the next steps go to one part after the other, as long as no part that has got one is less than
-    the next. If that ends soon, a heap takes the next steps.
-    """
-    found = np.empty_like(steps)
-    done = 0
-    while done < len(steps):
-        parts = np.sort(parts)
-        count = min(len(parts), len(steps) - done)
-        grown = parts[:count] + steps[done : done + count]
-        is_next = parts[1:count] < np.minimum.accumulate(grown)[:-1]
-        count = count if is_next.all() else int(is_next.argmin()) + 1
-        found[done : done + count] = parts[:count]
-        parts[:count] = grown[:count]
-        done += count
-        if count < SHORT:
-            heap = np.sort(parts).tolist()
-            for place in range(done, min(done + max(len(parts), RUN), len(steps))):
-                found[place] = heap[0]
-                heapq.heapreplace(heap, heap[0] + int(steps[place]))
-                done += 1
-            parts = np.array(heap)
-    return found
 
 
 def pack(

@@ -7,6 +7,7 @@ from threading import Barrier, local
 from typing import Any
 from unittest.mock import Mock, patch
 
+import torch
 from torch import Tensor
 
 from megarl.batch import Generation, Group, Prompt, Sample, float32, int32
@@ -14,7 +15,7 @@ from megarl.distributed import sharded, sums
 from megarl.distributed.sharded import Shares
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.episodes import Answer, proceed
-from megarl.rollout.window import Window
+from megarl.rollout.window import Window, Windows
 
 THREAD = local()  # its `replica`
 ONE_TOKEN = Generation(0, int32([1]), float32([-1.0]), truncated=False, weight_versions=int32([0]))
@@ -77,13 +78,12 @@ class Engine:
     def shares(self) -> Shares:
         return Shares(ranks=tuple((replica,) for replica in range(self.num_replicas)), rank=self.replica)
 
-    def exchange(self, work: Callable[[], Window]) -> list[Window]:
+    def exchange(self, work: Callable[[], Window]) -> Windows:
         self.num_exchanges += 1
         THREAD.replica = self.replica
         mine = work()
-        afar = self.replicas.exchange((mine.counts(), mine.content().tolist()))
-        windows = [Window.from_afar(*said, replica=replica) for replica, said in enumerate(afar)]
-        return [*windows[: self.replica], mine, *windows[self.replica + 1 :]]
+        counts, contents = zip(*self.replicas.exchange((mine.counts(), mine.content())), strict=True)
+        return Windows(counts=torch.tensor(counts), content=torch.cat(contents), mine=mine, here=self.replica)
 
 
 @dataclass
