@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
@@ -209,12 +210,18 @@ class Group:
 
 
 class PromptList(list[Prompt]):
-    """Prompts that know their lengths, which are counted once."""
+    """Prompts with their lengths, which no rank counts twice."""
 
-    @cached_property
-    def lengths(self) -> Tensor:
-        """The number of tokens of each prompt: `[P]` int64."""
-        return int64([len(prompt.token_ids) for prompt in self])
+    def __init__(self, prompts: Iterable[Prompt] = (), lengths: Tensor | None = None) -> None:
+        """Take prompts, and the number of tokens of each, `[P]` int64; None: they are counted."""
+        super().__init__(prompts)
+        counts = map(len, map(attrgetter("token_ids"), self))
+        self.lengths = int64([*counts]) if lengths is None else lengths
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt]) -> "PromptList":
+        """Return the prompts with their lengths, the same list if it has them."""
+        return prompts if isinstance(prompts, PromptList) else cls(prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +232,7 @@ class Prompts:
 
     def prompt_lengths(self) -> Tensor:
         """Return the number of tokens of each prompt: `[P]` int64."""
-        return (self.prompts if isinstance(self.prompts, PromptList) else PromptList(self.prompts)).lengths
+        return PromptList.of(self.prompts).lengths
 
     def extend(self, record: type[R], **new_fields: Any) -> R:
         """Return a `record` with the fields of this record and `new_fields`."""

@@ -31,11 +31,12 @@ def spans(samples: Tensor, counts: Tensor) -> list[slice]:
     """
     if not len(samples):
         return []
-    chosen = samples.numpy()
-    cuts = np.flatnonzero(np.diff(chosen) != 1) + 1
-    firsts, lasts = chosen[np.append(0, cuts)], chosen[np.append(cuts, len(chosen)) - 1]
-    ends = np.append(0, counts.numpy().cumsum())
-    return [slice(*span) for span in zip(ends[firsts].tolist(), ends[lasts + 1].tolist(), strict=True)]
+    chosen, lengths = samples.numpy(), counts.numpy()
+    cuts = np.flatnonzero(chosen[1:] - chosen[:-1] != 1)
+    firsts, lasts = np.concatenate((chosen[:1], chosen[cuts + 1])), np.concatenate((chosen[cuts], chosen[-1:]))
+    ends = lengths.cumsum()
+    starts = ends[firsts] - lengths[firsts]
+    return [slice(*span) for span in zip(starts.tolist(), ends[lasts].tolist(), strict=True)]
 
 
 def counted_from(starts: Tensor, counts: Tensor) -> Tensor:

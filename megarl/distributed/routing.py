@@ -6,6 +6,7 @@ share along a tree. So a token crosses once from the ranks that drew it to the r
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +56,11 @@ class _Layout:
     record: type[Any]
     columns: dict[str, tuple[torch.dtype, bool]]  # by name: the type of a number, and whether each token has one
 
+    @cached_property
+    def nothing(self) -> dict[str, None]:
+        """A value of each field that does not travel."""
+        return {field.name: None for field in fields(self.record)}
+
     @classmethod
     def of(cls, example: Rollouts, record: type[Any]) -> "_Layout":
         found = {}
@@ -95,7 +101,7 @@ class _Layout:
             "groups": samples.index.groups[places],
             "num_tokens": samples.index.num_tokens[places],
         }
-        return self.record(**{field.name: None for field in fields(self.record)} | tensors | known)
+        return self.record(**self.nothing | tensors | known)
 
     def _sizes(self, num_tokens: Tensor) -> list[int]:
         """Return the bytes of each tensor, of samples with so many tokens."""

@@ -108,6 +108,25 @@ class Index:
     def __len__(self) -> int:
         return len(self.owners)
 
+    def places(self, share: int) -> Tensor:
+        """Return the places of the samples of a share among all: int64 `[b]`, ascending."""
+        if share not in self._places:
+            self._places[share] = places_of(self.owners, share)
+        return self._places[share]
+
+    @cached_property
+    def _places(self) -> dict[int, Tensor]:
+        """What `places` has found, by share."""
+        return {}
+
+    @cached_property
+    def keeps_groups(self) -> bool:
+        """Whether the samples of each prompt lie behind each other, and on the same ranks."""
+        groups, owners = self.groups.numpy(), self.owners.numpy()
+        is_next = groups[1:] != groups[:-1]
+        firsts = np.concatenate((groups[:1], groups[1:][is_next]))
+        return bool((firsts[1:] > firsts[:-1]).all()) and not ((owners[1:] != owners[:-1]) & ~is_next).any()
+
     def select(self, samples: Tensor) -> "Index":
         """Return only the given samples (int64 indices `[K]`), in that order. Prompts are kept."""
         values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -126,17 +145,10 @@ class Sharded(Generic[R_co]):
     def __len__(self) -> int:
         return len(self.index)
 
-    @cached_property
+    @property
     def mine(self) -> Tensor:
         """The places of this rank's samples among all: int64 `[b]`, ascending."""
-        return places_of(self.index.owners, self.shares.here)
-
-    @cached_property
-    def keeps_groups(self) -> bool:
-        """Whether the samples of each prompt lie behind each other, and on the same ranks."""
-        groups, owners = self.index.groups.numpy(), self.index.owners.numpy()
-        is_next = groups[1:] != groups[:-1]
-        return not (groups[1:] < groups[:-1]).any() and bool((is_next | (owners[1:] == owners[:-1])).all())
+        return self.index.places(self.shares.here)
 
     def local(self, samples: Tensor) -> Tensor:
         """Return the places in the share of those of the given samples (int64 indices `[K]`) that this rank has."""
@@ -145,7 +157,7 @@ class Sharded(Generic[R_co]):
 
     def select(self, samples: Tensor) -> "Sharded[R_co]":
         """Return only the given samples (int64 indices `[K]`), in that order."""
-        if torch.equal(samples, torch.arange(len(self))):
+        if len(samples) == len(self) and is_ascending(samples):
             return self
         return replace(self, index=self.index.select(samples), share=self.share.select(self.local(samples)))
 
@@ -239,6 +251,12 @@ class Sharded(Generic[R_co]):
         share = replace(self.share, routes=None)
         parts = together(lambda: (self.mine, share) if self.shares.reports else None)
         return assembled([part for part in parts if part])
+
+
+def is_ascending(places: Tensor) -> bool:
+    """Return whether places, int64, ascend; then as many places as there are samples are all samples."""
+    numbers = places.numpy()
+    return bool((numbers[1:] > numbers[:-1]).all())
 
 
 def places_of(owners: Tensor, share: int) -> Tensor:

@@ -23,18 +23,24 @@ def partition(costs: Tensor, groups: Tensor, num_parts: int) -> Tensor:
     part is empty only if there are fewer groups than parts.
     """
     members = groups.numpy()
+    starts = np.append(0, np.flatnonzero(members[1:] != members[:-1]) + 1)[: len(members)]  # of neighbours of a group
+    counts = np.diff(starts, append=len(members))
+    members = members[starts]
     firsts = np.full(int(members.max(initial=-1)) + 1, len(members))
     np.minimum.at(firsts, members, np.arange(len(members)))
     group_costs = np.zeros(len(firsts), dtype=np.int64)
-    np.add.at(group_costs, members, costs.numpy())
+    np.add.at(group_costs, members, np.add.reduceat(costs.numpy(), starts) if len(starts) else starts)
     present = np.flatnonzero(firsts < len(members))
-    order = present[np.lexsort((firsts[present], -group_costs[present]))]
+    present = present[np.argsort(firsts[present], kind="stable")]
+    # a number for each group: how far it is from the largest cost, then its place
+    places = np.sort((group_costs.max(initial=0) - group_costs[present]) * len(present) + np.arange(len(present)))
+    order = present[places % max(len(present), 1)]
 
     # a part is a number: its load, then the number of its groups, so that groups of cost zero still spread, then itself
     steps = group_costs[order] * (num_parts * (len(order) + 1)) + num_parts
     taken = np.empty(len(firsts), dtype=np.int64)
     taken[order] = fill_evenly(np.arange(num_parts), steps) % num_parts
-    return torch.from_numpy(taken[members])
+    return torch.from_numpy(np.repeat(taken[members], counts))
 
 
 def pack(

@@ -1,5 +1,7 @@
 """The groups that a session draws, by number, with all their samples in one table."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,7 +21,7 @@ class OpenGroups:
     def __init__(self) -> None:
         nothing = np.zeros(0, dtype=np.int64)
         self._table = SampleTable.of(())
-        self._prompts = list[Prompt]()
+        self._prompts: Sequence[Prompt] = ()
         self._numbers = nothing  # of each group
         self._place_of = nothing  # of a group by its number; -1: there is no such group
         self._started = nothing
@@ -48,7 +50,7 @@ class OpenGroups:
         size, grown = len(self._numbers), max(len(self._place_of), int(numbers.max(initial=-1)) + 1)
         self._place_of = np.append(self._place_of, np.full(grown - len(self._place_of), -1))
         self._place_of[numbers] = size + np.arange(len(numbers))
-        self._prompts += groups.prompts
+        self._prompts = [*self._prompts, *groups.prompts] if self._prompts else groups.prompts
         self._numbers = np.append(self._numbers, numbers)
         self._started = np.append(self._started, groups.started.numpy())
         self._firsts = np.append(self._firsts, len(self._table) + firsts)

@@ -46,10 +46,10 @@ def of_groups(groups: Sequence[Group], shares: Shares, no_routes: Tensor | None 
         UserError: samples that an earlier job drew have no routes.
     """
     groups = Groups.of(groups)
-    table, prompts = groups.table, Prompts(prompts=PromptList(groups.prompts))
+    table, prompts = groups.table, Prompts(prompts=PromptList.of(groups.prompts))
     _require_counts(prompts.prompts, groups.counts, n=int(groups.counts[0]))
     mine = table.mine()
-    columns = _Columns(bool(table.column("num_turns").any()), bool(table.column("has_log_probs").all()))
+    columns = _Columns(bool(table.column("num_turns").numpy().any()), bool(table.column("has_log_probs").numpy().all()))
     num_tokens = table.column("num_tokens").clone()  # the index outlives the table
     index = Index(
         prompts=prompts.prompts,

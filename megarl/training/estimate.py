@@ -26,6 +26,7 @@ from megarl.distributed.sharded import Sharded
 from megarl.training.custom import CustomEstimator
 from megarl.training.interfaces import Metrics
 from megarl.training.statistics import (
+    Spread,
     Summary,
     joined,
     mean,
@@ -77,10 +78,10 @@ def estimate(
     else:
         rewards = _token_rewards(share, scores, kl, kl_coef or 0.0)
         of_share = share.sums(rewards)
-    of_samples = [share.scores, of_share]
+    of_samples = [share.num_learnt(), share.scores, of_share]
     if kl is not None:  # of a sample the mean of its tokens: long responses do not weigh more in the KL controller
         of_samples.append(share.sums(kl) / share.num_learnt().clamp(min=1))
-    given, totals, *kls = spreads(samples, of_samples)
+    lengths, given, totals, *kls = spreads(samples, of_samples)
     if algorithm.estimator.compares and not custom:
         advantages, of_advantages = _compared(samples, of_share, algorithm)
         of_critic: list[Summary] = []
@@ -102,7 +103,7 @@ def estimate(
         )
     )
     metrics = given.metrics("critic/score") | totals.metrics("critic/rewards")
-    metrics |= of_advantages.metrics("critic/advantages") | _length_metrics(samples) | weight_metrics
+    metrics |= of_advantages.metrics("critic/advantages") | _length_metrics(samples, lengths) | weight_metrics
     if baselines is not None:
         metrics |= spread("critic/baselines", baselines)
     if of_critic:
@@ -162,7 +163,7 @@ def _compared(samples: Sharded[Rewarded], totals: Tensor, algorithm: AlgorithmSe
     `totals` are `[b]` rewards. All tokens of a sample have the same advantage. If the samples of a group lie together
     on the same ranks, these compare them, unless the estimator asks for the complete batch.
     """
-    if algorithm.estimator.of_batch or not samples.keeps_groups:
+    if algorithm.estimator.of_batch or not samples.index.keeps_groups:
         index = samples.index
         scores = samples.gather(totals)
         advantages = _per_sample(scores, index.groups, index.num_learnt, algorithm)[samples.mine]
@@ -332,10 +333,9 @@ def _critic_metrics(returns: Summary, values: Summary, errors: Summary) -> Metri
     )
 
 
-def _length_metrics(samples: Sharded[Rewarded]) -> Metrics:
-    index = samples.index
+def _length_metrics(samples: Sharded[Rewarded], lengths: Spread) -> Metrics:
     return (
-        spread("response_length", index.num_learnt)
+        lengths.metrics("response_length")
         | spread("prompt_length", samples.share.prompt_lengths())
-        | {"response_length/clip_ratio": float(index.truncated.float().mean())}
+        | {"response_length/clip_ratio": float(samples.index.truncated.float().mean())}
     )

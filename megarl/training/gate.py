@@ -114,7 +114,7 @@ class Gate:
                 _rows(samples.index, ~kept),
             )
         return GateResult(
-            rows=kept.nonzero()[:, 0],
+            rows=kept.nonzero()[:, 0] if left_out else torch.arange(len(kept)),
             healthy=(*healthy, level)[:WINDOW] if num_tokens_kept else tuple(healthy),
             metrics={
                 "training/rollout_mismatch": level,
