@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 from benchmarks.samples_meter import counted
 from benchmarks.samples_step import Exchange
 from megarl.distributed.exchange import join_world
+from megarl.platform.heap import keep_freed_memory
 
 WARM_UP = 10
 EXCHANGES = 200
@@ -38,6 +39,7 @@ def measure(num_ranks: int) -> dict[str, Any]:
 def _work(rank: int, num_ranks: int, directory: Path) -> None:
     """Exchange as one rank, and write what it costs."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     place = {"init_method": f"file://{directory}/rendezvous", "rank": rank, "world_size": num_ranks}
     join_world(timeout=timedelta(seconds=300), **place)
     exchange = Exchange(rank, num_ranks)

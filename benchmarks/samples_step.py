@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import FixedKL
@@ -15,6 +16,7 @@ from megarl.batch import (
     Experience,
     Generation,
     Prompt,
+    PromptList,
     Rewarded,
     Rollouts,
     Scored,
@@ -71,8 +73,15 @@ class Case:
 
     @property
     def groups(self) -> Sequence[int]:
-        """The prompt of each response. A replica draws every prompt whose number is its own modulo the replicas."""
+        """The prompt of each response."""
         return [number // PER_PROMPT for number in range(self.num_samples)]
+
+    def replicas(self) -> Tensor:
+        """Return the replica that draws each response: `[B]` int64. Each draws every prompt whose turn it is.
+
+        Prompts of equal cost are dealt to learners from the first on, so none learns from a sample that it has drawn.
+        """
+        return (torch.tensor(self.groups) + 1) % self.num_processes
 
 
 class Samples:
@@ -94,14 +103,14 @@ class Samples:
 def drawn_groups(case: Case, shares: Shares) -> Groups:
     """Return the groups of a step, complete, as a session of this rank leaves them."""
     number = case.num_samples // PER_PROMPT
-    prompts = [
+    prompts = PromptList(
         Prompt(index=place, token_ids=PROMPT, text="", data_source="", ground_truth=None, extra_info={})
         for place in range(number)
-    ]
+    )
     groups = Groups.new(prompts, range(PER_PROMPT), started=STEP)
     table = groups.table
     places, lengths = torch.tensor(case.groups), torch.tensor(case.lengths)
-    replicas = places % shares.number
+    replicas = case.replicas()
     known = {"prompt": places, "num_tokens": lengths, "num_learnt": lengths, "complete": torch.ones_like(places)}
     for name, column in known.items():
         table.column(name).copy_(column)
@@ -113,25 +122,23 @@ def drawn_groups(case: Case, shares: Shares) -> Groups:
         tokens.frombytes(generator.integers(0, 1000, length, dtype=np.int32).tobytes())
         log_probs.frombytes((-generator.random(length, dtype=np.float32)).tobytes())
         versions = int32([STEP]) * length
-        table.own[place] = Generation(
-            case.groups[place], tokens, log_probs, False, weight_versions=versions, sample=place % PER_PROMPT
-        )
+        group, sample = divmod(place, PER_PROMPT)
+        table.own[place] = Generation(group, tokens, log_probs, False, weight_versions=versions, sample=sample)
     return groups
 
 
 class Actor:
-    """An actor that answers at once. Each rank learns from samples that another has drawn."""
+    """An actor that answers at once."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
         self._minibatches = MiniBatches(num_prompts=1 << 20, num_epochs=1, shuffle=True, seed=1)
 
     def take(self, samples: Sharded[Rewarded], *, step: int) -> Sharded[Rewarded]:
-        """Bring the samples to the ranks that learn from them. A rank learns from no sample that it has drawn."""
+        """Bring the samples to the ranks that learn from them."""
         index = samples.index
         number = self._shares.number
-        owners = partition(index.lengths, index.groups, number)
-        return route(samples, Rewarded, (owners + 1) % number, self._shares)
+        return route(samples, Rewarded, partition(index.lengths, index.groups, number), self._shares)
 
     def infer(self, batch: Sharded[Rollouts]) -> Any:
         """Return log-probabilities that differ from the engine's by rounding."""
