@@ -20,9 +20,10 @@ import torch.multiprocessing as mp
 from benchmarks import report, samples_exchange, samples_page, samples_peer, samples_simulated
 from benchmarks.options import samples_parser
 from benchmarks.samples_meter import DRAWN_BYTES, counted, peak
-from benchmarks.samples_step import STEP, Case, exchange_windows, first_step, job_of
+from benchmarks.samples_step import STEP, Case, Exchange, first_step, job_of
 from megarl.distributed.exchange import join_world
 from megarl.distributed.sharded import Shares
+from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
 from megarl.platform.screen import Screen
 from megarl.tracking.timers import Timers
 from megarl.training.loop import take_step
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if options.page:
         print(samples_page.markdown(json.loads(options.page.read_text(encoding="utf-8"))), end="")
         return 0
+    prefer_huge_pages()  # as a run does, in all processes that measure
     if options.peer:
         samples_peer.check()
     share = options.samples // 2
@@ -52,8 +54,9 @@ def main(argv: Sequence[str]) -> int:
     found["exchange"] = [samples_exchange.measure(number) for number in options.exchange]
     found["simulated"] = [
         measured
+        for estimator in ("grpo", "gae")
         for number in options.simulate
-        for measured in samples_simulated.measure(Case(number, share * number, options.tokens, "grpo", ragged=True))
+        for measured in samples_simulated.measure(Case(number, share * number, options.tokens, estimator, ragged=True))
     ]
     if options.peer:
         found["peer"] = samples_peer.measure(num_samples=share, num_tokens=options.tokens)
@@ -68,28 +71,42 @@ def main(argv: Sequence[str]) -> int:
 def summary(found: dict[str, Any]) -> dict[str, float]:
     """Return the numbers that have targets, as far as they were measured: the largest of all cases.
 
-    `growth_2_to_8` is that of a step with an equal share: the processor time of its busiest rank with 8 processes over
-    that with 2. `growth_of_exchange` is that of an exchange, from the fewest to the most ranks.
+    `growth_simulated_2_to_8` and `growth_simulated` are those of a step with an equal share: the processor time of the
+    busiest rank of 8 over that of 2, and of the most simulated ranks over the fewest. `growth_2_to_8` is the same of
+    processes that share the cores of this machine, their caches and their memory. `growth_of_exchange` is that of an
+    exchange, from the fewest to the most ranks.
     """
     numbers = {
         name: max(case[name] for case in found["cases"])
         for name in ("ns_per_token_busiest_rank", "peak_over_share", "times_each_token_crosses")
         if found["cases"]
     }
-    steps = {(case["num_processes"], case["estimator"]): case["ns_per_token_of_share"] for case in found["cases"]}
-    growths = [
-        time / steps[SMALL, estimator]
-        for (number, estimator), time in steps.items()
-        if number == LARGE and (SMALL, estimator) in steps
-    ]
-    if growths:
-        numbers["growth_2_to_8"] = max(growths)
+    simulated = [each | {"num_processes": each["num_ranks"]} for each in found["simulated"]]
+    if simulated:
+        sizes = [each["num_processes"] for each in simulated]
+        numbers |= _growth("growth_simulated_2_to_8", simulated, SMALL, LARGE)
+        numbers |= _growth("growth_simulated", simulated, min(sizes), max(sizes))
+    numbers |= _growth("growth_2_to_8", found["cases"], SMALL, LARGE)
     if found["exchange"]:
         times = {each["num_ranks"]: each["cpu_us"] for each in found["exchange"]}
         numbers["growth_of_exchange"] = times[max(times)] / times[min(times)]
     if "peer" in found:
         numbers["over_transferqueue"] = found["peer"]["over_transferqueue"]
     return numbers
+
+
+def _growth(name: str, cases: Sequence[dict[str, Any]], small: int, large: int) -> dict[str, float]:
+    """Return the largest growth of all estimators, from `small` to `large` ranks, if both are there."""
+    times: dict[tuple[str, int], float] = {}
+    for case in cases:
+        key = (case["estimator"], case["num_processes"])
+        times[key] = max(times.get(key, 0.0), case["ns_per_token_of_share"])
+    growths = [
+        times[estimator, large] / time
+        for (estimator, number), time in times.items()
+        if number == small and (estimator, large) in times
+    ]
+    return {name: max(growths)} if growths else {}
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -117,6 +134,7 @@ def measure(case: Case) -> dict[str, Any]:
 def _work(rank: int, case: Case, directory: Path) -> None:
     """Take steps as one rank, and write what they cost."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     place = {"init_method": f"file://{directory}/rendezvous", "rank": rank, "world_size": case.num_processes}
     join_world(timeout=timedelta(seconds=300), **place)
     job = job_of(case, Shares.blocks(1))
@@ -140,7 +158,8 @@ def _work(rank: int, case: Case, directory: Path) -> None:
 
 def _exchange_seconds(rank: int, num_processes: int) -> float:
     """Return the processor time of an exchange of windows."""
+    exchange = Exchange(rank, num_processes)
     start = time.process_time()
     for _ in range(EXCHANGES):
-        exchange_windows(rank, num_processes)
+        exchange.run()
     return (time.process_time() - start) / EXCHANGES

@@ -19,8 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.samples_meter import counted
-from benchmarks.samples_step import exchange_windows
+from benchmarks.samples_step import Exchange
 from megarl.distributed.exchange import join_world
+from megarl.platform.heap import keep_freed_memory
 
 WARM_UP = 10
 EXCHANGES = 200
@@ -38,15 +39,17 @@ def measure(num_ranks: int) -> dict[str, Any]:
 def _work(rank: int, num_ranks: int, directory: Path) -> None:
     """Exchange as one rank, and write what it costs."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     place = {"init_method": f"file://{directory}/rendezvous", "rank": rank, "world_size": num_ranks}
     join_world(timeout=timedelta(seconds=300), **place)
+    exchange = Exchange(rank, num_ranks)
     for _ in range(WARM_UP):
-        exchange_windows(rank, num_ranks)
+        exchange.run()
     seconds, busy = [], []
     with counted() as sent:
         for _ in range(EXCHANGES):
             start, start_busy = time.perf_counter(), time.process_time()
-            exchange_windows(rank, num_ranks)
+            exchange.run()
             seconds.append(time.perf_counter() - start)
             busy.append(time.process_time() - start_busy)
     found = {

@@ -16,7 +16,9 @@ TARGETS = {
     "ns_per_token_busiest_rank": ("processor time of the busiest rank for a token of the step, ns", "at most 50"),
     "peak_over_share": ("peak of memory over the tokens and outputs of a rank", "at most 3"),
     "times_each_token_crosses": ("times that each token crosses between ranks", "at most 1.01"),
-    "growth_2_to_8": ("processor time of a step of 8 ranks over one of 2, with equal shares", "0.85 to 1.15"),
+    "growth_simulated_2_to_8": ("processor time of a step of 8 ranks over one of 2, each rank alone", "0.85 to 1.15"),
+    "growth_simulated": ("the same of the most simulated ranks over the fewest", "0.85 to 1.15"),
+    "growth_2_to_8": ("the same of 8 processes over 2, which share the cores", "-"),
     "growth_of_exchange": ("processor time of an exchange, of the most ranks over the fewest", "less than the ranks"),
     "over_transferqueue": ("GB/s point to point over GB/s through TransferQueue", "at least 5"),
 }
@@ -119,21 +121,23 @@ def _exchange(exchanges: Sequence[Found]) -> Rows:
         for each in exchanges
     ]
     text = (
-        "Each replica is one rank and has finished 4 samples. The first time is the median of an exchange; ranks that "
-        "outnumber the cores wait for a core in it. The processor time is that of the busiest rank."
+        "Each replica is one rank and has finished 4 samples, which find their groups. The first time is the median of "
+        "an exchange; ranks that outnumber the cores wait for a core in it. The processor time is that of the busiest "
+        "rank."
     )
     return Rows("An exchange of counts", text, columns, rows)
 
 
 def _simulated(ranks: Sequence[Found]) -> Rows:
     columns = (
-        *("ranks", "rank", "step s", "ns a token of the share", "MB sent", "MB received", "messages"),
+        *("ranks", "rank", "estimator", "step s", "ns a token of the share", "MB sent", "MB received", "messages"),
         *("index MB", "us an exchange"),
     )
     rows = [
         (
             str(each["num_ranks"]),
             str(each["rank"]),
+            each["estimator"],
             f"{each['seconds']:.3f}",
             f"{each['ns_per_token_of_share']:.0f}",
             f"{each.get('bytes_sent', 0) / 1e6:.2f}",
@@ -146,7 +150,8 @@ def _simulated(ranks: Sequence[Found]) -> Rows:
     ]
     text = (
         "The first rank and the busiest one, each alone, with as many samples a rank as above and ragged responses. "
-        "Messages are counted instead of sent, so the seconds have no network in them."
+        "Messages are counted instead of sent. So the processor time is that of the code: processes above share caches "
+        "and memory, and their time grows with their number for that reason too."
     )
     return Rows("Many ranks, simulated", text, columns, rows)
 
@@ -154,10 +159,15 @@ def _simulated(ranks: Sequence[Found]) -> Rows:
 def _spots(ranks: Sequence[Found]) -> Rows:
     names = list(ranks[0]["spots_us"])
     rows = [
-        (str(each["num_ranks"]), str(each["rank"]), *(f"{each['spots_us'].get(name, 0.0):.0f}" for name in names))
+        (
+            str(each["num_ranks"]),
+            str(each["rank"]),
+            each["estimator"],
+            *(f"{each['spots_us'].get(name, 0.0):.0f}" for name in names),
+        )
         for each in ranks
     ]
-    return Rows("Parts of a simulated step", "Microseconds.", ("ranks", "rank", *names), rows)
+    return Rows("Parts of a simulated step", "Microseconds.", ("ranks", "rank", "estimator", *names), rows)
 
 
 def _peer(peer: Found) -> Rows:

@@ -24,23 +24,24 @@ from torch import Tensor
 from torch.testing._internal.distributed import fake_pg
 
 from benchmarks import samples_step
-from benchmarks.samples_step import STEP, Case, exchange_windows, first_step, job_of
+from benchmarks.samples_step import STEP, Case, Exchange, first_step, job_of
 from megarl.data.order import Position
 from megarl.distributed import routing
 from megarl.distributed.sharded import Index, Sharded, Shares
 from megarl.learner.packing import partition
+from megarl.platform.heap import keep_freed_memory
 from megarl.tracking.timers import Timers
 from megarl.training.loop import take_step
 
 BYTE = 1  # of all that other ranks send: a token, a true flag, a small number, and the version of this step
-REPEATS = 3
+REPEATS = 9
 SPOTS: dict[str, tuple[object, str]] = {
     "of_groups": (samples_step, "of_groups"),
     "partition": (samples_step, "partition"),
     "send": (routing, "_send"),
     "receive": (routing, "_receive"),
     "assemble": (routing, "assembled"),
-    "gather": (Sharded, "_gather"),
+    "sum": (Sharded, "sum"),
 }
 """Parts of the step that are timed, and where the code of a run finds them."""
 
@@ -76,10 +77,10 @@ class Transport:
         """Return: every transfer is done."""
 
     def all_reduce(self, numbers: Tensor, op: Any = dist.ReduceOp.SUM, **_: Any) -> None:
-        """Add counts as if each rank had as many. Other numbers belong to places, which `like_this_rank` fills."""
+        """Add as if each rank had the same numbers."""
         self.counts["collectives"] += 1
         self.counts["bytes_reduced"] += numbers.nbytes
-        if op == dist.ReduceOp.SUM and not numbers.is_floating_point():
+        if op == dist.ReduceOp.SUM:
             numbers *= dist.get_world_size()
 
     def all_gather_object(self, found: list[Any], mine: Any, **_: Any) -> None:
@@ -94,21 +95,6 @@ class Transport:
         self.counts["collectives"] += 1
 
 
-def like_this_rank(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `Sharded._gather`, which brings numbers to all ranks, with numbers of this rank in place of the others."""
-
-    def gathered(samples: Sharded[Any], numbers: Tensor, places: Tensor, total: int) -> Tensor:
-        found = gather(samples, numbers, places, total)
-        if not len(numbers):
-            return found
-        repeats = -(-total // len(numbers))
-        everywhere = numbers.double().repeat(repeats, *[1] * (numbers.ndim - 1))[:total]
-        everywhere[places] = found[places]
-        return everywhere
-
-    return gathered
-
-
 @contextmanager
 def simulated(rank: int, num_ranks: int) -> Iterator[Transport]:
     """Be one rank of a world without other ranks. torch's own fake group knows the rank and the size."""
@@ -116,10 +102,7 @@ def simulated(rank: int, num_ranks: int) -> Iterator[Transport]:
     names = ("isend", "irecv", "recv", "all_reduce", "all_gather_object", "barrier")
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=fake_pg.FakeStore())
     try:
-        with (
-            patch.multiple(dist, **{name: getattr(transport, name) for name in names}),
-            patch.object(Sharded, "_gather", like_this_rank(Sharded._gather)),
-        ):
+        with patch.multiple(dist, **{name: getattr(transport, name) for name in names}):
             yield transport
     finally:
         dist.destroy_process_group()
@@ -127,14 +110,14 @@ def simulated(rank: int, num_ranks: int) -> Iterator[Transport]:
 
 @contextmanager
 def timed_spots() -> Iterator[dict[str, float]]:
-    """Add the seconds of each of `SPOTS` within the block."""
+    """Add the processor seconds of each of `SPOTS` within the block."""
     seconds = dict.fromkeys(SPOTS, 0.0)
 
     def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = time.process_time()
             done = work(*args, **kwargs)
-            seconds[name] += time.perf_counter() - start
+            seconds[name] += time.process_time() - start
             return done
 
         return call
@@ -159,13 +142,14 @@ def busiest(case: Case) -> int:
     lengths, groups = np.array(case.lengths), np.array(case.groups)
     costs = torch.from_numpy(lengths + len(samples_step.PROMPT))
     parts = partition(costs, torch.from_numpy(groups), case.num_processes).numpy()
-    ranks = np.concatenate([groups, parts + 1]) % case.num_processes
+    ranks = np.concatenate([case.replicas().numpy(), parts])
     return int(np.bincount(ranks, np.tile(lengths, 2)).argmax())
 
 
 def _work(_: int, rank: int, case: Case, directory: Path) -> None:
     """Take steps as one rank of a simulated world, and write what they cost."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     with simulated(rank, case.num_processes) as transport:
         (directory / f"{rank}.json").write_text(json.dumps(found_on(rank, case, transport)))
 
@@ -177,21 +161,23 @@ def found_on(rank: int, case: Case, transport: Transport) -> dict[str, Any]:
     transport.counts.clear()
     seconds = []
     for _ in range(REPEATS):
-        start = time.perf_counter()
+        start = time.process_time()
         take_step(job, progress, Timers(), step=STEP)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     counts = {name: count // REPEATS for name, count in transport.counts.items()}
     with timed_spots() as spots:
         take_step(job, progress, Timers(), step=STEP)
+    exchange = Exchange(rank, case.num_processes)
     exchanges = []
     for _ in range(REPEATS):
-        start = time.perf_counter()
-        exchange_windows(rank, case.num_processes)
-        exchanges.append(time.perf_counter() - start)
+        start = time.process_time()
+        exchange.run()
+        exchanges.append(time.process_time() - start)
     index = job.samples.collect(Position(), Timers(), step=STEP).scored.index
     return {
         "num_ranks": case.num_processes,
         "rank": rank,
+        "estimator": case.estimator,
         "seconds": min(seconds),
         "ns_per_token_of_share": min(seconds) / (case.num_samples // case.num_processes * case.num_tokens) * 1e9,
         "messages": 0,

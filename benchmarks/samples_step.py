@@ -7,19 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import FixedKL
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import (
-    Elsewhere,
     Experience,
     Generation,
-    Group,
     Prompt,
+    PromptList,
     Rewarded,
     Rollouts,
-    Sample,
     Scored,
     float32,
     int32,
@@ -30,7 +29,9 @@ from megarl.distributed.sharded import Sharded, Shares
 from megarl.learner.packing import partition
 from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
+from megarl.rollout.open_groups import OpenGroups
 from megarl.rollout.responses import of_groups
+from megarl.rollout.table import Groups
 from megarl.rollout.window import Window, exchange
 from megarl.samples.in_flight import NOTHING, InFlight
 from megarl.tracking.protocol import NullTracker
@@ -48,6 +49,7 @@ PROMPT = [1] * 64
 STEP = 0x01010101  # equal bytes: a rank that is simulated receives nothing else
 ROUNDING = 1e-8  # of the log-probabilities between engine and trainer
 FINISHED = 4  # samples of a replica between two exchanges
+ONE = int32([1])  # token
 UNUSED: Any = None  # parts of a job that a single step does not touch
 
 
@@ -71,8 +73,15 @@ class Case:
 
     @property
     def groups(self) -> Sequence[int]:
-        """The prompt of each response. A replica draws every prompt whose number is its own modulo the replicas."""
+        """The prompt of each response."""
         return [number // PER_PROMPT for number in range(self.num_samples)]
+
+    def replicas(self) -> Tensor:
+        """Return the replica that draws each response: `[B]` int64. Each draws every prompt whose turn it is.
+
+        Prompts of equal cost are dealt to learners from the first on, so none learns from a sample that it has drawn.
+        """
+        return (torch.tensor(self.groups) + 1) % self.num_processes
 
 
 class Samples:
@@ -80,8 +89,7 @@ class Samples:
 
     def __init__(self, case: Case, shares: Shares) -> None:
         self._shares = shares
-        self._generator = np.random.default_rng(shares.here)
-        self._groups = [self._group(case, number) for number in range(case.num_samples // PER_PROMPT)]
+        self._groups = drawn_groups(case, shares)
 
     def collect(self, position: Position, timers: Timers, *, step: int, in_flight: InFlight = NOTHING) -> Collected:
         """Return the samples of the step."""
@@ -91,46 +99,46 @@ class Samples:
         scored = share.extend(Scored, texts=[""] * len(share), scores=scores, accuracies=scores)
         return Collected(scored=drawn.with_share(scored), baselines=None, position=position, metrics={})
 
-    def _group(self, case: Case, number: int) -> Group:
-        prompt = Prompt(index=number, token_ids=PROMPT, text="", data_source="", ground_truth=None, extra_info={})
-        lengths = case.lengths[number * PER_PROMPT : (number + 1) * PER_PROMPT]
-        samples = tuple(self._sample(length, number, sample) for sample, length in enumerate(lengths))
-        return Group(prompt=prompt, samples=samples, started=STEP)
 
-    def _sample(self, length: int, number: int, sample: int) -> Sample:
-        replica = number % self._shares.number
-        if replica != self._shares.here:
-            return Elsewhere(
-                number,
-                sample,
-                replica=replica,
-                num_tokens=length,
-                num_learnt=length,
-                num_turns=0,
-                has_log_probs=True,
-                truncated=False,
-                complete=True,
-            )
+def drawn_groups(case: Case, shares: Shares) -> Groups:
+    """Return the groups of a step, complete, as a session of this rank leaves them."""
+    number = case.num_samples // PER_PROMPT
+    prompts = PromptList(
+        Prompt(index=place, token_ids=PROMPT, text="", data_source="", ground_truth=None, extra_info={})
+        for place in range(number)
+    )
+    groups = Groups.new(prompts, range(PER_PROMPT), started=STEP)
+    table = groups.table
+    places, lengths = torch.tensor(case.groups), torch.tensor(case.lengths)
+    replicas = case.replicas()
+    known = {"prompt": places, "num_tokens": lengths, "num_learnt": lengths, "complete": torch.ones_like(places)}
+    for name, column in known.items():
+        table.column(name).copy_(column)
+    table.column("replica").copy_(replicas.where(replicas != shares.here, Generation.replica))
+    generator = np.random.default_rng(shares.here)
+    for place in np.flatnonzero(replicas.numpy() == shares.here).tolist():
+        length = case.lengths[place]
         tokens, log_probs = int32(), float32()
-        tokens.frombytes(self._generator.integers(0, 1000, length, dtype=np.int32).tobytes())
-        log_probs.frombytes((-self._generator.random(length, dtype=np.float32)).tobytes())
+        tokens.frombytes(generator.integers(0, 1000, length, dtype=np.int32).tobytes())
+        log_probs.frombytes((-generator.random(length, dtype=np.float32)).tobytes())
         versions = int32([STEP]) * length
-        return Generation(number, tokens, log_probs, truncated=False, weight_versions=versions, sample=sample)
+        group, sample = divmod(place, PER_PROMPT)
+        table.own[place] = Generation(group, tokens, log_probs, False, weight_versions=versions, sample=sample)
+    return groups
 
 
 class Actor:
-    """An actor that answers at once. Each rank learns from samples that another has drawn."""
+    """An actor that answers at once."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
         self._minibatches = MiniBatches(num_prompts=1 << 20, num_epochs=1, shuffle=True, seed=1)
 
     def take(self, samples: Sharded[Rewarded], *, step: int) -> Sharded[Rewarded]:
-        """Bring the samples to the ranks that learn from them. A rank learns from no sample that it has drawn."""
+        """Bring the samples to the ranks that learn from them."""
         index = samples.index
         number = self._shares.number
-        owners = partition(index.lengths, index.groups, number)
-        return route(samples, Rewarded, (owners + 1) % number, self._shares)
+        return route(samples, Rewarded, partition(index.lengths, index.groups, number), self._shares)
 
     def infer(self, batch: Sharded[Rollouts]) -> Any:
         """Return log-probabilities that differ from the engine's by rounding."""
@@ -188,7 +196,20 @@ def first_step(job: Job) -> Progress:
     return progress
 
 
-def exchange_windows(rank: int, num_replicas: int) -> None:
-    """Exchange windows, in which each replica has finished `FINISHED` samples."""
-    finished = [Elsewhere(number, 0, rank, 100, 100, 0, True, False, True) for number in range(FINISHED)]
-    exchange(lambda: Window(finished), range(num_replicas))
+class Exchange:
+    """An exchange of windows, in which each replica has finished `FINISHED` samples, which find their groups."""
+
+    def __init__(self, rank: int, num_replicas: int) -> None:
+        """Open the groups of the samples of all replicas, a sample each."""
+        number = FINISHED * num_replicas
+        prompt = Prompt(index=0, token_ids=PROMPT, text="", data_source="", ground_truth=None, extra_info={})
+        self._groups = OpenGroups()
+        self._groups.add(np.arange(number), Groups.new([prompt] * number, range(1), started=0))
+        first = FINISHED * rank
+        self._finished = [Generation(place, ONE, None, False, sample=0) for place in range(first, first + FINISHED)]
+        self._ranks = range(num_replicas)
+
+    def run(self) -> None:
+        """Exchange once."""
+        self._groups.note(exchange(lambda: Window(self._finished), self._ranks))
+        self._groups.take_complete()

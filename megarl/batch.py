@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.columns import block_cuts, counted_from, cut, flat, in_rows, on_tokens, sample_sums, spans
+from megarl.columns import block_cuts, counted_from, cut, flat, in_rows, int64, on_tokens, sample_sums, spans
 
 R = TypeVar("R", bound="Prompts")
 S = TypeVar("S", bound="Rollouts")
@@ -187,7 +187,7 @@ class Group:
     """A prompt and its samples, complete or as far as they are drawn."""
 
     prompt: Prompt
-    samples: tuple[Sample, ...]
+    samples: Sequence[Sample]
     started: int  # finished steps when its first token was asked for
 
     @classmethod
@@ -209,6 +209,21 @@ class Group:
         return sum(sample.num_tokens for sample in self.samples)
 
 
+class PromptList(list[Prompt]):
+    """Prompts with their lengths, which no rank counts twice."""
+
+    def __init__(self, prompts: Iterable[Prompt] = (), lengths: Tensor | None = None) -> None:
+        """Take prompts, and the number of tokens of each, `[P]` int64; None: they are counted."""
+        super().__init__(prompts)
+        counts = map(len, map(attrgetter("token_ids"), self))
+        self.lengths = int64([*counts]) if lengths is None else lengths
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt]) -> "PromptList":
+        """Return the prompts with their lengths, the same list if it has them."""
+        return prompts if isinstance(prompts, PromptList) else cls(prompts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
     """The prompts of one step."""
@@ -217,8 +232,7 @@ class Prompts:
 
     def prompt_lengths(self) -> Tensor:
         """Return the number of tokens of each prompt: `[P]` int64."""
-        lengths = (len(prompt.token_ids) for prompt in self.prompts)
-        return torch.from_numpy(np.fromiter(lengths, dtype=np.int64, count=len(self.prompts)))
+        return PromptList.of(self.prompts).lengths
 
     def extend(self, record: type[R], **new_fields: Any) -> R:
         """Return a `record` with the fields of this record and `new_fields`."""

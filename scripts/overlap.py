@@ -11,12 +11,14 @@ import argparse
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+import torch
 
 from megarl.batch import Generation, Group, Prompt, int32
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.episodes import Answer, proceed
 from megarl.rollout.session import WINDOW, SamplingSession
+from megarl.rollout.window import Window, Windows
 
 EPISODES = 128
 SLOTS = 32
@@ -41,9 +43,10 @@ class World:
     _open: list[tuple[Generation, int]] = field(default_factory=list)  # the tokens that are left
     _ready: dict[tuple[int, int], float] = field(default_factory=dict)  # when a turn has its answer
 
-    def on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
-        """Return what the only rank says."""
-        return [work()]
+    def exchange(self, work: Callable[[], Window]) -> Windows:
+        """Return the window of the only replica."""
+        window = work()
+        return Windows(counts=torch.tensor([window.counts()]), content=window.content(), mine=window, here=0)
 
     def add(self, groups: Sequence[Group]) -> None:
         """Draw a turn of each sample. The engine takes those that came first."""

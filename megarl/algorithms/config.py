@@ -29,6 +29,7 @@ class Estimator:
 
     critic: bool = False  # the values of a critic
     compares: bool = False  # several responses to each prompt
+    of_batch: bool = False  # the responses to all prompts at once
     greedy: bool = False  # a greedy response to each prompt
     whitens: bool = False  # the advantages are whitened over the complete batch
     reads: tuple[str, ...] = ()  # keys of `algorithm`, which are arguments of the function
@@ -42,7 +43,7 @@ ESTIMATORS: Mapping[str, Estimator] = {
     "reinforce_plus_plus_baseline": Estimator(compares=True, whitens=True),
     "remax": Estimator(greedy=True),
     "opo": Estimator(compares=True),
-    "gpg": Estimator(compares=True),
+    "gpg": Estimator(compares=True, of_batch=True),
     "grpo_passk": Estimator(compares=True, reads=("norm_adv_by_std_in_grpo",)),
     "none": Estimator(),
     "custom": Estimator(),

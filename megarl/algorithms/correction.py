@@ -8,7 +8,7 @@ factor of the advantages.
 Shapes: `B` samples, `T` response tokens; `[B, T]` tensors are float32, `mask` is bool. Nothing carries a gradient.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -77,38 +77,44 @@ def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, num_tokens: Tens
     return sums | {"squares": sample_sums(surplus.square_(), num_tokens), "num_tokens": num_tokens.double()}
 
 
-def mismatch_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far trainer and engine are apart, as users know it, from the sums of each of all samples.
+def sums_of_rows(numbers: Tensor) -> Tensor:
+    """Return the sum of each column of `[B, k]` numbers."""
+    return numbers.sum(0)
+
+
+def mismatch_means(sums: Mapping[str, Tensor], *, added: Callable[[Tensor], Tensor] = sums_of_rows) -> dict[str, float]:
+    """How far trainer and engine are apart, as users know it, from the sums of each sample.
 
     Means over tokens, with `d = log_probs - rollout_log_probs`: `kl` of `-d` and `k3_kl` of `exp(d) - d - 1` estimate
     `KL(engine || trainer)`; `chi2_token` of `exp(2 d)`, less 1, its chi-square divergence. Means over sequences: the
     perplexities `training_ppl` and `rollout_ppl` of each sequence under either, their logarithms and differences, and
     `chi2_seq` of `exp(2 sum of d)`, less 1.
+
+    Args:
+        sums: of each sample, `[B]` float64, from `mismatch_sums`.
+        added: adds the rows of `[B, k]` float64 numbers. It may add those of other ranks' samples.
     """
-    if not sums["num_tokens"].all():
-        has_tokens = sums["num_tokens"] > 0
-        sums = {name: of_samples[has_tokens] for name, of_samples in sums.items()}
     trainer, engine, total, surplus, squares, lengths = (
         sums[name] for name in ("trainer", "engine", "log_ratio", "surplus", "squares", "num_tokens")
     )
-    training, rollout = -trainer / lengths, -engine / lengths
+    has_tokens = (lengths > 0).double()
+    training, rollout = (-of_samples / lengths.clamp(min=1.0) for of_samples in (trainer, engine))
+    of_tokens = {"kl": -total, "k3_kl": surplus - total, "chi2_token": 2.0 * surplus + squares}  # exp(2 d) - 1
     of_sequences = {
         "training_log_ppl": training,
-        "training_ppl": training.exp(),
+        "training_ppl": training.exp() * has_tokens,
         "rollout_log_ppl": rollout,
-        "rollout_ppl": rollout.exp(),
+        "rollout_ppl": rollout.exp() * has_tokens,
         "log_ppl_diff": training - rollout,
         "log_ppl_abs_diff": (training - rollout).abs(),
-        "ppl_ratio": (training - rollout).exp(),
+        "ppl_ratio": (training - rollout).exp() * has_tokens,
         "chi2_seq": bounded_exp(total) ** 2 - 1.0,
     }
-    num_tokens = lengths.sum().clamp(min=1.0)
-    means = {
-        "kl": -total.sum() / num_tokens,
-        "k3_kl": (surplus - total).sum() / num_tokens,
-        "chi2_token": (2.0 * surplus + squares).sum() / num_tokens,  # exp(2 d) - 1
-    } | {name: of_samples.sum() / max(len(lengths), 1) for name, of_samples in of_sequences.items()}
-    return {f"rollout_corr/{name}": float(value) for name, value in means.items()}
+    terms = [lengths, has_tokens, *of_tokens.values(), *of_sequences.values()]
+    num_tokens, num_sequences, *totals = added(torch.stack(terms, dim=-1)).tolist()
+    counts = [num_tokens] * len(of_tokens) + [num_sequences] * len(of_sequences)
+    named = zip([*of_tokens, *of_sequences], totals, counts, strict=True)
+    return {f"rollout_corr/{name}": found / max(count, 1.0) for name, found, count in named}
 
 
 def token_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

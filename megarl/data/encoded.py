@@ -17,13 +17,14 @@ from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch.distributed as dist
 from numpy.typing import NDArray
 
@@ -71,6 +72,12 @@ class EncodedPrompts:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each prompt."""
+        lengths: NDArray[np.int64] = pc.list_value_length(self._token_ids).to_numpy().astype(np.int64)
+        return lengths
 
     def token_ids(self, index: int) -> "array[int]":
         """Return the tokens of a prompt."""

@@ -7,7 +7,9 @@ two integers. The ranks of a host divide the check of all rows, which encodes ev
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from megarl.batch import Prompt, Prompts
+import torch
+
+from megarl.batch import Prompt, PromptList, Prompts
 from megarl.data.census import Census
 from megarl.data.columns import BY_SOURCE, Needs, PromptColumns
 from megarl.data.config import DataSection
@@ -82,6 +84,11 @@ class PromptDataset:
             raw_prompt=row[self._section.prompt_key],
             prompt_id=self._columns.prompt_id(row),
         )
+
+    def read(self, indices: Sequence[int]) -> PromptList:
+        """Return the prompts at the given places."""
+        lengths = torch.from_numpy(self._encoded.lengths[list(indices)])
+        return PromptList((self[index] for index in indices), lengths)
 
     def as_read(self, prompt: Prompt) -> str:
         """Describe how the model reads the first prompt."""
@@ -206,4 +213,4 @@ class PromptStream:
         return map(self._prompts, self._order.once_through())
 
     def _prompts(self, indices: Sequence[int]) -> Prompts:
-        return Prompts(prompts=[self._dataset[index] for index in indices])
+        return Prompts(prompts=self._dataset.read(indices))

@@ -14,25 +14,27 @@ from torch import Tensor
 from megarl.distributed.exchange import host_group
 
 
-def all_gather(mine: Tensor, ranks: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-    """Return the tensors of all `ranks`, in their order. Collective over these ranks.
+def all_gather(mine: Tensor, ranks: Sequence[int], sizes: Tensor) -> Tensor:
+    """Return the tensors of all `ranks`, end to end in their order. Collective over these ranks.
 
     Args:
         mine: a tensor in host memory, of one dimension and of the same type on all ranks.
-        ranks: this rank is one of them.
-        sizes: of the tensors, in the order of `ranks`.
+        ranks: this rank is among them.
+        sizes: int64, of the tensors, in the order of `ranks`.
     """
     number = len(ranks)
     place = ranks.index(dist.get_rank())
-    found = [mine]  # of this rank and of those after it, around the list
-    while len(found) < number:
-        distance = len(found)
-        count = min(distance, number - distance)
-        coming = [sizes[(place + distance + later) % number] for later in range(count)]
-        content = torch.empty(sum(coming), dtype=mine.dtype)
-        target, source = (ranks[(place + step) % number] for step in (-distance, distance))
-        sending: Any = dist.isend(torch.cat(found[:count]), target, group=host_group())
+    ends = [0, *sizes.roll(-place).cumsum(0).tolist()]  # of this rank's tensor and of those after it, around the list
+    found = mine
+    count = 1  # of the tensors in `found`
+    while count < number:
+        coming = min(count, number - count)
+        content = torch.empty(ends[count + coming] - ends[count], dtype=mine.dtype)
+        target, source = (ranks[(place + step) % number] for step in (-count, count))
+        sending: Any = dist.isend(found[: ends[coming]], target, group=host_group())
         dist.recv(content, source, group=host_group())
         sending.wait()
-        found += content.split(coming)
-    return [found[(other - place) % number] for other in range(number)]
+        found = torch.cat([found, content])
+        count += coming
+    first = ends[number - place]  # of the tensor of the first of `ranks`
+    return torch.cat([found[first:], found[:first]])

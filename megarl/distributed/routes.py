@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.batch import Rollouts
 from megarl.distributed.exchange import host_group, together
 from megarl.distributed.routing import by_share, pass_on
-from megarl.distributed.sharded import Sharded, Shares
+from megarl.distributed.sharded import Sharded, Shares, places_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def bring_routes(samples: Sharded[Rollouts], owners: Tensor, holders: Holders) -
     """
     routes, old = samples.share.routes, samples.shares
     assert routes is not None, "samples without routes"
-    needed = (owners == holders.share).nonzero()[:, 0]
+    needed = places_of(owners, holders.share)
     layers = list(holders.layers)
     if old.number == 1:
         return _routes(samples, needed, layers)

@@ -6,6 +6,7 @@ share along a tree. So a token crosses once from the ranks that drew it to the r
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megarl.batch import PER_PLACE, PER_TOKEN, Rollouts
 from megarl.distributed.exchange import host_group
-from megarl.distributed.sharded import Sharded, Shares, assembled
+from megarl.distributed.sharded import Sharded, Shares, assembled, places_of
 
 R = TypeVar("R", bound=Rollouts)
 
@@ -35,7 +36,7 @@ def route(samples: Sharded[Rollouts], record: type[R], owners: Tensor, shares: S
     if shares.reports or samples.shares.number == 1:
         share = assembled(_receive(samples, layout, owners, shares))
     if samples.shares.number > 1 and len(shares.ranks[shares.here]) > 1:
-        places = (owners == shares.here).nonzero()[:, 0]
+        places = places_of(owners, shares.here)
         content = (
             layout.pack(share, torch.arange(len(share)))
             if shares.reports
@@ -54,6 +55,11 @@ class _Layout:
 
     record: type[Any]
     columns: dict[str, tuple[torch.dtype, bool]]  # by name: the type of a number, and whether each token has one
+
+    @cached_property
+    def nothing(self) -> dict[str, None]:
+        """A value of each field that does not travel."""
+        return {field.name: None for field in fields(self.record)}
 
     @classmethod
     def of(cls, example: Rollouts, record: type[Any]) -> "_Layout":
@@ -95,7 +101,7 @@ class _Layout:
             "groups": samples.index.groups[places],
             "num_tokens": samples.index.num_tokens[places],
         }
-        return self.record(**{field.name: None for field in fields(self.record)} | tensors | known)
+        return self.record(**self.nothing | tensors | known)
 
     def _sizes(self, num_tokens: Tensor) -> list[int]:
         """Return the bytes of each tensor, of samples with so many tokens."""
@@ -122,7 +128,7 @@ def _receive(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares
     """Return the samples of this rank's new share, by the share that they come from: their places, and a record."""
     index = samples.index
     old = samples.shares
-    needed = (owners == shares.here).nonzero()[:, 0]
+    needed = places_of(owners, shares.here)
     kept = needed[index.owners[needed] == old.here]
     parts = [(kept, layout.keep(samples, kept))]  # also without a sample: the example
     coming: list[tuple[Tensor, Tensor, Any]] = []

@@ -27,16 +27,16 @@ def kth_largest(numbers: Tensor, k: int, *, counts: bool) -> float:
     for shift in range((num_bits - 1) // DIGIT_BITS * DIGIT_BITS, -1, -DIGIT_BITS):
         digits = torch.arange(1 << min(DIGIT_BITS, num_bits - shift))
         keys = (found + (digits << shift)).to(integers)
-        borders = _key(keys).view(numbers.dtype)
+        borders = order_keys(keys).view(numbers.dtype)
         borders = borders.masked_fill(borders.isnan() & (keys < 0), -torch.inf)  # those below all numbers
         at_least = torch.from_numpy(len(mine) - mine.searchsorted(borders.numpy()))
         if dist.is_initialized():
             dist.all_reduce(at_least, group=host_group())
         found = int(keys[int((at_least >= k).sum()) - 1])
-    return float(_key(torch.tensor([found], dtype=integers)).view(numbers.dtype))
+    return float(order_keys(torch.tensor([found], dtype=integers)).view(numbers.dtype))
 
 
-def _key(bits: Tensor) -> Tensor:
+def order_keys(bits: Tensor) -> Tensor:
     """Return signed integers in the order of floating-point numbers, from their bits; or the bits, from such integers.
 
     Bits of negative numbers without the sign are in the opposite order.

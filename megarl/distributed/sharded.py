@@ -5,7 +5,8 @@ rank's samples; ranks that hold shards of one model replica have the same share.
 learns from, and decisions about all samples follow from the index.
 
 Invariant: what is computed of all samples does not depend on how they are spread. A number of a sample is computed from
-its own tokens; `gather` brings it to all ranks, which add such numbers in the order of the samples.
+its own tokens; `sum` adds such numbers of all ranks exactly, and `gather` brings them to all ranks, in the order of the
+samples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +24,7 @@ from torch import Tensor
 from megarl.batch import Prompt, Rollouts, join, merge
 from megarl.columns import counted_from
 from megarl.distributed.exchange import host_group, together
+from megarl.distributed.sums import exact_sums
 
 R_co = TypeVar("R_co", bound=Rollouts, covariant=True)
 R = TypeVar("R", bound=Rollouts)
@@ -105,6 +108,25 @@ class Index:
     def __len__(self) -> int:
         return len(self.owners)
 
+    def places(self, share: int) -> Tensor:
+        """Return the places of the samples of a share among all: int64 `[b]`, ascending."""
+        if share not in self._places:
+            self._places[share] = places_of(self.owners, share)
+        return self._places[share]
+
+    @cached_property
+    def _places(self) -> dict[int, Tensor]:
+        """What `places` has found, by share."""
+        return {}
+
+    @cached_property
+    def keeps_groups(self) -> bool:
+        """Whether the samples of each prompt lie behind each other, and on the same ranks."""
+        groups, owners = self.groups.numpy(), self.owners.numpy()
+        is_next = groups[1:] != groups[:-1]
+        firsts = np.concatenate((groups[:1], groups[1:][is_next]))
+        return bool((firsts[1:] > firsts[:-1]).all()) and not ((owners[1:] != owners[:-1]) & ~is_next).any()
+
     def select(self, samples: Tensor) -> "Index":
         """Return only the given samples (int64 indices `[K]`), in that order. Prompts are kept."""
         values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -123,21 +145,19 @@ class Sharded(Generic[R_co]):
     def __len__(self) -> int:
         return len(self.index)
 
-    @cached_property
+    @property
     def mine(self) -> Tensor:
         """The places of this rank's samples among all: int64 `[b]`, ascending."""
-        return (self.index.owners == self.shares.here).nonzero()[:, 0]
+        return self.index.places(self.shares.here)
 
     def local(self, samples: Tensor) -> Tensor:
         """Return the places in the share of those of the given samples (int64 indices `[K]`) that this rank has."""
-        place = torch.full((len(self),), -1)
-        place[self.mine] = torch.arange(len(self.share))
-        found = place[samples]
-        return found[found >= 0]
+        mine = samples[places_of(self.index.owners[samples], self.shares.here)]
+        return torch.from_numpy(self.mine.numpy().searchsorted(mine.numpy()))
 
     def select(self, samples: Tensor) -> "Sharded[R_co]":
         """Return only the given samples (int64 indices `[K]`), in that order."""
-        if torch.equal(samples, torch.arange(len(self))):
+        if len(samples) == len(self) and is_ascending(samples):
             return self
         return replace(self, index=self.index.select(samples), share=self.share.select(self.local(samples)))
 
@@ -178,6 +198,23 @@ class Sharded(Generic[R_co]):
         everywhere = chain.from_iterable(together(lambda: own))
         return dict(sorted(everywhere, key=itemgetter(0))[:count])
 
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Return the sums of numbers of this rank's samples, `[b, ...]`, over all samples: `[...]` float64. Collective.
+
+        They are as exact as `exact_sums`.
+        """
+        return exact_sums(numbers, counts=self.shares.reports)
+
+    def marked(self, mine: Tensor) -> Tensor:
+        """Bring marks of this rank's samples, bool `[b]`, to all ranks: bool `[B]`. Collective.
+
+        Marks that all samples have alike cost a count.
+        """
+        number = int(self.sum(mine))
+        if number in (0, len(self)):
+            return torch.full((len(self),), number > 0)
+        return self.gather(mine) > 0
+
     def gather(self, numbers: Tensor) -> Tensor:
         """Bring numbers of this rank's samples, `[b, ...]`, to all ranks: `[B, ...]` float64. Collective."""
         return self._gather(numbers, self.mine, len(self))
@@ -216,6 +253,17 @@ class Sharded(Generic[R_co]):
         return assembled([part for part in parts if part])
 
 
+def is_ascending(places: Tensor) -> bool:
+    """Return whether places, int64, ascend; then as many places as there are samples are all samples."""
+    numbers = places.numpy()
+    return bool((numbers[1:] > numbers[:-1]).all())
+
+
+def places_of(owners: Tensor, share: int) -> Tensor:
+    """Return the places of the samples of a share among all: int64, ascending. `owners` `[B]` are their shares."""
+    return torch.from_numpy(np.flatnonzero(owners.numpy() == share))
+
+
 def shard(record: R, owners: Tensor, shares: Shares) -> Sharded[R]:
     """Keep this rank's share of a record that every rank has.
 
@@ -224,7 +272,7 @@ def shard(record: R, owners: Tensor, shares: Shares) -> Sharded[R]:
         owners: `[B]` int64, the share of each.
         shares: this rank's place.
     """
-    mine = (owners == shares.here).nonzero()[:, 0]
+    mine = places_of(owners, shares.here)
     return Sharded(index=Index.of(record, owners), share=record.select(mine), shares=shares)
 
 

@@ -7,6 +7,7 @@ import torch
 from megarl.batch import Prompt, Rollouts, Scored, StopReason
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.sharded import Sharded
+from megarl.distributed.sums import extremes
 from megarl.environments.config import EnvironmentSection
 from megarl.rewards.collective import NUM_WARNINGS, report_failures
 
@@ -39,7 +40,7 @@ class EpisodeScorer:
         has_failed = torch.tensor([fault is not None for fault in share.faults], dtype=torch.bool)
         if is_masked:
             scores = scores.masked_fill(has_failed, torch.nan)
-        self._report(samples, int(samples.gather(has_failed).sum()))
+        self._report(samples, int(samples.sum(has_failed)))
         texts = [self.text(share, sample) for sample in range(len(share))]
         failures = share.faults if is_masked else None
         scored = share.extend(Scored, texts=texts, scores=scores, accuracies=scores, failures=failures)
@@ -79,10 +80,12 @@ def metrics_of(samples: Sharded[Rollouts]) -> dict[str, float]:
     assert share.num_turns is not None and share.stop_reasons is not None, "samples that are no episodes"
     ends = torch.tensor([[own == reason for reason in StopReason] for own in share.stop_reasons])
     numbers = [share.num_turns[:, None], share.sums(~share.mask)[:, None], ends.view(-1, len(StopReason))]
-    turns, observed, *of_reasons = samples.gather(torch.cat([each.double() for each in numbers], dim=-1)).unbind(-1)
+    totals = samples.sum(torch.cat([each.double() for each in numbers], dim=-1))
+    turns, observed, *of_reasons = (totals / len(samples)).tolist()
+    most, _ = extremes(share.num_turns)
     return {
-        "episode/turns/mean": float(turns.mean()),
-        "episode/turns/max": float(turns.max()),
-        "episode/observed_tokens/mean": float(observed.mean()),
-        **{f"episode/stop/{reason}": float(ended.mean()) for reason, ended in zip(StopReason, of_reasons, strict=True)},
+        "episode/turns/mean": turns,
+        "episode/turns/max": float(most),
+        "episode/observed_tokens/mean": observed,
+        **{f"episode/stop/{reason}": rate for reason, rate in zip(StopReason, of_reasons, strict=True)},
     }

@@ -9,15 +9,11 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megarl.distributed.evenly import fill_evenly
 from megarl.platform.errors import UserError
-
-Integers = npt.NDArray[np.int64]
-SHORT = 16  # steps that a heap takes in less time than numpy
-RUN = 256  # steps that a heap takes at least
 
 
 def partition(costs: Tensor, groups: Tensor, num_parts: int) -> Tensor:
@@ -27,45 +23,24 @@ def partition(costs: Tensor, groups: Tensor, num_parts: int) -> Tensor:
     part is empty only if there are fewer groups than parts.
     """
     members = groups.numpy()
+    starts = np.append(0, np.flatnonzero(members[1:] != members[:-1]) + 1)[: len(members)]  # of neighbours of a group
+    counts = np.diff(starts, append=len(members))
+    members = members[starts]
     firsts = np.full(int(members.max(initial=-1)) + 1, len(members))
     np.minimum.at(firsts, members, np.arange(len(members)))
     group_costs = np.zeros(len(firsts), dtype=np.int64)
-    np.add.at(group_costs, members, costs.numpy())
+    np.add.at(group_costs, members, np.add.reduceat(costs.numpy(), starts) if len(starts) else starts)
     present = np.flatnonzero(firsts < len(members))
-    order = present[np.lexsort((firsts[present], -group_costs[present]))]
+    present = present[np.argsort(firsts[present], kind="stable")]
+    # a number for each group: how far it is from the largest cost, then its place
+    places = np.sort((group_costs.max(initial=0) - group_costs[present]) * len(present) + np.arange(len(present)))
+    order = present[places % max(len(present), 1)]
 
     # a part is a number: its load, then the number of its groups, so that groups of cost zero still spread, then itself
     steps = group_costs[order] * (num_parts * (len(order) + 1)) + num_parts
     taken = np.empty(len(firsts), dtype=np.int64)
-    taken[order] = _fill_evenly(np.arange(num_parts), steps) % num_parts
-    return torch.from_numpy(taken[members])
-
-
-def _fill_evenly(parts: Integers, steps: Integers) -> Integers:
-    """Add each step to the least part, one after the other; return the parts before their steps, of all steps.
-
-    In ascending parts, the next steps go to one part after the other, as long as no part that has got one is less than
-    the next. If that ends soon, a heap takes the next steps.
-    """
-    found = np.empty_like(steps)
-    done = 0
-    while done < len(steps):
-        parts = np.sort(parts)
-        count = min(len(parts), len(steps) - done)
-        grown = parts[:count] + steps[done : done + count]
-        is_next = parts[1:count] < np.minimum.accumulate(grown)[:-1]
-        count = count if is_next.all() else int(is_next.argmin()) + 1
-        found[done : done + count] = parts[:count]
-        parts[:count] = grown[:count]
-        done += count
-        if count < SHORT:
-            heap = np.sort(parts).tolist()
-            for place in range(done, min(done + max(len(parts), RUN), len(steps))):
-                found[place] = heap[0]
-                heapq.heapreplace(heap, heap[0] + int(steps[place]))
-                done += 1
-            parts = np.array(heap)
-    return found
+    taken[order] = fill_evenly(np.arange(num_parts), steps) % num_parts
+    return torch.from_numpy(np.repeat(taken[members], counts))
 
 
 def pack(

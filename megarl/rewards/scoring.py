@@ -21,6 +21,7 @@ from megarl.platform import progress
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.distributed.exchange import on_each_rank, together
 from megarl.distributed.sharded import Sharded
+from megarl.distributed.sums import extremes
 from megarl.platform.log import show_printed
 from megarl.platform.secrets import beginning
 from megarl.rewards.collective import NUM_WARNINGS, ROUND_S, RewardError, gather, report_failures
@@ -179,7 +180,7 @@ class RuleScorer:
         messages = first_failures(scored)
         on_failure = self._section.on_failure
         faults = [[result.fault is not None, result.fault == "error"] for result in results]
-        num_failed, num_errors = map(int, scored.gather(torch.tensor(faults).view(-1, 2)).sum(0))
+        num_failed, num_errors = map(int, scored.sum(torch.tensor(faults).view(-1, 2)))
         if on_failure == "score" and num_errors == len(scored):
             raise RewardError(f"the reward fails on all {len(scored)} responses; {messages[0]}")
         report_failures(
@@ -212,12 +213,15 @@ def metrics_of(samples: Sharded[Rollouts], results: Sequence[ScoringResult]) -> 
         for result in results
     ]
     numbers = torch.tensor(columns, dtype=torch.float64).view(-1, 3 + len(names))
-    seconds, timeouts, errors, *reported = samples.gather(numbers).unbind(-1)
+    slowest, _ = extremes(numbers[:, 0])
+    is_given = ~numbers.isnan()
+    totals, counts = samples.sum(torch.stack([numbers.where(is_given, 0.0), is_given.double()], dim=1))
+    _, timeouts, errors, *means = (totals / counts).tolist()
     return {
-        "reward/timeout_rate": float(timeouts.mean()),
-        "reward/error_rate": float(errors.mean()),
-        "reward/slowest_s": float(seconds.max()),
-    } | {f"reward/{name}/mean": float(of_samples.nanmean()) for name, of_samples in zip(names, reported, strict=True)}
+        "reward/timeout_rate": timeouts,
+        "reward/error_rate": errors,
+        "reward/slowest_s": float(slowest),
+    } | {f"reward/{name}/mean": mean for name, mean in zip(names, means, strict=True)}
 
 
 def _reported_names(samples: Sharded[Rollouts], results: Sequence[ScoringResult]) -> list[str]:

@@ -33,7 +33,7 @@ from megarl.rollout.replica_queue import Finished, Replica, ReplicaQueue
 from megarl.rollout.requests import RequestParams
 from megarl.rollout.routes import RouteStore
 from megarl.rollout.sampling import Sampling
-from megarl.rollout.window import Window, exchange
+from megarl.rollout.window import Window, Windows, exchange
 
 if TYPE_CHECKING:
     from megarl.rollout.destination import EngineWeights
@@ -200,7 +200,7 @@ class RolloutEngine:
         self._has_weights = False
         self._sleep()
 
-    def exchange(self, work: Callable[[], Window]) -> list[Window]:
+    def exchange(self, work: Callable[[], Window]) -> Windows:
         """Work with this rank's replica, and return the windows of all replicas, as `window.exchange` does."""
         return exchange(work, range(self.tp_rank, dist.get_world_size(), self.tp_size))
 

@@ -3,16 +3,17 @@
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.batch import Generation, Group, Prompt, Prompts, Rollouts, Sample, float32, int32
+from megarl.batch import Generation, Group, Prompt, PromptList, Prompts, Rollouts, float32, int32
+from megarl.columns import int64, on_tokens
 from megarl.distributed.sharded import Index, Sharded, Shares
 from megarl.platform.errors import UserError
+from megarl.rollout.table import Groups
 
 MOST_NAMED = 8  # rows of the data set
 
@@ -25,7 +26,11 @@ def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[G
     """
     places = torch.tensor(groups, dtype=torch.int64)
     _require_counts(prompts.prompts, places.bincount(minlength=len(prompts.prompts)), n=n)
-    return _record(prompts, places, generations, _Columns.of(generations))
+    columns = _Columns(
+        any(generation.num_turns for generation in generations),
+        all(generation.has_log_probs for generation in generations),
+    )
+    return _record(prompts, places, generations, columns)
 
 
 def of_groups(groups: Sequence[Group], shares: Shares, no_routes: Tensor | None = None) -> Sharded[Rollouts]:
@@ -40,27 +45,23 @@ def of_groups(groups: Sequence[Group], shares: Shares, no_routes: Tensor | None 
         RuntimeError: prompts have more or fewer samples; names their rows in the data set.
         UserError: samples that an earlier job drew have no routes.
     """
-    prompts = [group.prompt for group in groups]
-    samples = [sample for group in groups for sample in group.samples]
-    counts = _int64([len(group.samples) for group in groups])
-    places = torch.arange(len(groups)).repeat_interleave(counts)
-    _require_counts(prompts, counts, n=len(groups[0].samples))
-    columns = _Columns.of(samples)
-    num_tokens = _numbers(samples, "num_tokens")
-    replicas = _numbers(samples, "replica")
-    mine = (replicas == Generation.replica).nonzero()[:, 0]
+    groups = Groups.of(groups)
+    table, prompts = groups.table, Prompts(prompts=PromptList.of(groups.prompts))
+    _require_counts(prompts.prompts, groups.counts, n=int(groups.counts[0]))
+    mine = table.mine()
+    columns = _Columns(bool(table.column("num_turns").numpy().any()), bool(table.column("has_log_probs").numpy().all()))
+    num_tokens = table.column("num_tokens").clone()  # the index outlives the table
     index = Index(
-        prompts=prompts,
-        groups=places,
-        owners=replicas.index_fill(0, mine, shares.here),
+        prompts=prompts.prompts,
+        groups=on_tokens(torch.arange(len(groups)), groups.counts),
+        owners=table.column("replica").index_fill(0, mine, shares.here),
         num_tokens=num_tokens,
-        num_learnt=_numbers(samples, "num_learnt") if columns.has_turns else num_tokens,
-        lengths=Prompts(prompts=prompts).prompt_lengths()[places] + num_tokens,
-        truncated=_numbers(samples, "truncated").to(torch.bool),
+        num_learnt=table.column("num_learnt").clone() if columns.has_turns else num_tokens,
+        lengths=on_tokens(prompts.prompt_lengths(), groups.counts).add_(num_tokens),
+        truncated=table.column("truncated").to(torch.bool),
     )
-    drawn = (samples[place] for place in mine.tolist())
-    generations = [sample for sample in drawn if isinstance(sample, Generation)]
-    share = _record(Prompts(prompts=prompts), places[mine], generations, columns)
+    generations = [table.own[place] for place in mine.tolist()]
+    share = _record(prompts, index.groups[mine], generations, columns)
     if no_routes is not None:
         share = replace(share, routes=_routes(generations, no_routes))
     return Sharded(index=index, share=share, shares=shares)
@@ -77,20 +78,15 @@ def _require_counts(prompts: Sequence[Prompt], counts: Tensor, *, n: int) -> Non
 
 @dataclass(frozen=True)
 class _Columns:
-    """Which columns a record has."""
+    """The columns that the samples of all ranks need in a record."""
 
     has_turns: bool
     has_log_probs: bool
 
-    @classmethod
-    def of(cls, samples: Sequence[Sample]) -> "_Columns":
-        """Return the columns that the samples of all ranks need."""
-        return cls(any(map(attrgetter("num_turns"), samples)), all(map(attrgetter("has_log_probs"), samples)))
-
 
 def _record(prompts: Prompts, groups: Tensor, generations: Sequence[Generation], columns: _Columns) -> Rollouts:
     """Return the record of generated samples. `groups` are their prompts, `[B]` int64."""
-    num_tokens = _numbers(generations, "num_tokens")
+    num_tokens = int64([generation.num_tokens for generation in generations])
     mask = torch.ones(int(num_tokens.sum()), dtype=torch.bool)
     episodes = {}
     if columns.has_turns:
@@ -138,16 +134,6 @@ def _turns(generations: Sequence[Generation], num_tokens: Tensor) -> tuple[Tenso
             mask[start + turn.start : start + turn.end] = True
             rewards[start + turn.end - 1] = turn.reward
     return mask, rewards
-
-
-def _numbers(samples: Sequence[Sample], name: str) -> Tensor:
-    """Return a number of each sample, `[B]` int64: the field of that name."""
-    return torch.from_numpy(np.fromiter(map(attrgetter(name), samples), dtype=np.int64, count=len(samples)))
-
-
-def _int64(numbers: Sequence[int]) -> Tensor:
-    """Return a tensor of integers; torch itself takes seven times as long for a list."""
-    return torch.from_numpy(np.fromiter(numbers, dtype=np.int64, count=len(numbers)))
 
 
 def _joined(empty: "array[Any]", columns: Iterable["array[Any] | None"]) -> Tensor:

@@ -17,28 +17,24 @@ same requests reach the engine at the same step. A replica that has no other sam
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from megarl.platform import progress
-from megarl.batch import Elsewhere, Generation, Group, Sample
+from megarl.batch import Generation, Group
 from megarl.distributed import watchdog
+from megarl.distributed.evenly import Integers, deal
 from megarl.environments.episodes import Episodes
 from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.open_groups import OpenGroups
 from megarl.rollout.replica_queue import ReplicaQueue
-from megarl.rollout.window import Window
+from megarl.rollout.table import ROW, Groups
+from megarl.rollout.window import Window, Windows
 
 WINDOW = 16
 """Engine steps between two exchanges."""
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """An episode whose last turn has no answer yet."""
-
-    replica: int
-    window: int  # in which the turn ended
-    sample: Sample
 
 
 class SamplingSession:
@@ -58,12 +54,13 @@ class SamplingSession:
         self._queue = queue
         self._num_slots = num_slots
         self._episodes = episodes
-        self._waiting = list[Waiting]()
+        self._waiting = Counter[tuple[int, int]]()  # turns without an answer, by their replica and window
+        self._own_waiting = list[tuple[int, Generation]]()  # those of this replica, with their windows
         self._num_windows = 0
         num_replicas = engine.num_replicas
         self._unit = f"responses of the first of {num_replicas} replicas" if num_replicas > 1 else "responses"
-        self._open = dict[int, Group]()
-        self._loads = [0] * engine.num_replicas  # open samples of each replica
+        self._groups = OpenGroups()
+        self._loads = np.zeros(engine.num_replicas, dtype=np.int64)  # open samples of each replica
         self._shares = engine.num_replicas > 1 and not episodes  # an episode never moves
         self._may_wait = False  # whether a replica may have groups without room
         self._most = 0  # open samples that a replica ever had
@@ -73,9 +70,9 @@ class SamplingSession:
     @property
     def num_open(self) -> int:
         """The number of groups that are not complete."""
-        return len(self._open)
+        return self._groups.num_open
 
-    def add(self, groups: dict[int, Group]) -> None:
+    def add(self, groups: Mapping[int, Group]) -> None:
         """Draw the incomplete samples of further groups.
 
         A group with tokens goes to the replica that has them, and then each other group to the replica with the fewest
@@ -84,61 +81,33 @@ class SamplingSession:
         Raises:
             UserError: a prompt is too long.
         """
-        mine = []
-        homes = {number: self._home(group) for number, group in groups.items()}
-        for number in sorted(groups, key=lambda number: homes[number] is None):
-            home = homes[number]
-            replica = self._loads.index(min(self._loads)) if home is None else home
-            group = groups[number]
-            self._loads[replica] += _num_open(group)
-            samples = tuple(sample.of_prompt(number) for sample in group.samples)
-            self._open[number] = group = replace(group, samples=samples)
-            if replica == self._engine.replica:
-                mine.append(group)
-        self._most = max(self._most, *self._loads)
-        self._may_wait |= self._shares and max(self._loads) > self._engine.room
-        watchdog.note(rows=[group.prompt.index for group in mine])
-        self._draw(mine)
+        self._add(np.array([*groups], dtype=np.int64), Groups.of([*groups.values()]))
+
+    def draw(self, groups: Sequence[Group]) -> Groups:
+        """Draw all samples of the groups of a session that has no others, and return the groups. Raises as `add`."""
+        self._add(np.arange(len(groups)), Groups.of(groups))
+        while self.num_open:
+            self._advance(WINDOW if self._episodes or self._may_wait else None)
+        return self._groups.everything()
 
     def advance(self, num_steps: int | None = WINDOW) -> dict[int, Group]:
         """Take engine steps, or finish all samples if `num_steps` is None. Return the groups that became complete."""
         if num_steps is None and (self._episodes or self._may_wait):
             complete = dict[int, Group]()
-            while self._open:
+            while self.num_open:
                 complete |= self.advance(WINDOW if self._episodes or self._may_wait else None)
             return complete
-        if self._episodes:
-            self._take_answers(self._episodes)
-        windows = self._engine.exchange(lambda: self._run(num_steps))
-        self._num_steps += max(window.num_steps for window in windows)
-        self._num_running += sum(window.num_running for window in windows)
-        for replica, window in enumerate(windows):
-            if self._episodes:
-                self._waiting += [Waiting(replica, self._num_windows, sample) for sample in window.finished]
-            else:
-                self._loads[replica] -= len(window.finished)
-                self._note(window.finished)
-        self._num_windows += 1
-        complete = {number: group for number, group in self._open.items() if group.is_complete}
-        for number in complete:
-            del self._open[number]
-        self._may_wait = any(window.waiting for window in windows)
-        self._share([list(window.waiting) for window in windows])
-        return complete
+        return {number: self._groups.group(number) for number in self._advance(num_steps)}
 
     def stop(self) -> dict[int, Group]:
         """Stop all open groups, and return them with the tokens they have, if their terms keep these.
 
         Turns of episodes that wait for their answers get them.
         """
-        for window in self._engine.exchange(lambda: Window(self._queue.stop())):
-            self._note(window.finished)
+        self._groups.note(self._engine.exchange(lambda: Window(self._queue.stop())))
         if self._episodes and self._waiting:
-            for window in self._answers(self._episodes, self._waiting):
-                self._note(window.finished)
-        stopped = self._open
-        self._open = {}
-        return stopped
+            self._groups.note(self._answers(self._episodes, [sample for _, sample in self._own_waiting]))
+        return {number: self._groups.group(number) for number in self._groups.take_all()}
 
     def occupancy(self) -> float:
         """Return the share of slots that drew a sample, over all engine steps and replicas.
@@ -149,17 +118,51 @@ class SamplingSession:
         slots = self._num_steps * len(self._loads) * min(self._num_slots, self._most)
         return self._num_running / slots if slots else 1.0
 
-    def _answers(self, episodes: Episodes, waiting: Sequence[Waiting]) -> list[Window]:
-        """Return the episodes after the answers to their turns, by replica."""
-        mine = [each.sample for each in waiting if isinstance(each.sample, Generation)]
-        return self._engine.exchange(lambda: Window(episodes.answer(mine)))
+    def _add(self, numbers: Integers, groups: Groups) -> None:
+        self._groups.add(numbers, groups)
+        sizes = groups.num_incomplete()
+        replicas = groups.replicas(self._engine.replica)
+        has_home = replicas >= 0
+        np.add.at(self._loads, replicas[has_home], sizes[has_home])
+        replicas[~has_home] = deal(self._loads, sizes[~has_home])
+        np.add.at(self._loads, replicas[~has_home], sizes[~has_home])
+        self._most = max(self._most, int(self._loads.max()))
+        self._may_wait |= self._shares and int(self._loads.max()) > self._engine.room
+        order = np.argsort(~has_home, kind="stable")
+        mine = [
+            self._groups.group(number) for number in numbers[order][replicas[order] == self._engine.replica].tolist()
+        ]
+        watchdog.note(rows=[group.prompt.index for group in mine])
+        self._draw(mine)
 
-    def _home(self, group: Group) -> int | None:
-        """Return the replica that has tokens of the open samples of a group; None if they have none."""
-        for sample in group.samples:
-            if sample.num_tokens and not sample.complete:
-                return sample.replica if isinstance(sample, Elsewhere) else self._engine.replica
-        return None
+    def _advance(self, num_steps: int | None) -> list[int]:
+        """Take engine steps, or finish all samples that have room. Return the groups that became complete."""
+        if self._episodes:
+            self._take_answers(self._episodes)
+        windows = self._engine.exchange(lambda: self._run(num_steps))
+        num_finished, _, steps, running = windows.counts.T
+        self._num_steps += int(steps.max())
+        self._num_running += int(running.sum())
+        if self._episodes:
+            turns = {
+                (replica, self._num_windows): count for replica, count in enumerate(num_finished.tolist()) if count
+            }
+            self._waiting.update(turns)
+            own = (each for each in windows.mine.finished if isinstance(each, Generation))
+            self._own_waiting += [(self._num_windows, each) for each in own]
+        else:
+            self._loads -= num_finished.numpy()
+            self._groups.note(windows)
+        self._num_windows += 1
+        complete = self._groups.take_complete()
+        waiting = windows.waiting
+        self._may_wait = any(waiting)
+        self._share(waiting)
+        return complete
+
+    def _answers(self, episodes: Episodes, mine: Sequence[Generation]) -> Windows:
+        """Return the episodes of all replicas after the answers to their turns; `mine` are those of this replica."""
+        return self._engine.exchange(lambda: Window(episodes.answer(mine)))
 
     def _run(self, num_steps: int | None) -> Window:
         steps = self._queue.num_steps
@@ -178,19 +181,19 @@ class SamplingSession:
         given = list[Group]()
         mine = self._engine.replica
         while full := [replica for replica, groups in enumerate(waiting) if groups]:
-            source = max(full, key=self._loads.__getitem__)
-            target = self._loads.index(min(self._loads))
-            group = self._open[waiting[source][-1]]
-            size = _num_open(group)
+            source = full[int(self._loads[full].argmax())]
+            target = int(self._loads.argmin())
+            number = waiting[source][-1]
+            size = self._groups.num_left(number)
             if self._loads[source] - self._loads[target] <= size:
                 break
             waiting[source].pop()
             self._loads[source] -= size
             self._loads[target] += size
             if mine == source:
-                taken.append(group)
+                taken.append(self._groups.group(number))
             elif mine == target:
-                given.append(group)
+                given.append(self._groups.group(number))
         if taken:
             progress.announce(-sum(map(_num_open, taken)), self._unit)
             self._queue.withdraw({group.samples[0].prompt for group in taken})
@@ -204,35 +207,32 @@ class SamplingSession:
 
     def _take_answers(self, episodes: Episodes) -> None:
         """Take the answers that are due, and draw the next turns."""
-        waiting = Counter(each.replica for each in self._waiting)
-        idle = {replica for replica, load in enumerate(self._loads) if load == waiting[replica]}
-        due = list[Waiting]()
-        rest = list[Waiting]()
-        mine = list[Group]()
-        for each in self._waiting:
-            is_due = each.replica in idle or each.window + episodes.overlap < self._num_windows
-            (due if is_due else rest).append(each)
+        num_waiting = np.zeros_like(self._loads)
+        for (replica, _), count in self._waiting.items():
+            num_waiting[replica] += count
+        is_idle = self._loads == num_waiting
+        due = {
+            (replica, window)
+            for replica, window in self._waiting
+            if is_idle[replica] or window + episodes.overlap < self._num_windows
+        }
         if not due:
             return
-        self._waiting = rest
-        for replica, window in enumerate(self._answers(episodes, due)):
-            self._note(window.finished)
-            self._loads[replica] -= sum(sample.complete for sample in window.finished)
-            if replica == self._engine.replica:
-                mine = [
-                    replace(self._open[sample.prompt], samples=(sample,))
-                    for sample in window.finished
-                    if not sample.complete
-                ]
+        here = self._engine.replica
+        asked = [sample for window, sample in self._own_waiting if (here, window) in due]
+        self._own_waiting = [each for each in self._own_waiting if (here, each[0]) not in due]
+        for key in due:
+            del self._waiting[key]
+        windows = self._answers(episodes, asked)
+        self._groups.note(windows)
+        replicas = np.repeat(np.arange(len(windows)), windows.counts[:, 0])
+        np.subtract.at(self._loads, replicas[windows.finished[ROW["complete"]].numpy() > 0], 1)
+        mine = [
+            replace(self._groups.group(sample.prompt), samples=(sample,))
+            for sample in windows.mine.finished
+            if not sample.complete
+        ]
         self._draw(mine)
-
-    def _note(self, samples: Sequence[Sample]) -> None:
-        """Put samples into their groups."""
-        drawn = {(sample.prompt, sample.sample): sample for sample in samples}
-        for number in dict.fromkeys(sample.prompt for sample in samples):
-            group = self._open[number]
-            samples = tuple(drawn.get((number, sample.sample), sample) for sample in group.samples)
-            self._open[number] = replace(group, samples=samples)
 
 
 def _num_open(group: Group) -> int:

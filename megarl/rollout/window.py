@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from functools import cached_property, partial
+from typing import overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import Elsewhere, Generation, Sample, float32, int32
+from megarl.batch import Generation, Sample
+from megarl.columns import on_tokens
 from megarl.distributed.all_gather import all_gather
 from megarl.distributed.exchange import on_each_rank, waiting
+from megarl.rollout.table import FIELDS, Samples, SampleTable
 
 NUM_COUNTS = 4
-KNOWN = ("prompt", "sample", "num_tokens", "num_learnt", "num_turns", "has_log_probs", "truncated", "complete")
-"""The fields of a sample that other replicas know."""
+KNOWN = tuple(name for name in FIELDS if name != "replica")
+"""The fields of a sample that replicas tell each other."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,68 @@ class Window:
         of_samples = [int(getattr(sample, name)) for sample in self.finished for name in KNOWN]
         return torch.tensor([*of_samples, *self.waiting], dtype=torch.int64)
 
-    @classmethod
-    def from_afar(cls, counts: Sequence[int], content: Sequence[int], *, replica: int) -> "Window":
-        """Return the window of another replica, from its counts and its content."""
-        num_finished, _, num_steps, num_running = counts
-        size = num_finished * len(KNOWN)
-        firsts = range(0, size, len(KNOWN))
-        finished = [_from_afar(content[first : first + len(KNOWN)], replica=replica) for first in firsts]
-        return cls(finished, num_steps=num_steps, num_running=num_running, waiting=content[size:])
+
+def sizes_of(counts: Tensor) -> Tensor:
+    """Return the sizes of the contents of windows, `[R]` int64, from their counts, `[R, NUM_COUNTS]`."""
+    return counts[:, 0] * len(KNOWN) + counts[:, 1]
 
 
-def exchange(work: Callable[[], Window], ranks: Sequence[int]) -> list[Window]:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Windows(Sequence[Window]):
+    """The work of all `R` replicas between two exchanges, of other replicas without tokens."""
+
+    counts: Tensor  # [R, NUM_COUNTS] int64
+    content: Tensor  # int64: the contents of the windows, end to end
+    mine: Window  # of this rank's replica
+    here: int  # this rank's replica
+
+    @cached_property
+    def finished(self) -> Tensor:
+        """The fields of `Elsewhere` of all `F` finished samples, replica by replica: `[9, F]` int64."""
+        told = self.content[self._is_of_samples].view(-1, len(KNOWN)).T
+        replicas = on_tokens(torch.arange(len(self)), self.counts[:, 0])
+        is_blank = (told[KNOWN.index("num_tokens")] == 0) & (told[KNOWN.index("complete")] == 0)
+        replicas.masked_fill_(is_blank, Generation.replica)  # it may still be drawn here
+        rows = dict(zip(KNOWN, told, strict=True)) | {"replica": replicas}
+        return torch.stack([rows[name] for name in FIELDS])
+
+    @cached_property
+    def waiting(self) -> list[list[int]]:
+        """The groups without room of each replica."""
+        groups = self.content[~self._is_of_samples]
+        return [part.tolist() for part in groups.split(self.counts[:, 1].tolist())]
+
+    @cached_property
+    def _is_of_samples(self) -> Tensor:
+        """Whether a number of the content belongs to a sample, and not to the groups without room: bool."""
+        kinds = torch.tensor([True, False]).repeat(len(self))
+        return on_tokens(kinds, (self.counts[:, :2] * torch.tensor([len(KNOWN), 1])).flatten())
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @overload
+    def __getitem__(self, replica: int) -> Window: ...
+    @overload
+    def __getitem__(self, replica: slice) -> Sequence[Window]: ...
+    def __getitem__(self, replica: int | slice) -> Window | Sequence[Window]:
+        if isinstance(replica, slice):
+            return [self[each] for each in range(len(self))[replica]]
+        if replica == self.here:
+            return self.mine
+        _, _, num_steps, num_running = self.counts[replica].tolist()
+        last = int(self.counts[: replica + 1, 0].sum())
+        table = SampleTable(self.finished)
+        finished = Samples(table, last - int(self.counts[replica, 0]), last)
+        return Window(finished, num_steps, num_running, self.waiting[replica])
+
+
+def exchange(work: Callable[[], Window], ranks: Sequence[int]) -> Windows:
     """Work, and return the windows of all replicas, in their order; of other replicas without tokens. Collective.
 
     Args:
         work: the work of this rank's replica.
-        ranks: one of each replica, in their order; this rank is one of them.
+        ranks: one of each replica, in their order, this rank among them.
 
     Raises:
         Exception: if each replica is one rank, a failed rank raises its own error and all others that of the lowest
@@ -68,36 +116,12 @@ def exchange(work: Callable[[], Window], ranks: Sequence[int]) -> list[Window]:
         failure = error
     with waiting():
         mine = torch.tensor([failure is not None, *window.counts()], dtype=torch.int64)
-        gathered = torch.stack(all_gather(mine, ranks, [1 + NUM_COUNTS] * len(ranks)))
+        gathered = all_gather(mine, ranks, torch.full((len(ranks),), len(mine))).view(len(ranks), -1)
     if gathered[:, 0].any():
         on_each_rank(partial(_raise, failure))
-    counts = gathered[:, 1:].tolist()
-    sizes = [num_finished * len(KNOWN) + num_waiting for num_finished, num_waiting, *_ in counts]
-    content = torch.cat(all_gather(window.content(), ranks, sizes)).tolist()
-    ends = accumulate(sizes)
-    here = ranks.index(dist.get_rank())
-    return [
-        window if replica == here else Window.from_afar(of_replica, content[end - size : end], replica=replica)
-        for replica, (of_replica, size, end) in enumerate(zip(counts, sizes, ends, strict=True))
-    ]
-
-
-def _from_afar(row: Sequence[int], *, replica: int) -> Sample:
-    """Return a sample of another replica. One without tokens may still be drawn here."""
-    prompt, number, num_tokens, num_learnt, num_turns, has_log_probs, truncated, complete = row
-    if not num_tokens and not complete:
-        return Generation(prompt, int32(), float32(), truncated=False, sample=number, complete=False)
-    return Elsewhere(
-        prompt,
-        number,
-        replica=replica,
-        num_tokens=num_tokens,
-        num_learnt=num_learnt,
-        num_turns=num_turns,
-        has_log_probs=bool(has_log_probs),
-        truncated=bool(truncated),
-        complete=bool(complete),
-    )
+    counts = gathered[:, 1:]
+    content = all_gather(window.content(), ranks, sizes_of(counts))
+    return Windows(counts=counts, content=content, mine=window, here=ranks.index(dist.get_rank()))
 
 
 def _raise(error: Exception | None) -> None:

@@ -46,7 +46,7 @@ class Collected:
         mini-batches.
         """
         scored = self.scored
-        has_score = scored.gather(scored.share.has_score()) > 0
+        has_score = scored.marked(scored.share.has_score())
         return self if has_score.all() else self.select(has_score.nonzero()[:, 0])
 
     def select(self, samples: Tensor) -> "Collected":
@@ -172,6 +172,6 @@ def _without_baseline(scored: Sharded[Scored], baseline: Sharded[Scored]) -> Sha
     reasons = {place: f"the greedy response to its prompt has no score: {why}" for place, why in greedy.items()}
     failures = [failure or reasons.get(place) for failure, place in zip(own, share.groups.tolist(), strict=True)]
     scored = scored.with_share(replace(share, failures=failures))
-    num_scored = int(scored.gather(scored.share.has_score()).sum())
+    num_scored = int(scored.sum(scored.share.has_score()))
     require_scores(num_scored, of=len(scored), failures=first_failures(scored))
     return scored

@@ -57,7 +57,7 @@ class GroupFilter:
 
     def note(self, numbers: list[int], scored: Sharded[Scored], measure: Measure) -> None:
         """Remember the prompts `numbers`, whose samples are `scored`. Collective."""
-        has_score = scored.gather(scored.share.has_score()) > 0
+        has_score = scored.marked(scored.share.has_score())
         with_score = scored.select(has_score.nonzero()[:, 0])
         groups = with_score.index.groups
         differing = set(groups[scores_differ(measure(with_score), groups)].tolist())

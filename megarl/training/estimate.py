@@ -1,10 +1,11 @@
 """Turns scored rollouts into experience: token rewards, advantages, returns, and their metrics.
 
-Invariant: numbers of a token are computed on the ranks that have its sample. Numbers of a group, and moments, come from
-numbers of all samples, which every rank has, so no result depends on how the samples are spread.
+Invariant: numbers of a token are computed on the ranks that have its sample. Numbers of a group come from all its
+samples, and moments from exact sums over all samples, so no result depends on how the samples are spread.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -25,6 +26,7 @@ from megarl.distributed.sharded import Sharded
 from megarl.training.custom import CustomEstimator
 from megarl.training.interfaces import Metrics
 from megarl.training.statistics import (
+    Spread,
     Summary,
     joined,
     mean,
@@ -32,6 +34,7 @@ from megarl.training.statistics import (
     moments_of_samples,
     on_learnt,
     spread,
+    spreads,
     summaries,
     summary_of_samples,
 )
@@ -75,17 +78,17 @@ def estimate(
     else:
         rewards = _token_rewards(share, scores, kl, kl_coef or 0.0)
         of_share = share.sums(rewards)
-    of_samples = [share.scores, of_share]
+    of_samples = [share.num_learnt(), share.scores, of_share]
     if kl is not None:  # of a sample the mean of its tokens: long responses do not weigh more in the KL controller
         of_samples.append(share.sums(kl) / share.num_learnt().clamp(min=1))
-    given, totals, *kls = samples.gather(torch.stack([x.double() for x in of_samples], dim=-1)).unbind(-1)
+    lengths, given, totals, *kls = spreads(samples, of_samples)
     if algorithm.estimator.compares and not custom:
-        advantages, of_advantages = _compared(samples, totals, algorithm)
+        advantages, of_advantages = _compared(samples, of_share, algorithm)
         of_critic: list[Summary] = []
         returns = _constant(0.0, advantages)
     else:
         rewards = _token_rewards(share, scores, None, 0.0) if rewards is None else rewards
-        advantages, returns, found = _advantages(samples, rewards, totals, values, baselines, algorithm, custom)
+        advantages, returns, found = _advantages(samples, rewards, of_share, values, baselines, algorithm, custom)
         of_advantages, *of_critic = found
     weights, weight_metrics = _correction(samples, old_log_probs, algorithm.rollout_correction)
     before = share.rollout_log_probs if algorithm.rollout_correction.bypass_mode else old_log_probs
@@ -100,14 +103,14 @@ def estimate(
             returns=returns,
         )
     )
-    metrics = spread("critic/score", given) | spread("critic/rewards", totals)
-    metrics |= of_advantages.metrics("critic/advantages") | _length_metrics(samples) | weight_metrics
+    metrics = given.metrics("critic/score") | totals.metrics("critic/rewards")
+    metrics |= of_advantages.metrics("critic/advantages") | _length_metrics(samples, lengths) | weight_metrics
     if baselines is not None:
         metrics |= spread("critic/baselines", baselines)
     if of_critic:
         metrics |= _critic_metrics(*of_critic)
     if kl_coef is not None:
-        metrics |= {"actor/reward_kl_penalty": float(kls[0].mean()), "actor/reward_kl_penalty_coeff": kl_coef}
+        metrics |= {"actor/reward_kl_penalty": kls[0].mean, "actor/reward_kl_penalty_coeff": kl_coef}
     if algorithm.mask_truncated_completions:
         experience = experience.without_responses(samples.index.truncated)
     return experience, metrics
@@ -158,19 +161,31 @@ def response_rewards(scored: Rewarded, section: OverlongBufferSection) -> Tensor
 def _compared(samples: Sharded[Rewarded], totals: Tensor, algorithm: AlgorithmSection) -> tuple[Tensor, Summary]:
     """Return the `[n]` advantages of an estimator that compares samples, and their statistics.
 
-    `totals` are `[B]` rewards. All tokens of a sample have the same advantage.
+    `totals` are `[b]` rewards. All tokens of a sample have the same advantage. If the samples of a group lie together
+    on the same ranks, these compare them, unless the estimator asks for the complete batch.
     """
-    index = samples.index
+    if algorithm.estimator.of_batch or not samples.index.keeps_groups:
+        index = samples.index
+        scores = samples.gather(totals)
+        advantages = _per_sample(scores, index.groups, index.num_learnt, algorithm)[samples.mine]
+    else:
+        advantages = _per_sample(totals, samples.share.groups, samples.share.num_learnt(), algorithm)
+    summary = summary_of_samples(samples, advantages)
+    if algorithm.estimator.whitens:
+        mask = torch.ones(len(advantages), 1, dtype=torch.bool)
+        advantages = whiten(advantages[:, None], mask, mean=summary.mean, var=summary.variance)[:, 0]
+        summary = summary_of_samples(samples, advantages)
+    return on_learnt(samples.share, samples.share.on_tokens(advantages)), summary
+
+
+def _per_sample(totals: Tensor, groups: Tensor, lengths: Tensor, algorithm: AlgorithmSection) -> Tensor:
+    """Return the advantage of each of `b` samples, `[b]` float32, from their rewards, groups and lengths."""
     function = getattr(estimators, algorithm.adv_estimator)
     keys = {key: getattr(algorithm, key) for key in algorithm.estimator.reads}
-    numbers = {"scores": totals.to(torch.float32), "groups": index.groups, "lengths": index.num_learnt}
-    mask = torch.ones(len(index), 1, dtype=torch.bool)
-    advantages = function(**arguments_of(function, numbers | {"mask": mask}), **keys)
-    summary = summary_of_samples(samples, advantages[:, 0])
-    if algorithm.estimator.whitens:
-        advantages = whiten(advantages, mask, mean=summary.mean, var=summary.variance)
-        summary = summary_of_samples(samples, advantages[:, 0])
-    return on_learnt(samples.share, samples.share.on_tokens(advantages[samples.mine, 0])), summary
+    numbers = {"scores": totals.to(torch.float32), "groups": groups, "lengths": lengths}
+    mask = torch.ones(len(totals), 1, dtype=torch.bool)
+    found: Tensor = function(**arguments_of(function, numbers | {"mask": mask}), **keys)
+    return found[:, 0]
 
 
 def _advantages(
@@ -184,7 +199,7 @@ def _advantages(
 ) -> tuple[Tensor, Tensor, list[Summary]]:
     """Return what an estimator makes of tokens: the `[n]` advantages, returns, and statistics.
 
-    `rewards` are `[n]` of this rank's tokens, and `totals` `[B]` of all samples. Returns are zero without a critic. The
+    `rewards` are `[n]` of this rank's tokens, and `totals` `[b]` of its samples. Returns are zero without a critic. The
     statistics are those of the advantages, and, with a critic, of returns, values and errors.
     """
     share = samples.share
@@ -245,7 +260,8 @@ def _custom_advantages(
     def rows(column: Tensor) -> Tensor:
         return in_rows(samples.gather_tokens(column).to(column.dtype), index.num_tokens)
 
-    tensors = {"token_rewards": rows(rewards), "scores": totals.to(torch.float32), "groups": index.groups}
+    scores = samples.gather(totals).to(torch.float32)
+    tensors = {"token_rewards": rows(rewards), "scores": scores, "groups": index.groups}
     tensors |= {"mask": rows(samples.share.mask)}
     tensors |= {} if values is None else {"values": rows(values)}
     tensors |= {} if baselines is None else {"baselines": baselines}
@@ -295,19 +311,19 @@ def mismatch_metrics(samples: Sharded[Rewarded], old_log_probs: Tensor) -> Metri
     share = samples.share
     if share.rollout_log_probs is None:
         return {}
-    blocks = []
-    for counts, (mine, drawn) in share.learnt_blocks(old_log_probs, share.rollout_log_probs):
-        moments = moments_of_samples([mine.exp().sub_(drawn.exp()).abs_()], counts)[:, 0]
-        sums = mismatch_sums(mine, drawn, counts)
-        blocks.append(torch.cat([moments, torch.stack([*sums.values()], dim=-1)], dim=-1))
-    of_samples = samples.gather(torch.cat(blocks))
-    [summary] = joined(samples, of_samples[:, None, :4])
-    columns = of_samples[:, 4:].T.contiguous()  # numbers of a kind are neighbours
+    counts, moments = list[Tensor](), list[Tensor]()
+    sums = defaultdict[str, list[Tensor]](list)
+    for of_block, (mine, drawn) in share.learnt_blocks(old_log_probs, share.rollout_log_probs):
+        counts.append(of_block)
+        moments.append(moments_of_samples([mine.exp().sub_(drawn.exp()).abs_()], of_block))
+        for name, of_samples in mismatch_sums(mine, drawn, of_block).items():
+            sums[name].append(of_samples)
+    [summary] = joined(samples, torch.cat(counts), torch.cat(moments))
     return {
         "training/rollout_probs_diff_max": summary.largest,
         "training/rollout_probs_diff_mean": summary.mean,
         "training/rollout_probs_diff_std": math.sqrt(summary.variance),
-    } | mismatch_means(dict(zip(sums, columns, strict=True)))
+    } | mismatch_means({name: torch.cat(parts) for name, parts in sums.items()}, added=samples.sum)
 
 
 def _critic_metrics(returns: Summary, values: Summary, errors: Summary) -> Metrics:
@@ -318,10 +334,9 @@ def _critic_metrics(returns: Summary, values: Summary, errors: Summary) -> Metri
     )
 
 
-def _length_metrics(samples: Sharded[Rewarded]) -> Metrics:
-    index = samples.index
+def _length_metrics(samples: Sharded[Rewarded], lengths: Spread) -> Metrics:
     return (
-        spread("response_length", index.num_learnt)
+        lengths.metrics("response_length")
         | spread("prompt_length", samples.share.prompt_lengths())
-        | {"response_length/clip_ratio": float(index.truncated.float().mean())}
+        | {"response_length/clip_ratio": float(samples.index.truncated.float().mean())}
     )

@@ -94,15 +94,17 @@ class Gate:
         limit = self.limit(healthy)
         sampled = _drawn_after(share, step)
         mismatch, of_share = _mismatches(share, log_probs, sampled)
-        means, num_comparable, totals = samples.gather(of_share).unbind(-1)
-        if not num_comparable.any():
+        means, num_comparable, totals = of_share.unbind(-1)
+        mine = means <= FAR_OUT * limit
+        counts = samples.sum(torch.stack([mine.double(), num_comparable, num_comparable * mine], dim=-1))
+        num_kept, num_tokens, num_tokens_kept = map(int, counts.tolist())
+        if not num_tokens:
             _report_blindness(samples, log_probs, sampled, step=step)
-        kept = means <= FAR_OUT * limit
-        left_out = 1.0 - float(kept.double().mean())
-        level = _mean(samples, mismatch, totals, kept, count=int(num_comparable[kept].sum()))
-        if left_out > self.limits.mismatch_share or level > limit or not kept.any():
-            everything = torch.ones_like(kept)
-            level = _mean(samples, mismatch, totals, everything, count=int(num_comparable.sum()))
+        left_out = 1.0 - num_kept / len(samples)
+        level = _mean(samples, mismatch, totals, mine, count=num_tokens_kept)
+        kept = samples.marked(mine)
+        if left_out > self.limits.mismatch_share or level > limit or not num_kept:
+            level = _mean(samples, mismatch, totals, torch.ones_like(mine), count=num_tokens)
             raise MismatchError(_failure(samples.index, level, kept, limit, step=step))
         if left_out and dist.get_rank() == 0:
             logger.warning(
@@ -112,8 +114,8 @@ class Gate:
                 _rows(samples.index, ~kept),
             )
         return GateResult(
-            rows=kept.nonzero()[:, 0],
-            healthy=(*healthy, level)[:WINDOW] if num_comparable[kept].any() else tuple(healthy),
+            rows=kept.nonzero()[:, 0] if left_out else torch.arange(len(kept)),
+            healthy=(*healthy, level)[:WINDOW] if num_tokens_kept else tuple(healthy),
             metrics={
                 "training/rollout_mismatch": level,
                 "training/rollout_mismatch_limit": limit,
@@ -141,7 +143,7 @@ def require_version(samples: Sharded[Rollouts], *, step: int, max_staleness: int
         return mask & ((versions > step) | (versions < step - max_staleness))
 
     columns = (share.mask, versions)
-    wrong_samples = samples.gather(share.sums(*columns, of=is_wrong))
+    wrong_samples = samples.marked(share.sums(*columns, of=is_wrong) > 0)
     if wrong_samples.any():
         found = together(lambda: versions[is_wrong(*columns)].unique().tolist())
         raise MismatchError(
@@ -165,7 +167,7 @@ def _report_blindness(samples: Sharded[Rollouts], log_probs: Tensor, sampled: Te
     share = samples.share
     assert share.rollout_log_probs is not None
     columns = [sampled, *(~numbers.isfinite() & sampled for numbers in (share.rollout_log_probs, log_probs))]
-    counts = samples.gather(torch.stack([share.sums(column) for column in columns], dim=-1)).sum(0)
+    counts = samples.sum(torch.stack([share.sums(column) for column in columns], dim=-1))
     num_tokens, num_engine, num_trainer = map(int, counts)
     if num_tokens:
         raise MismatchError(
@@ -217,21 +219,22 @@ def _means(mismatch: Tensor, counts: Tensor, totals: Tensor, num_tokens: Tensor)
 def _mean(samples: Sharded[Rollouts], mismatch: Tensor, totals: Tensor, kept: Tensor, *, count: int) -> float:
     """Return the same mean over all `count` comparable tokens of the kept samples together. Collective.
 
-    `mismatch` is `[n]`. Each sample has the sum of its mismatches in `totals` `[B]`, and is kept or not: bool `[B]`.
+    `mismatch` is `[n]`. Each of this rank's samples has the sum of its mismatches in `totals` `[b]`, and is kept or
+    not: bool `[b]`.
     """
     share = samples.share
     free = min(max(count // 100, FREE_TOKENS), count)
     if free == count:
         return 0.0
-    numbers = mismatch if kept.all() else mismatch * share.on_tokens(kept[samples.mine])
+    numbers = mismatch if kept.all() else mismatch * share.on_tokens(kept)
     border = kth_largest(numbers, free, counts=samples.shares.reports)  # a mismatch of 0 changes it only to 0
     places = (numbers > border).numpy().nonzero()[0]
     owners = share.num_tokens.numpy().cumsum().searchsorted(places, side="right")
     weights = (numbers.numpy()[places], None)
     of_share = [torch.from_numpy(np.bincount(owners, each, minlength=len(share))).double() for each in weights]
-    above, num_above = samples.gather(torch.stack(of_share, dim=-1)).unbind(-1)
-    below = float((totals - above)[kept].sum())
-    return max(below - border * (free - int(num_above.sum())), 0.0) / (count - free)
+    above, num_above = of_share
+    below, num_free = samples.sum(torch.stack([(totals - above).where(kept, 0.0), num_above], dim=-1)).tolist()
+    return max(below - border * (free - int(num_free)), 0.0) / (count - free)
 
 
 def _failure(index: Index, level: float, kept: Tensor, limit: float, *, step: int) -> str:

@@ -61,7 +61,7 @@ class Sampler(Protocol):
     def record(self, groups: Sequence[Group]) -> Sharded[Rollouts]:
         """Return the record of complete groups."""
 
-    def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
+    def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> Sequence[Group]:
         """Return new groups of training samples. A later `batch` of a step has other samples of the same prompt."""
 
     def generate(self, prompts: Prompts, *, step: int) -> tuple[Sharded[Rollouts], Metrics]:

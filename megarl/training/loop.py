@@ -218,9 +218,10 @@ def check_against_engine(
     job: Job, samples: Sharded[Rewarded], outputs: PolicyOutputs, mismatches: tuple[float, ...], *, step: int
 ) -> CheckedSamples:
     """Compare the actor's outputs on the samples with the engine's probabilities. Raises what `Gate.check` does."""
-    rows = torch.arange(len(samples))
     metrics = mismatch_metrics(samples, outputs.log_probs)
-    if job.gate and samples.share.rollout_log_probs is not None:
+    if not job.gate or samples.share.rollout_log_probs is None:
+        rows = torch.arange(len(samples))
+    else:
         passed = job.gate.check(samples, outputs.log_probs, mismatches, step=step)
         rows = passed.rows
         if len(rows) < len(samples):

@@ -30,5 +30,8 @@ class MiniBatches:
     def samples(self, groups: Tensor, total: int, *, step: int) -> Iterator[Tensor]:
         """Yield the samples of each mini-batch, ascending: int64. `groups` `[B]` are the prompts of the samples."""
         for chosen in self.prompts(total, step=step):
+            if len(chosen) == total:
+                yield torch.arange(len(groups))
+                continue
             is_chosen = torch.zeros(total, dtype=torch.bool).index_fill(0, chosen, True)
             yield is_chosen[groups].nonzero()[:, 0]

@@ -65,11 +65,11 @@ def draw_enough(
 ) -> Drawn:
     """Continue the `in_flight` groups and begin others, until the step may end."""
     groups, num_wasted = _renewed(in_flight, step=step, max_staleness=partial.section.max_staleness)
+    recomputed = sum(sample.num_tokens for group in groups for sample in group.samples if not sample.complete)
     missing = partial.num_drawn - len(groups)
     if missing > 0:
         fresh, position = prompts.take(position, missing)
         groups += sampler.groups(fresh, step=step)
-    recomputed = sum(sample.num_tokens for group in groups for sample in group.samples if not sample.complete)
     session = sampler.open(step=step, keeps_stopped=True)
     chosen, rest = _draw(session, groups, partial, step=step)
     metrics = {

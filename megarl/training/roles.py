@@ -28,6 +28,7 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.responses import of_groups
 from megarl.rollout.sampling import GREEDY, Sampling
 from megarl.rollout.session import SamplingSession
+from megarl.rollout.table import Groups
 from megarl.samples.step_cache import StepCache
 from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Metrics
@@ -233,20 +234,18 @@ class EngineSampler:
         """Return the record of complete groups of training samples."""
         return of_groups(groups, self._engine.shares, self._engine.no_routes)
 
-    def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
+    def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> Sequence[Group]:
         """Return new groups of training samples. A later `batch` has other samples of the same prompt."""
         first = batch * self._section.n
-        n = self._section.n
-        return [Group.new(prompt, range(first, first + n), started=step) for prompt in self._opened(prompts).prompts]
+        numbers = range(first, first + self._section.n)
+        return Groups.new(self._opened(prompts).prompts, numbers, started=step)
 
     def generate(self, prompts: Prompts, *, step: int) -> tuple[Sharded[Rollouts], Metrics]:
         """Draw the training samples of a step."""
         session = self.open(step=step)
         groups = self.groups(prompts, step=step)
-        complete = (
-            _finish_and_keep(session, groups, self._step_cache, step=step)
-            if self._step_cache
-            else _finish(session, groups)
+        complete: Sequence[Group] = (
+            _finish_and_keep(session, groups, self._step_cache, step=step) if self._step_cache else session.draw(groups)
         )
         return self.record(complete), {"rollout/occupancy": session.occupancy()}
 
@@ -260,8 +259,8 @@ class EngineSampler:
 
     def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int) -> Sharded[Rollouts]:
         opened = self._opened(prompts)
-        groups = [Group.new(prompt, range(sampling.n), started=step) for prompt in opened.prompts]
-        return of_groups(_finish(self._session(sampling, step=step), groups), self._engine.shares)
+        groups = Groups.new(opened.prompts, range(sampling.n), started=step)
+        return of_groups(self._session(sampling, step=step).draw(groups), self._engine.shares)
 
     def _session(
         self, sampling: Sampling, *, step: int, final_only: bool = True, with_routes: bool = False
@@ -290,13 +289,6 @@ class EngineSampler:
 
     def _tell(self, prompt: Prompt, response: Generation) -> None:
         self._finished(prompt, response.token_ids)
-
-
-def _finish(session: SamplingSession, groups: Sequence[Group]) -> list[Group]:
-    """Draw all samples of the groups."""
-    session.add(dict(enumerate(groups)))
-    complete = session.advance(None)
-    return [complete[number] for number in range(len(groups))]
 
 
 def _finish_and_keep(

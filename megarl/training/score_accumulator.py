@@ -30,7 +30,7 @@ class ScoreAccumulator:
         """
         scored, metrics = self._scorer.score(rollouts)
         self._reported.append((len(rollouts), metrics))
-        self._num_scored += int(scored.gather(scored.share.has_score()).sum())
+        self._num_scored += int(scored.sum(scored.share.has_score()))
         self._failures += first_failures(scored)
         num_samples = sum(count for count, _ in self._reported)
         if num_samples >= least:

@@ -1,6 +1,7 @@
 """Statistics of all samples of a step, equal on every rank however the samples are spread.
 
-Each sample contributes numbers of its own tokens, in float64. The numbers of all samples are added in their order.
+Each sample contributes numbers of its own tokens, in float64, which `Sharded.sum` adds exactly. A rank gets no numbers
+of other ranks' samples, so a statistic costs it the work of its own share.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +15,34 @@ from megarl.algorithms.masked import masked
 from megarl.batch import Rollouts
 from megarl.columns import on_tokens, reduced, sample_sums
 from megarl.distributed.sharded import Sharded
+from megarl.distributed.sums import extremes
 from megarl.training.interfaces import Metrics
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean, largest and smallest of numbers."""
+
+    mean: float
+    largest: float
+    smallest: float
+
+    def metrics(self, name: str) -> Metrics:
+        """Return them by name."""
+        return {f"{name}/mean": self.mean, f"{name}/max": self.largest, f"{name}/min": self.smallest}
 
 
 def spread(name: str, x: Tensor) -> Metrics:
     """Return mean, largest and smallest of numbers that every rank has."""
-    x = x.double()  # the sum of finite scores may be too large for float32
-    return {f"{name}/mean": float(x.mean()), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}
+    total = float(x.double().sum() if x.is_floating_point() else x.sum())  # that of float32 may be too large for it
+    return Spread(total / len(x), float(x.max()), float(x.min())).metrics(name)
+
+
+def spreads(samples: Sharded[Rollouts], columns: Sequence[Tensor]) -> list[Spread]:
+    """Return mean, largest and smallest over all samples, of columns `[b]` of this rank's samples. Collective."""
+    numbers = torch.stack([column.double() for column in columns], dim=-1)
+    means = samples.sum(numbers) / len(samples)
+    return [Spread(*each) for each in torch.stack([means, *extremes(numbers)], dim=-1).tolist()]
 
 
 Derived = Callable[..., Sequence[Tensor]]
@@ -47,7 +69,7 @@ class Summary:
 
     def metrics(self, name: str) -> Metrics:
         """Return mean, largest and smallest."""
-        return {f"{name}/mean": self.mean, f"{name}/max": self.largest, f"{name}/min": self.smallest}
+        return Spread(self.mean, self.largest, self.smallest).metrics(name)
 
 
 def summaries(samples: Sharded[Rollouts], *columns: Tensor, of: Derived = _themselves) -> list[Summary]:
@@ -57,21 +79,47 @@ def summaries(samples: Sharded[Rollouts], *columns: Tensor, of: Derived = _thems
     compared with their spread: Chan et al. 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     Variances", equation 2.1.
     """
-    of_blocks = [moments_of_samples(of(*parts), counts) for counts, parts in samples.share.learnt_blocks(*columns)]
-    return joined(samples, samples.gather(torch.cat(of_blocks)))
+    found = [
+        (counts, moments_of_samples(of(*parts), counts)) for counts, parts in samples.share.learnt_blocks(*columns)
+    ]
+    counts, moments = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return joined(samples, counts, moments)
 
 
-def joined(samples: Sharded[Rollouts], moments: Tensor) -> list[Summary]:
-    """Join what `moments_of_samples` returned, of all samples: `[B, k, 4]`."""
-    kinds = moments.permute(1, 2, 0).contiguous()  # numbers of a kind are neighbours
-    return [_joined(samples.index.num_learnt, *of_samples) for of_samples in kinds]
+def joined(samples: Sharded[Rollouts], counts: Tensor, moments: Tensor) -> list[Summary]:
+    """Join the moments of all samples. Collective.
+
+    Args:
+        samples: this rank has `b` of them.
+        counts: `[b]` int64, the tokens that each of this rank's samples has moments of.
+        moments: `[b, k, 4]`, as `moments_of_samples` returns them.
+    """
+    if not counts.all():
+        has_tokens = counts > 0
+        counts, moments = counts[has_tokens], moments[has_tokens]
+    totals, squares, highest, lowest = moments.unbind(-1)
+    counts = counts[:, None].double()
+    *of_columns, total = samples.sum(torch.cat([totals, counts], dim=-1)).tolist()
+    if not total:
+        return [Summary(0.0, 0.0, 0.0, 0.0)] * len(of_columns)
+    means = torch.tensor(of_columns, dtype=torch.float64) / total
+    between = counts * (totals / counts - means).square()
+    around, inside = samples.sum(torch.stack([between, squares], dim=1))
+    variances = (inside + around) / max(total - 1.0, 1.0)
+    largest, _ = extremes(highest)
+    _, smallest = extremes(lowest)
+    return [Summary(*each) for each in torch.stack([means, variances, largest, smallest], dim=-1).tolist()]
 
 
 def summary_of_samples(samples: Sharded[Rollouts], numbers: Tensor) -> Summary:
-    """Summarize `numbers` `[B]` as if each token of the policy had that of its sample."""
-    numbers = numbers.double()
-    counts = samples.index.num_learnt
-    return _joined(counts, counts * numbers, torch.zeros_like(numbers), numbers, numbers)
+    """Summarize `numbers` `[b]` of this rank's samples as if each token of the policy had that of its sample.
+
+    Collective.
+    """
+    numbers, counts = numbers.double(), samples.share.num_learnt()
+    moments = torch.stack([counts * numbers, torch.zeros_like(numbers), numbers, numbers], dim=-1)
+    [summary] = joined(samples, counts, moments[:, None])
+    return summary
 
 
 def moments_of_samples(columns: Sequence[Tensor], counts: Tensor) -> Tensor:
@@ -89,32 +137,18 @@ def moments_of_samples(columns: Sequence[Tensor], counts: Tensor) -> Tensor:
     return torch.stack(found, dim=1)
 
 
-def _joined(counts: Tensor, totals: Tensor, squares: Tensor, largest: Tensor, smallest: Tensor) -> Summary:
-    """Join the numbers of samples with `counts` tokens each: `[B]`."""
-    if not counts.all():
-        has_tokens = counts > 0
-        numbers = (counts, totals, squares, largest, smallest)
-        counts, totals, squares, largest, smallest = (each[has_tokens] for each in numbers)
-    if not len(counts):
-        return Summary(0.0, 0.0, 0.0, 0.0)
-    total = int(counts.sum())
-    middle = totals.sum() / total
-    between = (counts * (totals / counts - middle).square()).sum()
-    variance = (squares.sum() + between) / max(total - 1, 1)
-    return Summary(float(middle), float(variance), float(largest.max()), float(smallest.min()))
-
-
 def mean(samples: Sharded[Rollouts], column: Tensor) -> float:
     """Return the mean over the tokens of the policy; 0 without any. Collective."""
     share = samples.share
-    return float(samples.gather(share.sums(on_learnt(share, column))).sum() / num_tokens(samples))
+    return float(samples.sum(share.sums(on_learnt(share, column)))) / num_tokens(samples)
 
 
 def mean_of_samples(samples: Sharded[Rollouts], column: Tensor) -> float:
     """Return the mean over the samples of their means over the tokens of the policy; 0 without any. Collective."""
-    share, counts = samples.share, samples.index.num_learnt
-    totals = samples.gather(share.sums(on_learnt(share, column)))
-    return float((totals / counts.clamp(min=1)).sum() / max(int((counts > 0).sum()), 1))
+    share, counts = samples.share, samples.share.num_learnt()
+    means = share.sums(on_learnt(share, column)) / counts.clamp(min=1)
+    total, number = samples.sum(torch.stack([means, (counts > 0).double()], dim=-1)).tolist()
+    return total / max(number, 1.0)
 
 
 def num_tokens(samples: Sharded[Rollouts]) -> int:

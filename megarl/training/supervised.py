@@ -79,7 +79,7 @@ def mean_loss(learner: Learner, *, pairs: PairStream, budget: Budget) -> Metrics
     for batch in pairs.batches():
         watchdog.note(phase="validation")
         spread = learner.spread(batch)
-        total -= float(spread.gather(spread.share.sums(learner.infer(spread, budget).log_probs)).sum())
+        total -= float(spread.sum(spread.share.sums(learner.infer(spread, budget).log_probs)))
         num_tokens += len(batch.mask)
     return {"val/loss": total / num_tokens}
 

@@ -60,7 +60,7 @@ class Validation:
             scored = join_sharded([scores.score(rollouts) for rollouts in sampled])
         self.tracker.log_table("val/generations", _shown(scored, self._num_shown), step=step)
         reported = {f"val/{name}": value for name, value in scores.metrics().items() if name != SLOWEST}
-        reported["val/reward/masked_rate"] = 1.0 - float(scored.gather(scored.share.has_score()).mean())
+        reported["val/reward/masked_rate"] = 1.0 - float(scored.sum(scored.share.has_score())) / len(scored)
         if self._store:
             reported["val/archive/failures"] = float(not self._store.keep_validation(scored, step=step))
         return metrics | reported | scores_by_source(scored)
@@ -76,7 +76,7 @@ def scores_by_source(scored: Sharded[Scored]) -> Metrics:
     """
     prompts = scored.index.prompts
     num = len(scored) // len(prompts)
-    has_score = scored.gather(scored.share.has_score()) > 0
+    has_score = scored.marked(scored.share.has_score())
     of_samples = scored.gather(scored.share.scores).to(torch.float32)
     answers = scored.first(len(scored), dict(enumerate(scored.share.answers or ())))
     samples: list[list[int]] = [[] for _ in prompts]

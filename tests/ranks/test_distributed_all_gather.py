@@ -27,7 +27,8 @@ def gather(ranks: list[int]) -> tuple[list[list[int]], int]:
         return send(tensor, *args, **settings)
 
     with patch.object(dist, "isend", count):
-        found = all_gather(torch.arange(SIZES[rank]) + 10 * rank, ranks, [SIZES[other] for other in ranks])
+        sizes = torch.tensor([SIZES[other] for other in ranks])
+        found = all_gather(torch.arange(SIZES[rank]) + 10 * rank, ranks, sizes).split(sizes.tolist())
     return [each.tolist() for each in found], len(sent)
 
 

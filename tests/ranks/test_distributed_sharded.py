@@ -140,9 +140,9 @@ def estimate_alone(estimator: str) -> list[Any]:
     return estimated(shard(scored(), torch.zeros(8, dtype=torch.int64), Shares.everywhere()), estimator)
 
 
-@pytest.mark.parametrize("estimator", ["gae", "grpo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("estimator", ["gae", "gpg", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_estimates_do_not_depend_on_the_spread(pool: RankPool, estimator: str) -> None:
-    """Also if a rank has no sample."""
+    """Also if a rank has no sample, and if the samples of a prompt are on one rank."""
     [expected] = pool.run(1, estimate_alone, estimator)
-    for owners in ([0, 1, 2, 3, 0, 1, 2, 3], [3, 3, 0, 0, 3, 0, 3, 3]):
+    for owners in ([0, 1, 2, 3, 0, 1, 2, 3], [3, 3, 0, 0, 3, 0, 3, 3], [2, 2, 2, 2, 1, 1, 1, 1]):
         assert pool.run(4, spread_and_estimate, owners, estimator) == [expected] * 4

@@ -1,5 +1,6 @@
 """What replicas tell each other of a window: numbers of samples, no token, and errors."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ WINDOWS = [
 ]
 
 
-def tell(tp_size: int) -> list[Window]:
+def tell(tp_size: int) -> Sequence[Window]:
     """Exchange the windows of three replicas of `tp_size` ranks."""
     rank = dist.get_rank()
     return exchange(lambda: WINDOWS[rank // tp_size], range(rank % tp_size, 3 * tp_size, tp_size))

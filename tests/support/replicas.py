@@ -1,20 +1,21 @@
 """Replicas by hand: engines that draw a known number of tokens, and environments that end after three turns."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Barrier, local
 from typing import Any
 from unittest.mock import Mock, patch
 
+import torch
 from torch import Tensor
 
 from megarl.batch import Generation, Group, Prompt, Sample, float32, int32
-from megarl.distributed import sharded
+from megarl.distributed import sharded, sums
 from megarl.distributed.sharded import Shares
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.episodes import Answer, proceed
-from megarl.rollout.window import Window
+from megarl.rollout.window import Window, Windows
 
 THREAD = local()  # its `replica`
 ONE_TOKEN = Generation(0, int32([1]), float32([-1.0]), truncated=False, weight_versions=int32([0]))
@@ -53,13 +54,15 @@ def _merged(sample: Sequence[Sample]) -> Generation:
 
 @contextmanager
 def summing(replicas: Replicas) -> Iterator[None]:
-    """Let records that are spread over replicas bring numbers to all of them."""
+    """Let records that are spread over replicas add numbers, and bring numbers to all of them."""
 
     def all_reduce(tensor: Tensor, group: Any) -> None:
         tensor.copy_(sum(replicas.exchange(tensor.clone())))
 
     world = Mock(is_initialized=lambda: True, all_reduce=all_reduce)
-    with patch.object(sharded, "dist", world), patch.object(sharded, "host_group"):
+    with ExitStack() as stack:
+        for module in (sharded, sums):
+            stack.enter_context(patch.multiple(module, dist=world, host_group=Mock()))
         yield
 
 
@@ -75,13 +78,12 @@ class Engine:
     def shares(self) -> Shares:
         return Shares(ranks=tuple((replica,) for replica in range(self.num_replicas)), rank=self.replica)
 
-    def exchange(self, work: Callable[[], Window]) -> list[Window]:
+    def exchange(self, work: Callable[[], Window]) -> Windows:
         self.num_exchanges += 1
         THREAD.replica = self.replica
         mine = work()
-        afar = self.replicas.exchange((mine.counts(), mine.content().tolist()))
-        windows = [Window.from_afar(*said, replica=replica) for replica, said in enumerate(afar)]
-        return [*windows[: self.replica], mine, *windows[self.replica + 1 :]]
+        counts, contents = zip(*self.replicas.exchange((mine.counts(), mine.content())), strict=True)
+        return Windows(counts=torch.tensor(counts), content=torch.cat(contents), mine=mine, here=self.replica)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megarl.algorithms import advantages as estimators
 from megarl.algorithms.advantages import (
     gae,
     gpg,
@@ -23,6 +24,7 @@ from megarl.algorithms.advantages import (
     token_rewards,
     whiten,
 )
+from megarl.algorithms.config import ESTIMATORS
 from megarl.algorithms.masked import masked_moments
 
 NAN = float("nan")
@@ -259,3 +261,28 @@ def test_whiten_by_hand() -> None:
     expected = torch.tensor([[-1.0, 1.0, 0.0]])
     torch.testing.assert_close(whiten(x, mask, mean=5.0, var=4.0), expected)
     assert math.isclose(whiten(x, mask, mean=5.0, var=0.0)[0, 0], -2e4, rel_tol=1e-5)
+
+
+OF_GROUPS = [name for name, needs in ESTIMATORS.items() if needs.compares and not needs.of_batch]
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+@given(
+    groups=st.lists(st.integers(0, 5), min_size=1, max_size=30).map(sorted),
+    seed=st.integers(0, 2**31),
+    owners=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+)
+def test_ranks_with_whole_groups_give_every_bit(name: str, groups: list[int], seed: int, owners: list[int]) -> None:
+    of_samples = torch.tensor(groups)
+    scores = torch.randn(len(groups), generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+    keys = {"norm_adv_by_std_in_grpo": True} if ESTIMATORS[name].reads else {}
+
+    def advantages(samples: Tensor) -> Tensor:
+        mask = torch.ones(len(samples), 1, dtype=torch.bool)
+        found: Tensor = getattr(estimators, name)(scores[samples], of_samples[samples], mask, **keys)
+        return found
+
+    expected = advantages(torch.arange(len(groups)))
+    for rank in range(3):
+        mine = (torch.tensor(owners)[of_samples] == rank).nonzero()[:, 0]
+        assert torch.equal(advantages(mine), expected[mine])

@@ -27,6 +27,7 @@ OF_CASE = {
 OF_RANK = {
     "num_ranks": 8,
     "rank": 3,
+    "estimator": "gae",
     "seconds": 0.25,
     "ns_per_token_of_share": 2000.0,
     "messages": 5,
@@ -47,7 +48,7 @@ def owners(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rank that draws each sample, and the rank that learns from it."""
     groups = torch.tensor(case.groups)
     parts = partition(torch.tensor(case.lengths) + len(PROMPT), groups, case.num_processes)
-    return groups % case.num_processes, (parts + 1) % case.num_processes
+    return (groups + 1) % case.num_processes, parts
 
 
 def test_simulated_rank_has_traffic_of_a_run() -> None:
@@ -84,6 +85,14 @@ def test_summary_has_largest_numbers_and_growth() -> None:
         "over_transferqueue": 3.0,
     }
     assert samples.summary(found(exchange=EXCHANGES[:1])) == {"growth_of_exchange": 1.0}
+    simulated = [
+        OF_RANK | {"num_ranks": number, "rank": rank, "ns_per_token_of_share": time}
+        for number, rank, time in ((2, 0, 40.0), (2, 1, 50.0), (8, 0, 55.0), (64, 0, 60.0))
+    ]
+    assert samples.summary(found(simulated=simulated)) == {
+        "growth_simulated_2_to_8": pytest.approx(1.1),
+        "growth_simulated": pytest.approx(1.2),
+    }
 
 
 def test_ways_are_compared_by_whole_time() -> None:
@@ -111,8 +120,8 @@ def test_results_become_the_page() -> None:
     assert "| processor time of an exchange, of the most ranks over the fewest | 2.50 | less than the ranks |" in page
     assert "| 2 | 32 x 8 | grpo | 120 | 240 | 1.5 | 1.001 |" in page
     assert "| 8 | 72 | 10 | 2.50 | 2 | 296 |" in page
-    assert "| 8 | 3 | 0.250 | 2000 | 2.00 | 0.00 | 5 | 0.04 | 700 |" in page
-    assert "| 8 | 3 | 12 | 34 |" in page
+    assert "| 8 | 3 | gae | 0.250 | 2000 | 2.00 | 0.00 | 5 | 0.04 | 700 |" in page
+    assert "| 8 | 3 | gae | 12 | 34 |" in page
     assert "| TransferQueue | 0.250 | 2.0 |" in page
     assert "- Date: 2030-01-02\n- Command: `python -m benchmarks samples`\n" in page
     assert page.endswith("- Versions of the peer: ray 9\n")

@@ -1,0 +1,211 @@
+"""What every rank knows of the samples of all replicas: a few numbers of each, in columns.
+
+The samples of this rank's replica have tokens too, as objects. Samples of other replicas become objects only if someone
+asks for them, so the work of a rank for each of them is that of numpy.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.batch import Elsewhere, Generation, Group, Prompt, Sample, float32, int32
+from megarl.columns import int64
+from megarl.distributed.evenly import Integers
+
+FIELDS = Elsewhere._fields
+ROW = {name: row for row, name in enumerate(FIELDS)}
+_fields_of = attrgetter(*FIELDS)
+
+
+@dataclass
+class SampleTable:
+    """The samples of groups, by place: group by group, and in a group by their numbers."""
+
+    numbers: Tensor  # [9, B] int64: the fields of `Elsewhere`, of each sample; the replica is -1 of those of this rank
+    own: dict[int, Generation] = field(default_factory=dict)  # by place; where the replica is not -1 it means nothing
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "SampleTable":
+        """Return the table of given samples."""
+        fields = chain.from_iterable(map(_fields_of, samples))
+        numbers = np.fromiter(fields, dtype=np.int64, count=len(samples) * len(FIELDS)).reshape(-1, len(FIELDS))
+        own = {
+            place: sample
+            for place, sample in enumerate(samples)
+            if isinstance(sample, Generation) and (sample.token_ids or sample.complete)
+        }
+        return cls(torch.from_numpy(np.ascontiguousarray(numbers.T)), own)
+
+    @classmethod
+    def blank(cls, groups: int, samples: Sequence[int]) -> "SampleTable":
+        """Return the table of `groups` with samples of these numbers, all without tokens."""
+        numbers = torch.zeros(len(FIELDS), groups * len(samples), dtype=torch.int64)
+        numbers[ROW["sample"]] = torch.tensor(samples).repeat(groups)
+        numbers[ROW["replica"]] = Generation.replica
+        numbers[ROW["has_log_probs"]] = 1
+        return cls(numbers)
+
+    @classmethod
+    def joined(cls, parts: Sequence["SampleTable"]) -> "SampleTable":
+        """Return one table of the samples of all parts, in their order."""
+        if len(parts) < 2:
+            return parts[0] if parts else cls.of(())
+        own: dict[int, Generation] = {}
+        start = 0
+        for part in parts:
+            own |= {start + place: sample for place, sample in part.own.items()}
+            start += len(part)
+        return cls(torch.cat([part.numbers for part in parts], dim=1), own)
+
+    def __len__(self) -> int:
+        return self.numbers.shape[1]
+
+    def column(self, name: str) -> Tensor:
+        """Return a field of `Elsewhere` of each sample: `[B]` int64, a view."""
+        return self.numbers[ROW[name]]
+
+    def mine(self) -> Tensor:
+        """Return the places of the samples that have tokens on this rank, or are complete here: int64, ascending."""
+        places = np.sort(np.fromiter(self.own, dtype=np.int64, count=len(self.own)))
+        return torch.from_numpy(places[self.column("replica").numpy()[places] == Generation.replica])
+
+    def part(self, first: int, last: int) -> "SampleTable":
+        """Return the samples from `first` to before `last`; the numbers are a view."""
+        if (first, last) == (0, len(self)):
+            return self
+        found = range(first, last) if last - first < len(self.own) else self.own
+        own = {place - first: self.own[place] for place in found if place in self.own and first <= place < last}
+        return SampleTable(self.numbers[:, first:last], own)
+
+    def sample(self, place: int) -> Sample:
+        """Return a sample. A sample without tokens may still be drawn here."""
+        known = Elsewhere(*self.numbers[:, place].tolist())
+        has_log_probs = bool(known.has_log_probs)
+        if known.replica != Generation.replica:
+            return known._replace(
+                has_log_probs=has_log_probs, truncated=bool(known.truncated), complete=bool(known.complete)
+            )
+        log_probs = float32() if has_log_probs else None
+        blank = Generation(known.prompt, int32(), log_probs, truncated=False, sample=known.sample, complete=False)
+        return self.own.get(place, blank)
+
+
+class Samples(Sequence[Sample]):
+    """Neighbouring samples of a table, which become objects if they are asked for."""
+
+    def __init__(self, table: SampleTable, first: int, last: int) -> None:
+        self.table = table
+        self.first = first
+        self.last = last
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    @overload
+    def __getitem__(self, place: int) -> Sample: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Sample]: ...
+    def __getitem__(self, place: int | slice) -> Sample | Sequence[Sample]:
+        places = range(self.first, self.last)[place]
+        return self.table.sample(places) if isinstance(places, int) else tuple(map(self.table.sample, places))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Groups(Sequence[Group]):
+    """Groups whose samples are in one table. The same on every rank, except for the tokens."""
+
+    prompts: Sequence[Prompt]  # length P
+    started: Tensor  # [P] int64: finished steps when the first token of the group was asked for
+    counts: Tensor  # [P] int64: samples of the group
+    table: SampleTable
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> "Groups":
+        """Return given groups in one table."""
+        if isinstance(groups, Groups):
+            return groups
+        return cls(
+            prompts=[group.prompt for group in groups],
+            started=int64([group.started for group in groups]),
+            counts=int64([len(group.samples) for group in groups]),
+            table=SampleTable.joined([*_tables(group.samples for group in groups)]),
+        )
+
+    @classmethod
+    def new(cls, prompts: Sequence[Prompt], numbers: Sequence[int], *, started: int) -> "Groups":
+        """Return a group of samples of these numbers, without tokens, of each prompt."""
+        return cls(
+            prompts=prompts,
+            started=torch.full((len(prompts),), started),
+            counts=torch.full((len(prompts),), len(numbers)),
+            table=SampleTable.blank(len(prompts), numbers),
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, place: int) -> Group: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Group]: ...
+    def __getitem__(self, place: int | slice) -> Group | Sequence[Group]:
+        places = range(len(self))[place]
+        return self._group(places) if isinstance(places, int) else [self._group(each) for each in places]
+
+    def num_incomplete(self) -> Integers:
+        """Return the number of samples of each group that are not complete: `[P]`."""
+        is_open = self.table.column("complete").numpy() == 0
+        return np.bincount(np.repeat(np.arange(len(self)), self.counts.numpy())[is_open], minlength=len(self))
+
+    def replicas(self, here: int) -> Integers:
+        """Return the replica that has tokens of the incomplete samples of each group: `[P]`; -1: there are none.
+
+        `here` is this rank's replica.
+        """
+        table = self.table
+        is_begun = (table.column("complete") == 0) & (table.column("num_tokens") > 0)
+        places = np.flatnonzero(is_begun.numpy())[::-1]  # of several samples, the first counts
+        replicas = table.column("replica").numpy()[places]
+        found = np.full(len(self), -1)
+        found[self.ends.numpy().searchsorted(places, side="right")] = np.where(
+            replicas == Generation.replica, here, replicas
+        )
+        return found
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """The place after the last sample of each group: `[P]` int64."""
+        return self.counts.cumsum(0)
+
+    def _group(self, place: int) -> Group:
+        last = int(self.ends[place])
+        samples = Samples(self.table, last - int(self.counts[place]), last)
+        return Group(prompt=self.prompts[place], samples=samples, started=int(self.started[place]))
+
+
+def _tables(of_groups: Iterable[Sequence[Sample]]) -> Iterator[SampleTable]:
+    """Yield tables of the samples of groups, in their order. Neighbours in one table stay together."""
+    for _, neighbours in groupby(of_groups, lambda samples: isinstance(samples, Samples) and id(samples.table)):
+        parts = list(neighbours)
+        known = [part for part in parts if isinstance(part, Samples)]
+        if not known:
+            yield SampleTable.of(list(chain.from_iterable(parts)))
+            continue
+        first = 0
+        for place, part in enumerate(known, 1):
+            if place == len(known) or known[place].first != part.last:
+                yield part.table.part(known[first].first, part.last)
+                first = place
