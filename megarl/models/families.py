@@ -136,6 +136,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(defaults={"max_position_embeddings": 2048}),
     "mistral": Family(
         windows="all layers",
+        model_class="MistralForCausalLM",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
     "qwen2": Family(qkv_bias=True, defaults=QWEN_DEFAULTS),
@@ -320,6 +321,8 @@ FAMILIES: Mapping[str, Family] = {
         names_of_keys={"hidden_act": "hidden_activation"},
         renamed={"post_attention_layernorm": "pre_feedforward_layernorm", **OUTPUT_NORMS},
         defaults={
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 256,
             "max_position_embeddings": 131072,

@@ -217,7 +217,7 @@ def write_checkpoint(directory: Path, variant: str, *, seed: int = 0, **override
     config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _save_random(model, directory)
+    save_random(model, directory)
     return directory
 
 
@@ -227,11 +227,11 @@ def write_classifier(directory: Path, variant: str, *, seed: int = 0, **override
     config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    _save_random(model, directory)
+    save_random(model, directory)
     return directory
 
 
-def _save_random(model: Any, directory: Path) -> None:
+def save_random(model: Any, directory: Path) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.1)
