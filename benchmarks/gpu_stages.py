@@ -118,6 +118,18 @@ OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3_5_text": {"num_hidden_layers": 4},
     "qwen3_5_moe_text": {"num_hidden_layers": 4, "shared_expert_intermediate_size": 128},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 32},
 }
 

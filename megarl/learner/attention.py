@@ -30,9 +30,11 @@ from megarl.learner.norm import RMSNorm
 from megarl.learner.packed import places_of
 from megarl.learner.per_tensor import PerTensor
 from megarl.learner.sinks import attention_with_sinks, varlen_with_sinks
+from megarl.models.rotary import QueryScaling
 from megarl.platform.device import to_device
 
 _groups = PerTensor["Groups"]()  # by the bounds of the row
+_factors = PerTensor[dict[QueryScaling, Tensor]]()  # [N, 1, 1], by the bounds of the row
 
 
 class PackedAttention(torch.nn.Module):
@@ -89,6 +91,24 @@ class NormedAttention(PackedAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Attend as `PackedAttention`."""
         return super().forward(self.q_layernorm(query), self.k_layernorm(key), value, *args, **kwargs)
+
+
+class ScaledQueryAttention(PackedAttention):
+    """`PackedAttention` of queries that it multiplies by factors of their positions, after their rotation."""
+
+    scaling: QueryScaling
+    """Set when the model is built."""
+
+    def forward(self, query: Tensor, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Tensor:
+        """Attend as `PackedAttention`. Factors are in float32, as in vLLM."""
+        bounds = packed_seq_params.cu_seqlens_q
+        factors = _factors.get(bounds, dict)
+        if self.scaling not in factors:
+            positions = places_of(bounds.diff().long(), self.cp_group.rank(), self.cp_group.size(), len(query))[1]
+            periods = positions.div(self.scaling.length, rounding_mode="floor")
+            factors[self.scaling] = (1.0 + self.scaling.beta * periods.float().log1p())[:, None, None]
+        scaled = (query * factors[self.scaling]).to(query.dtype)
+        return super().forward(scaled, *args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 class GatedAttention(SelfAttention):

@@ -58,7 +58,7 @@ def expert_settings(experts: Experts, num_layers: int) -> dict[str, Any]:
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_layer_freq": [0] * dense + [1] * (num_layers - dense),
         "moe_router_topk": experts.top_k,
-        "moe_router_score_function": experts.score,
+        "moe_router_score_function": "sigmoid" if experts.router_bias else experts.score,  # `Router` knows the score
         "moe_router_pre_softmax": True,  # unused, but without it Megatron refuses a single expert per token
         "moe_router_dtype": "fp32",
         "moe_router_enable_expert_bias": experts.router_bias,
@@ -142,7 +142,7 @@ class Router(TopKRouter):
             loss = loss + coefficient * (logits.logsumexp(-1).square() * real).sum()
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if coefficient:
-            counted, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+            counted, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.experts.score)
             counted = counted if replayed is None else replayed
             choices = reduce_from_tensor_model_parallel_region(real @ counted.float(), self.tp_cp_group)
             shares = choices / choices.sum().clamp(min=1)

@@ -22,7 +22,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from megarl.learner.attention import GatedAttention, NormedAttention, PackedAttention, SinkAttention
+from megarl.learner.attention import (
+    GatedAttention,
+    NormedAttention,
+    PackedAttention,
+    ScaledQueryAttention,
+    SinkAttention,
+)
 from megarl.learner.config import MegatronSection
 from megarl.learner.experts import (
     check_expert_settings,
@@ -91,6 +97,9 @@ def build_model(
             model.rotary_pos_emb.rotary_interleaved = False  # `learner/rotary.py` takes angles of halves
         if architecture.local_rope_theta is not None:
             _rotate_windows(model, architecture, architecture.local_rope_theta)
+        if architecture.query_scaling is not None:
+            for layer in model.decoder.layers:
+                layer.self_attention.core_attention.scaling = architecture.query_scaling
         if architecture.embedding_scale != 1.0 and model.pre_process:
             model.embedding.register_forward_hook(partial(_scaled, architecture.embedding_scale))
         if is_last and architecture.scalar_head:
@@ -165,7 +174,7 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
     if local:
         spec.layer_norm = own_norm
     core_attention = _core_attention(architecture)
-    own_attention = own_attention or core_attention in (NormedAttention, SinkAttention)
+    own_attention = own_attention or core_attention in (NormedAttention, ScaledQueryAttention, SinkAttention)
     for layer in spec.layer_specs:
         _use_own_layer(layer, architecture)
         attention = layer.submodules.self_attention
@@ -199,6 +208,8 @@ def _core_attention(architecture: Architecture) -> type[PackedAttention]:
         return LatentCore
     if architecture.traits.late_qk_norm:
         return NormedAttention
+    if architecture.query_scaling is not None:
+        return ScaledQueryAttention
     return SinkAttention if architecture.traits.sinks else PackedAttention
 
 

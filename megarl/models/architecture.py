@@ -18,9 +18,11 @@ from megarl.models.fields import LONGEST, MOST_LAYERS, SHOWN, Fields, wrong
 from megarl.models.linear import LinearAttention, linear_shapes, read_linear
 from megarl.models.rotary import (
     LinearScaling,
+    QueryScaling,
     RopeScaling,
     Yarn,
     local_rope_theta,
+    query_scaling,
     rope_parameters,
     rope_scaling,
     rope_theta,
@@ -34,6 +36,7 @@ ODD = "must be even, because positions rotate pairs of numbers"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 SCORE = "score.weight"  # the scalar head
+ROUTER_BIAS = "gate.e_score_correction_bias"
 SCORED_ROUTE_BYTES = 8  # of one choice: the expert and its score, float32 both
 VOCAB_MULTIPLE = 64  # the rows of a complete engine's padded vocabulary are a multiple of this
 
@@ -93,6 +96,7 @@ class Architecture:
     local_rope_theta: float | None = (
         None  # `rope_theta` of `windowed_layers`, without scaling; None: that of all layers
     )
+    query_scaling: QueryScaling | None = None  # None: queries have no factors
     embedding_scale: float = 1.0  # of the embeddings
     residual_scale: float = 1.0  # of what a branch adds to the residual stream
     logit_divisor: float = 1.0
@@ -221,6 +225,7 @@ def read_architecture(hf_config: Mapping[str, object]) -> Architecture:
         window=window,
         windowed_layers=windowed_layers,
         local_rope_theta=local_rope_theta(config, traits),
+        query_scaling=query_scaling(rope, traits),
         unrotated_layers=_unrotated_layers(config) if traits.rotates_by_layer else (),
         parallel_residual=traits.parallel_residual and config.flag("use_parallel_residual", default=True),
         **_scales(config, traits),
@@ -271,16 +276,19 @@ def hf_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class CheckpointPlace:
-    """The place of a parameter of Llama in a checkpoint whose family names, stacks or transposes it otherwise."""
+    """The place of a parameter of Llama in a checkpoint whose family names, stacks or transposes it otherwise.
+
+    A vector is its own transpose.
+    """
 
     name: str  # of the checkpoint's parameter
     row: int = 0  # the first row of the parameter of Llama
-    expert: int | None = None  # its number in a parameter that has the transposed parameters of all experts
+    index: int | None = None  # in the first dimension of a parameter that has the transposed parameter there
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the checkpoint's parameter if the one of Llama, of this shape, is the last in it."""
-        if self.expert is not None:
-            return self.expert + 1, *reversed(shape)
+        if self.index is not None:
+            return self.index + 1, *reversed(shape)
         return self.row + shape[0], *shape[1:]
 
 
@@ -298,9 +306,10 @@ def checkpoint_places(architecture: Architecture) -> Mapping[str, CheckpointPlac
         expert = STACKED_EXPERT.fullmatch(own) if experts and experts.gate_up else None
         if expert:
             bias = "_bias" if expert["part"] == "bias" else ""
-            places[name] = CheckpointPlace(
-                f"{expert['experts']}.{expert['matrix']}{bias}", expert=int(expert["number"])
-            )
+            places[name] = CheckpointPlace(f"{expert['experts']}.{expert['matrix']}{bias}", index=int(expert["number"]))
+            continue
+        if architecture.traits.router_bias_is_matrix and name.endswith(ROUTER_BIAS):
+            places[name] = CheckpointPlace(own, index=0)
             continue
         places[name] = CheckpointPlace(own, ends.get(own, 0))
         ends[own] = ends.get(own, 0) + shape[0]
@@ -403,7 +412,7 @@ def _expert_shapes(a: Architecture, experts: Experts) -> Shapes:
     names = a.expert_names
     shapes = _linear_shapes(a, f"{names.block}.gate", experts.num_experts, a.hidden_size)
     if experts.router_bias:
-        shapes[f"{names.block}.gate.e_score_correction_bias"] = (experts.num_experts,)
+        shapes[f"{names.block}.{ROUTER_BIAS}"] = (experts.num_experts,)
     for number in range(experts.num_experts):
         prefix = f"{names.block}.experts.{number}."
         if names.gate_up:

@@ -1,10 +1,10 @@
 """A check that the tensors of a Hugging Face directory belong to the model that its `config.json` describes.
 
 A tensor without a parameter is a fault: dropping it silently would leave another model than the trained one. The scales
-of FP8 blocks and of MXFP4 belong to their matrices. Three kinds are left out on purpose: the frequencies of rotary
+of FP8 blocks and of MXFP4 belong to their matrices. Four kinds are left out on purpose: the frequencies of rotary
 positions and the masks of old gpt_neox checkpoints, which are computed; the layers that predict several tokens ahead;
-and the layers behind an overridden num_hidden_layers. `megarl.models.source` checks the output layer of a model with
-tied embeddings, because its values decide.
+the layers behind an overridden num_hidden_layers; and the parts for images around a text model. `megarl.models.source`
+checks the output layer of a model with tied embeddings, because its values decide.
 """
 
 import re
@@ -18,6 +18,7 @@ from megarl.models.hub import read_config
 from megarl.platform.errors import UserError
 from megarl.reshard.headers import CONFIG, FLOATS, Stored, stored_tensors
 from megarl.reshard.quantised import FP8, KEY, block_faults, block_of, matrix_of, not_plain, without_mxfp4
+from megarl.reshard.wrapped import is_wrapped, text_places
 
 MOST_NAMED = 3
 COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias")
@@ -46,6 +47,8 @@ def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bo
     """
     try:
         stored = stored_tensors(directory)
+        if is_wrapped(directory):
+            stored = {name: place.tensor for name, place in text_places(stored).items()}
         own = Fields.of(read_config(directory, {}))
         num_layers = max(architecture.num_layers, own.size("num_hidden_layers", architecture.num_layers))
         num_ahead = own.size("num_nextn_predict_layers", own.size("num_mtp_modules", 0, least=0), least=0)

@@ -46,8 +46,9 @@ def expert_scores(logits: "Tensor", experts: Experts) -> "Tensor":
 def read_experts(config: Fields, traits: Family) -> Experts:
     """Return the experts of a family that has experts. Raises UserError if a size is missing or impossible."""
     experts = _read(config, traits)
+    chosen = traits.key("num_experts_per_tok")
     if experts.top_k > experts.num_experts:
-        raise wrong("num_experts_per_tok", experts.top_k, f"there are {experts.num_experts} experts")
+        raise wrong(chosen, experts.top_k, f"there are {experts.num_experts} experts")
     if experts.num_experts % experts.num_groups:
         raise wrong("n_group", experts.num_groups, f"must divide the {experts.num_experts} experts")
     if experts.top_k_groups > experts.num_groups:
@@ -56,15 +57,13 @@ def read_experts(config: Fields, traits: Family) -> Experts:
         raise UserError(f"config.json: {layers} layers of {experts.num_experts} experts are more than {MOST_IN_ALL}")
     chosen_from = experts.num_experts // experts.num_groups * experts.top_k_groups
     if experts.top_k > chosen_from:
-        raise wrong(
-            "num_experts_per_tok", experts.top_k, f"{chosen_from} experts are in the chosen groups (topk_group)"
-        )
+        raise wrong(chosen, experts.top_k, f"{chosen_from} experts are in the chosen groups (topk_group)")
     return experts
 
 
 def _read(config: Fields, traits: Family) -> Experts:
     family = config.values["model_type"]
-    top_k = config.size("num_experts_per_tok", most=MOST_EXPERTS)
+    top_k = config.size(traits.key("num_experts_per_tok"), most=MOST_EXPERTS)
     if family in ("mixtral", "gpt_oss"):
         return Experts(
             num_experts=config.size("num_local_experts", most=MOST_EXPERTS),
@@ -80,6 +79,16 @@ def _read(config: Fields, traits: Family) -> Experts:
             router_bias=True,
         )
     ffn_hidden_size = config.size("moe_intermediate_size")
+    if family == "ernie4_5_moe":
+        return Experts(
+            num_experts=config.size("moe_num_experts", most=MOST_EXPERTS),
+            top_k=top_k,
+            ffn_hidden_size=ffn_hidden_size,
+            shared_ffn_hidden_size=config.size("moe_num_shared_experts", 0, least=0, most=MOST_EXPERTS)
+            * ffn_hidden_size,
+            first_dense_layers=config.size("moe_layer_start_index", least=0),
+            router_bias=True,
+        )
     normalize_top_k = config.flag("norm_topk_prob")
     if family.startswith("qwen"):
         # transformers 5 writes the first name and reads the second.

@@ -33,6 +33,7 @@ class Family:
     experts: ExpertNames | None = None
     clamped_glu: bool = False  # experts have biases and compute (up + 1) * quick_gelu(gate), both clamped (gpt-oss)
     sigmoid_router: bool = False  # experts score by a sigmoid, and a bias affects their choice, as in DeepSeek-V3
+    router_bias_is_matrix: bool = False  # of one row, in the checkpoint
     float32_router: bool = False  # the engine keeps the router's weight in float32
     predicts_ahead: bool | str = False  # checkpoints may have more layers, which predict several tokens ahead
     """Or the beginning of the names of their tensors."""
@@ -51,6 +52,7 @@ class Family:
     rope_theta: float = 10000.0  # unless config.json says another
     rope_types: tuple[str, ...] = ("llama3", "yarn")  # supported scalings of positions, besides none
     local_rope_theta: float | None = None  # of layers with a window, if they rotate otherwise
+    scaled_queries: bool = False  # queries are multiplied by a factor that grows with their position (Llama 4)
     parallel_residual: bool = False  # unless `use_parallel_residual` is false in config.json
     rotary_fraction: float | None = None  # of a head's numbers, unless config.json says another; None: all, always
     windows: Literal["refused", "all layers", "some layers", "every other layer"] = "refused"  # whose attention has one
@@ -134,6 +136,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(defaults={"max_position_embeddings": 2048}),
     "mistral": Family(
         windows="all layers",
+        model_class="MistralForCausalLM",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
     "qwen2": Family(qkv_bias=True, defaults=QWEN_DEFAULTS),
@@ -318,6 +321,8 @@ FAMILIES: Mapping[str, Family] = {
         names_of_keys={"hidden_act": "hidden_activation"},
         renamed={"post_attention_layernorm": "pre_feedforward_layernorm", **OUTPUT_NORMS},
         defaults={
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 256,
             "max_position_embeddings": 131072,
@@ -386,6 +391,28 @@ FAMILIES: Mapping[str, Family] = {
         rope_theta=2000000.0,
         defaults={"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True},
     ),
+    "ministral3": Family(
+        windows="all layers",
+        rope_theta=1e6,
+        rope_types=("yarn",),
+        scaled_queries=True,
+        model_class="Ministral3ForCausalLM",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
     "phi3": Family(
         windows="all layers",
         rotary_fraction=1.0,
@@ -407,6 +434,28 @@ FAMILIES: Mapping[str, Family] = {
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": True,
+        },
+    ),
+    "ernie4_5_moe": Family(
+        rotary_neighbours=True,
+        rope_theta=500000.0,
+        experts=ExpertNames(shared="shared_experts"),
+        router_bias_is_matrix=True,
+        float32_router=True,
+        predicts_ahead="model.mtp_",
+        names_of_keys={"num_experts_per_tok": "moe_k"},
+        renamed={".gate.e_score_correction_bias": ".moe_statics.e_score_correction_bias"},
+        engine_names={".moe_statics.": ".gate."},
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 1536,
+            "moe_layer_start_index": 1,
         },
     ),
     "seed_oss": Family(

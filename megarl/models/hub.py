@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.fields import Fields
+from megarl.models.wrapped import text_config
 from megarl.platform.errors import UserError, placed
 from megarl.platform.hub import CARD_FILE, matching, small_files, snapshot
 from megarl.platform.remote import RemoteDirectory, RemoteFile, remote_directory
@@ -86,8 +87,16 @@ def weight_files(remote: RemoteDirectory) -> list[str]:
 
 
 def read_config(directory: ModelDirectory, overrides: Mapping[str, object]) -> dict[str, Any]:
-    """Return the parsed `config.json` of a checkpoint with some fields replaced. Raises as `read_json`."""
-    return {**read_json(directory / CONFIG), **overrides}
+    """Return the parsed `config.json` of a checkpoint with some fields replaced.
+
+    Of a model of images and text, return that of its text model.
+
+    Raises:
+        UserError: as `read_json`, or the text model has an unknown family.
+    """
+    config = read_json(directory / CONFIG)
+    with placed(f"{directory}/"):
+        return {**text_config(config), **overrides}
 
 
 def read_json(file: Path | RemoteFile) -> dict[str, Any]:
@@ -130,9 +139,10 @@ def read_model(directory: ModelDirectory, overrides: Mapping[str, object]) -> tu
 def stop_token_ids(directory: Path, tokenizer_eos: int | None) -> list[int]:
     """Return every token that ends a response: of generation_config.json, else config.json, and of the tokenizer."""
     ids = set() if tokenizer_eos is None else {tokenizer_eos}
-    for file in (directory / GENERATION, directory / CONFIG):
-        declared = read_json(file).get("eos_token_id") if file.exists() else None
-        if declared is not None:
-            ids.update([declared] if isinstance(declared, int) else declared)
-            break
+    generation, config = directory / GENERATION, directory / CONFIG
+    declared = read_json(generation).get("eos_token_id") if generation.exists() else None
+    if declared is None and config.exists():
+        declared = read_config(directory, {}).get("eos_token_id")
+    if declared is not None:
+        ids.update([declared] if isinstance(declared, int) else declared)
     return sorted(ids)

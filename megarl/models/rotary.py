@@ -1,4 +1,4 @@
-"""The scaling of rotary positions in a `config.json`."""
+"""The scaling of rotary positions, and of queries by their position, in a `config.json`."""
 
 import math
 from collections.abc import Iterable
@@ -32,7 +32,8 @@ class LinearScaling:
 class Yarn:
     """YaRN (`rope_type: yarn`; Peng et al., 2023, arXiv:2309.00071).
 
-    With latent attention `mscale` scales the rotary part, and `mscale_all_dim` the logits (DeepSeek).
+    With latent attention `mscale` scales the rotary part, and `mscale_all_dim` the logits (DeepSeek). Else rotated
+    numbers are multiplied by (1 + 0.1 mscale log(factor)) / (1 + 0.1 mscale_all_dim log(factor)).
     """
 
     factor: float
@@ -43,6 +44,20 @@ class Yarn:
     mscale_all_dim: float = 0.0
     truncate: bool = True  # round the bounds between the scaled and the unscaled frequencies to whole numbers
 
+    @property
+    def attention_factor(self) -> float:
+        """The factor of rotated numbers, without latent attention."""
+        growth = 0.1 * math.log(max(self.factor, 1.0))
+        return (1.0 + self.mscale * growth) / (1.0 + self.mscale_all_dim * growth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScaling:
+    """Queries multiplied by 1 + beta log(1 + floor(position / length)), after their rotation (Llama 4)."""
+
+    beta: float
+    length: int
+
 
 S = TypeVar("S", RopeScaling, LinearScaling, Yarn)
 
@@ -50,6 +65,7 @@ S = TypeVar("S", RopeScaling, LinearScaling, Yarn)
 ROTARY = ("rope_theta", "partial_rotary_factor")
 COMMON = (*ROTARY, "rope_type")  # of every kind of scaling
 DYNAMIC = ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # only the first has an effect
+BETA = "llama_4_scaling_beta"
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 LOCAL_THETA = "rope_local_base_freq"
 OTHER_NAMES = {
@@ -136,7 +152,7 @@ def rope_scaling(rope: Fields, family: Family) -> RopeScaling | LinearScaling | 
         _refuse_unread(rope, kind, (*COMMON, *DYNAMIC))
         return None
     if kind == "yarn":
-        return _yarn(rope, latent=family.latent)
+        return _yarn(rope, family)
     return _linear(rope) if kind == "linear" else _llama3(rope)
 
 
@@ -146,6 +162,17 @@ def rope_theta(rope: Fields, family: Family, head_dim: int) -> float:
     if rope.values.get("rope_type") != "dynamic":
         return theta
     return theta * rope.number("alpha") ** (head_dim / (head_dim - 2))
+
+
+def query_scaling(rope: Fields, family: Family) -> QueryScaling | None:
+    """Return the factors of queries. Raises UserError if the family needs them, and their settings are missing."""
+    if not family.scaled_queries:
+        return None
+    if BETA not in rope:
+        raise UserError(f"config.json: the rotary settings have no {BETA}, which transformers needs")
+    if rope.values[BETA] == 0:
+        return None
+    return QueryScaling(beta=rope.number(BETA), length=rope.size("original_max_position_embeddings"))
 
 
 def local_rope_theta(config: Fields, family: Family) -> float | None:
@@ -189,18 +216,24 @@ def _linear(rope: Fields) -> LinearScaling:
     return _read(LinearScaling, rope, kind="linear", required=["factor"])
 
 
-def _yarn(rope: Fields, *, latent: bool) -> Yarn:
+def _yarn(rope: Fields, family: Family) -> Yarn:
+    latent = family.latent
     if latent and not rope.flag("truncate", default=True):
         raise UserError("config.json: truncate false: the bounds of the yarn scaling are whole numbers in this family")
-    usual = 0.1 * math.log(max(rope.number("factor", 1.0), 1.0)) + 1.0
-    if "attention_factor" in rope and (latent or not math.isclose(rope.number("attention_factor"), usual)):
-        raise UserError(f"config.json: attention_factor: must follow from the yarn rotary scaling ({usual}); remove it")
-    known = [trait.name for trait in fields(Yarn) if latent or not trait.name.startswith("mscale")]
-    _refuse_unread(rope, "yarn", [*COMMON, *known, "attention_factor"])
+    has_mscale = latent or family.scaled_queries
+    known = [trait.name for trait in fields(Yarn) if has_mscale or not trait.name.startswith("mscale")]
+    of_queries = [BETA, "max_position_embeddings"] if family.scaled_queries else []  # transformers reads only the first
+    _refuse_unread(rope, "yarn", [*COMMON, *known, *of_queries, "attention_factor"])
     required = [trait.name for trait in fields(Yarn) if trait.default is MISSING]
     scaling = _read(Yarn, rope, kind="yarn", required=required)
-    if scaling.mscale != 1.0 and not scaling.mscale_all_dim:
+    is_alone = ("mscale" in rope) != bool(scaling.mscale_all_dim)
+    if scaling.mscale != 1.0 and not scaling.mscale_all_dim or (is_alone and not latent):
         raise UserError("config.json: the yarn rotary scaling must be given by mscale and mscale_all_dim together")
+    factor = scaling.attention_factor
+    if "attention_factor" in rope and (latent or not math.isclose(rope.number("attention_factor"), factor)):
+        raise UserError(
+            f"config.json: attention_factor: must follow from the yarn rotary scaling ({factor}); remove it"
+        )
     return scaling
 
 

@@ -40,7 +40,7 @@ FIXED = (
     ("use_bidirectional_attention", False, "a token attends to earlier tokens alone"),
 )
 """Keys that have one supported value, and why."""
-EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+EXPERT_COUNTS = ("moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts")
 
 
 def unsupported(given: Mapping[str, object], config: Fields) -> Iterator[str]:
@@ -144,8 +144,9 @@ def _fixed_fault(config: Fields, key: str, supported: bool | float, why: str) ->
 def _count_fault(given: Mapping[str, object], traits: Family) -> tuple[bool, str]:
     """Return whether config.json has the number of experts under several names, and transformers reads another one."""
     counts = {name: given[name] for name in EXPERT_COUNTS if given.get(name) is not None}
-    if "n_routed_experts" in traits.defaults:  # transformers reads the other names too, and overrides its default
-        counts.setdefault("n_routed_experts", traits.defaults["n_routed_experts"])
+    for own in EXPERT_COUNTS[:2]:
+        if own in traits.defaults:  # transformers reads the other names too, and overrides its default
+            counts.setdefault(own, traits.defaults[own])
     differ = any(count != next(iter(counts.values())) for count in counts.values())
     return differ, f"{' and '.join(counts)} differ: both are the number of experts; keep one"
 
@@ -202,6 +203,19 @@ def _deepseek_faults(config: Fields) -> Faults:
         (method == "greedy" and groups > 1, f"n_group {groups} with topk_method 'greedy': the engine would use groups"),
         (score not in (None, "softmax"), f"scoring_func {score!r}: must be 'softmax' in this family"),
         (config.flag("norm_topk_prob"), "norm_topk_prob: implementations of this family disagree on it"),
+    ]
+
+
+def _ernie_faults(config: Fields) -> Faults:
+    last = config.size("num_hidden_layers", most=MOST_LAYERS) - 1
+    end = config.values.get("moe_layer_end_index", -1)
+    follows = "every layer after the dense layers has experts here"
+    return [
+        _fixed_fault(config, "use_moe", supported=True, why=follows),
+        _fixed_fault(config, "moe_layer_interval", 1, follows),
+        (end not in (-1, last), f"moe_layer_end_index {str(end)[:SHOWN]}: {follows}; write {last}"),
+        _fixed_fault(config, "moe_norm_min", 1e-12, "the engine computes no other"),
+        *_size_faults(config, {"num_experts_per_tok": config.size("moe_k")}),
     ]
 
 
@@ -274,6 +288,7 @@ OF_FAMILY: Mapping[str, Callable[[Fields], Faults]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text"), _gated_delta_faults),
     "qwen3_5_moe_text": _sparse_gated_delta_faults,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _deepseek_faults),
+    "ernie4_5_moe": _ernie_faults,
     "glm4_moe_lite": _glm_lite_faults,
     "minimax_m2": _minimax_faults,
     "gpt_oss": _gpt_oss_faults,

@@ -397,14 +397,14 @@ def _in_checkpoint(rule: CutRule, shard: Shard) -> list[Region]:
 
 def box_at(place: CheckpointPlace, box: Box) -> Box:
     """Return the box of the checkpoint's parameter that a box of the parameter of Llama is."""
-    if place.expert is None:
+    if place.index is None:
         return box.lowered(place.row)
-    return Box((place.expert, *reversed(box.lo)), (place.expert + 1, *reversed(box.hi)))
+    return Box((place.index, *reversed(box.lo)), (place.index + 1, *reversed(box.hi)))
 
 
 def stride_at(place: CheckpointPlace, stride: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of the dimensions of the checkpoint's parameter, given those of the dimensions in Llama."""
-    return stride if place.expert is None else (0, *reversed(stride))
+    return stride if place.index is None else (0, *reversed(stride))
 
 
 def _place(shard: Shard, region: Region) -> CheckpointPlace:

@@ -36,6 +36,7 @@ from megarl.reshard.headers import (
     Stored,
     opened,
     read_index,
+    stored_tensors,
 )
 from megarl.reshard.layout import Box, Layout, Piece, row_major, whole
 from megarl.reshard.planner import plan_between
@@ -51,7 +52,8 @@ from megarl.reshard.quantised import (
     mxfp4_of,
     stored_block,
 )
-from megarl.reshard.stored import DTYPES, Fp8Matrix, Mxfp4Experts, PlainTensor, StoredTensor
+from megarl.reshard.stored import DTYPES, ExpertSlice, Fp8Matrix, Mxfp4Experts, PlainTensor, StoredTensor
+from megarl.reshard.wrapped import TextPlace, is_wrapped, text_places
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -83,7 +85,11 @@ class CheckpointFiles:
     def __init__(self, directory: Path, *, single: str = SINGLE) -> None:
         """Take the directory, and the name of a file that has all weights."""
         self._directory = directory
-        if (path := directory / single).is_file():
+        self._places: Mapping[str, TextPlace] = {}  # if the text model is only a part
+        if single == SINGLE and is_wrapped(directory):
+            self._places = text_places(stored_tensors(directory))
+            self._file_of = {name: place.tensor.file for name, place in self._places.items()}
+        elif (path := directory / single).is_file():
             with opened(path) as file:
                 self._file_of = dict.fromkeys(file.keys(), path)
         elif (index := directory / INDEX).is_file():
@@ -158,23 +164,29 @@ class CheckpointFiles:
         if name not in self._file_of:
             return self._experts(name, files)
         file = self._file_of[name]
-        numbers = files[file].get_slice(name)
+        numbers = self._slice(name, files)
         if numbers.get_dtype() != FP8:
             return PlainTensor(name, numbers)
         home = self._file_of.get(name + SCALE)
-        scales = files[home].get_slice(name + SCALE) if home else None
+        scales = self._slice(name + SCALE, files) if home else None
         found = _described(home, scales) if home else None
         fault = matrix_fault(name, _described(file, numbers), found, self._block)
         if fault or self._block is None:
             raise UserError(fault)
         return Fp8Matrix(numbers, scales, self._block)
 
+    def _slice(self, name: str, files: "_OpenFiles") -> Any:
+        """Return a lazy slice of a tensor."""
+        place = self._places.get(name)
+        numbers = files[self._file_of[name]].get_slice(place.name if place else name)
+        return ExpertSlice(numbers, place) if place and place.expert is not None else numbers
+
     def _experts(self, name: str, files: "_OpenFiles") -> StoredTensor:
         """Return matrices in MXFP4."""
         file = self._file_of[name + MXFP4_BLOCKS]
         home = self._file_of.get(name + MXFP4_SCALES)
-        blocks = files[file].get_slice(name + MXFP4_BLOCKS)
-        scales = files[home].get_slice(name + MXFP4_SCALES) if home else None
+        blocks = self._slice(name + MXFP4_BLOCKS, files)
+        scales = self._slice(name + MXFP4_SCALES, files) if home else None
         fault = mxfp4_fault(name, _described(file, blocks), _described(home, scales) if home else None)
         if fault:
             raise UserError(fault)

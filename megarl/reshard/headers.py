@@ -62,6 +62,18 @@ def read_index(path: Path | RemoteFile) -> dict[str, str]:
         raise UserError(f"{path} is no index of weights: {error}") from error
 
 
+def config_field(directory: Path, key: str) -> object:
+    """Return a field of the `config.json` of a directory, None without it. Raises UserError for a damaged file."""
+    file = directory / CONFIG
+    if not file.exists():
+        return None
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read as JSON: {error}; write it again") from error
+    return config.get(key) if isinstance(config, dict) else None
+
+
 def stored_tensors(directory: Path) -> dict[str, Stored]:
     """Return every tensor of the files of a checkpoint, also tensors that the index does not list.
 

@@ -9,13 +9,12 @@ The transposed matrices X [experts, columns, rows] of all experts are stored in 
 columns / 32], the exponents of two. Torch is not needed here.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.platform.errors import UserError
-from megarl.reshard.headers import CONFIG, FLOATS, Stored
+from megarl.reshard.headers import CONFIG, FLOATS, Stored, config_field
 
 KEY = "quantization_config"  # of config.json
 METHOD = "quant_method"
@@ -107,14 +106,7 @@ def stored_block(directory: Path) -> Block | None:
 
 def declared_in(directory: Path) -> object:
     """Return the `quantization_config` of a directory; None if there is none. Raises UserError for a damaged file."""
-    file = directory / CONFIG
-    if not file.exists():
-        return None
-    try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read as JSON: {error}; write it again") from error
-    return config.get(KEY) if isinstance(config, dict) else None
+    return config_field(directory, KEY)
 
 
 def matrix_of(name: str) -> str | None:

@@ -10,6 +10,7 @@ from megarl.platform.errors import UserError
 from megarl.reshard.headers import FLOATS
 from megarl.reshard.layout import Box
 from megarl.reshard.quantised import MXFP4_SIZE, Block, mxfp4_shape, not_plain
+from megarl.reshard.wrapped import TextPlace
 
 DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16), strict=True))
 
@@ -47,6 +48,30 @@ class PlainTensor:
     def read(self, box: Box) -> Iterator[tuple[Box, Tensor]]:
         """Yield the box."""
         yield box, self._numbers[_index(box)]
+
+
+class ExpertSlice:
+    """The matrix of one expert, as a lazy slice, in a lazy slice of the matrices of all experts."""
+
+    def __init__(self, numbers: Any, place: TextPlace) -> None:
+        """Take the matrices [experts, rows, columns], and the place of the matrix in them."""
+        self._numbers = numbers
+        self._place = place
+
+    def get_dtype(self) -> str:
+        """Return the dtype in the notation of safetensors."""
+        return self._place.tensor.dtype
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the matrix."""
+        return list(self._place.tensor.shape)
+
+    def __getitem__(self, index: tuple[slice, slice]) -> Tensor:
+        """Return a box of the matrix."""
+        rows, columns = index
+        expert, row = self._place.expert or 0, self._place.row
+        numbers: Tensor = self._numbers[expert : expert + 1, row + rows.start : row + rows.stop, columns]
+        return numbers[0]
 
 
 class Fp8Matrix:

@@ -74,6 +74,14 @@ def llm_arguments(
     return ours | _graph_sizes(section, on_cpu=on_cpu) | _kernels(section, on_cpu=on_cpu) | written
 
 
+def engine_settings(architecture: Architecture) -> dict[str, Any]:
+    """Return settings that vLLM reads by another name than transformers, as fields of config.json."""
+    scaling = architecture.query_scaling
+    if scaling is None:
+        return {}
+    return {"llama_4_scaling": {"beta": scaling.beta, "original_max_position_embeddings": scaling.length}}
+
+
 def is_eager(section: RolloutSection, *, on_cpu: bool) -> bool:
     """Return whether the engine runs without CUDA graphs and compilation."""
     return on_cpu if section.enforce_eager is None else section.enforce_eager

@@ -25,7 +25,7 @@ from megarl.platform.device import on_cuda
 from megarl.platform.errors import UserError
 from megarl.reshard.quantised import KEY
 from megarl.rollout import patches, segments
-from megarl.rollout.arguments import ENGINE_KWARGS, cpu_arguments, is_eager, llm_arguments
+from megarl.rollout.arguments import ENGINE_KWARGS, cpu_arguments, engine_settings, is_eager, llm_arguments
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.kv_cache import check_cache_tokens
 from megarl.rollout.release import check_release, installed_release
@@ -105,7 +105,7 @@ class RolloutEngine:
             max_model_len=max_model_len,
             trust_remote_code=trust_remote_code,
             on_cpu=on_cpu,
-            overrides=overrides,
+            overrides={**overrides, **engine_settings(architecture)},
         )
         if on_cpu:
             patches.mend_cpu_build(prefix if segments.may_spin() else None)

@@ -214,16 +214,19 @@ class _Recorder(TorchDispatchMode):
         name, source = self._sources.get(_storage(value), ("", None))
         if source is None:
             raise self._refusal(param, "computes what it writes", value)
-        if value.ndim != source.ndim or value.shape != target.shape:
+        dropped = source.ndim - value.ndim
+        if value.shape != target.shape or dropped < 0 or {*source.shape[:dropped]} - {1}:
             raise self._refusal(param, "reshapes what it writes", value)
         if value.numel():
+            value = value[(None,) * dropped]
             found = _box(source, value)
             if found is None:
                 raise self._refusal(param, "skips elements of what it writes", value)
             box, dimensions = found
             place = StridedView.of(target)
             self._views[param].append(place)
-            stride = tuple(place.stride[dimension] for dimension in dimensions)
+            strides = (0,) * dropped + place.stride
+            stride = tuple(strides[dimension] for dimension in dimensions)
             self.pieces.append(Piece(name, box, param, place.offset, stride, dtype))
 
     def _refusal(self, param: str, deed: str, *values: object) -> RuntimeError:

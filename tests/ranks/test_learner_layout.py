@@ -44,6 +44,7 @@ SPLITS = {
     "deepseek_v3": SPARSE,
     "glm4_moe": [{"tp": 2, "ep": 2, "etp": 1}],
     "glm4_moe_lite": [{"tp": 2, "ep": 2, "etp": 1}],
+    "ernie4_5_moe": [{"tp": 2, "ep": 2, "etp": 1}],
     "seed_oss": [{"tp": 2, "pp": 2}],
     "phi3": DENSE,
 }

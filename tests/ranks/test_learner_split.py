@@ -31,7 +31,7 @@ from tests.support.references import reference_outputs
 
 CHECKPOINTS = {
     variant: (variant, {})
-    for variant in ("llama", "qwen2", "qwen3-tied", "gpt_neox", "phi3", "smollm3", "ernie4_5", "seed_oss")
+    for variant in ("llama", "qwen2", "qwen3-tied", "gpt_neox", "phi3", "smollm3", "ernie4_5", "seed_oss", "ministral3")
 }
 SPLITS = {  # (TP, PP, DP): world size
     (1, 1, 1): 1,

@@ -52,7 +52,7 @@ def parameters(directory):
     return model.state_dict(), model.config
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-tied", "qwen2", "qwen3", "qwen3-tied", "gpt_oss"])
+@pytest.mark.parametrize("variant", ["llama", "llama-tied", "qwen2", "qwen3", "qwen3-tied", "gpt_oss", "ernie4_5_moe"])
 def test_transformers_loads_what_it_once_saved(variant, pool, tmp_path):
     source = write_checkpoint(tmp_path / "source", variant)
     original, config = parameters(source)

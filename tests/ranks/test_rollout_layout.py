@@ -81,6 +81,11 @@ def test_transposed_box_has_transposed_strides(loader: Loader) -> None:
     assert (piece.box, piece.offset, piece.stride) == (Box((0, 2), (3, 6)), 0, (1, 3))
 
 
+def test_the_only_row_fills_a_vector() -> None:
+    [piece] = traced(lambda param, full: param.view(-1).copy_(full.squeeze(0)), (1, 12)).pieces
+    assert (piece.box, piece.stride) == (Box((0, 0), (1, 12)), (0, 1))
+
+
 def test_a_zeroed_source_leaves_padding() -> None:
     layout = traced(lambda param, full: (param[:2].copy_(full[:2]), full.zero_(), param[2:].copy_(full[2:])), (4, 3))
     assert [piece.box for piece in layout.pieces] == [Box((0, 0), (2, 3))]

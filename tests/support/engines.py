@@ -125,7 +125,9 @@ def placed_by_vllm(llm: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         method = getattr(module, "quant_method", None)
         if hasattr(method, "process_weights_after_loading"):
             method.process_weights_after_loading = note_before(name, method.process_weights_after_loading)
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
+    # vLLM's reload of a router ends with its matrix, and would lose a bias behind it.
+    biases_first = sorted(tensors.items(), key=lambda item: not item[0].endswith("correction_bias"))
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(biases_first)})
     for name, module in model.named_modules():
         if not hasattr(getattr(module, "quant_method", None), "process_weights_after_loading"):
             note(name, module)

@@ -1,6 +1,5 @@
 """Learners on tiny checkpoints: in float32, over all ranks of a test."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from itertools import zip_longest
@@ -49,12 +48,12 @@ def make_test_learner(
     `mesh` is the mesh of another learner of the same split. None makes a new mesh, which ends earlier learners.
     """
     from megarl.learner.factory import make_learner  # Megatron is slow to import
-    from megarl.models.architecture import read_architecture
+    from megarl.models.hub import read_model
 
     section = MegatronSection(**{"dtype": "float32"} | split)
     return make_learner(
         checkpoint,
-        read_architecture(json.loads((checkpoint / "config.json").read_text())),
+        read_model(checkpoint, {})[1],
         section,
         mesh or fresh_mesh(section),
         role=role,

@@ -111,6 +111,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "q_lora_rank": 48,
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "tie_word_embeddings": False},
+    "ministral3": {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "phi3": {"model_type": "phi3"},
     "granite": {
         "model_type": "granite",
@@ -165,6 +177,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "ernie4_5": {"model_type": "ernie4_5", "tie_word_embeddings": True},
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 64,
+        "tie_word_embeddings": False,
+    },
     "seed_oss": {"model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.0},
     "gpt_oss": {
         "model_type": "gpt_oss",
@@ -197,7 +217,7 @@ def write_checkpoint(directory: Path, variant: str, *, seed: int = 0, **override
     config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _save_random(model, directory)
+    save_random(model, directory)
     return directory
 
 
@@ -207,11 +227,11 @@ def write_classifier(directory: Path, variant: str, *, seed: int = 0, **override
     config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    _save_random(model, directory)
+    save_random(model, directory)
     return directory
 
 
-def _save_random(model: Any, directory: Path) -> None:
+def save_random(model: Any, directory: Path) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.1)

@@ -18,6 +18,7 @@ from tests.support.tiny import SIZES, VARIANTS
 ENGINE_FILES = {  # family -> files of vLLM with its classes
     "llama": ("llama",),
     "mistral": ("mistral", "llama"),
+    "ministral3": ("mistral", "llama"),
     "qwen2": ("qwen2",),
     "qwen3": ("qwen3", "qwen2"),
     "mixtral": ("mixtral",),
@@ -33,6 +34,7 @@ ENGINE_FILES = {  # family -> files of vLLM with its classes
     "smollm3": (),  # transformers' own classes
     "phi3": ("phi3", "llama"),
     "ernie4_5": ("ernie45", "llama"),
+    "ernie4_5_moe": ("ernie45_moe",),
     "seed_oss": (),  # transformers' own classes
     "gpt_neox": (),
     "gemma3_text": ("gemma3",),
@@ -218,6 +220,7 @@ def test_inert_keys_change_no_logit_of_transformers(family: str) -> None:
 
 LLAMA = config_of("llama")
 NEW_ROPE = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+LONG = VARIANTS["ministral3"]["rope_parameters"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale_all_dim": 1.0}
 
 
@@ -262,6 +265,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("qwen2", {"dual_chunk_attention_config": {}}, "dual_chunk_attention_config"),
         ("mixtral", {"num_experts": 5}, "differ: both are the number of experts"),
         ("granite", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "no llama_4_scaling_beta"),
+        ("ministral3", {"rope_parameters": LONG | {"attention_factor": 1.5}}, "must follow from the yarn"),
+        ("ministral3", {"rope_parameters": {**LONG, "mscale": None}}, "mscale and mscale_all_dim together"),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval 2"),
+        ("ernie4_5_moe", {"moe_layer_end_index": 0}, "moe_layer_end_index 0"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min 0.5: the engine computes no other; write 1e-12"),
+        ("ernie4_5_moe", {"num_experts_per_tok": 3}, "num_experts_per_tok 3: must be 2"),
+        ("ernie4_5_moe", {"num_experts": 4}, "differ: both are the number of experts"),
         ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias"),
         ("minimax_m2", {"scoring_func": None}, "scoring_func None"),
         ("minimax_m2", {"rotary_dim": None}, "rotary_dim"),

@@ -1,4 +1,4 @@
-"""The choice of experts: by a sigmoid, which vLLM's CPU build makes within groups alone, and its logits."""
+"""The choice of experts: by a sigmoid or a bias, which vLLM's CPU build reads within groups alone, and its logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,9 @@ from megarl.rollout.patches.releases import declare_vllm
 ROUTER = declare_vllm(
     "vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter",
     "_compute_routing",
-    reason="the CPU build fails if experts are chosen by a sigmoid among all of them (MiniMax-M2)",
+    reason="among all experts, the CPU build fails at a sigmoid (MiniMax-M2) and ignores a bias (ERNIE 4.5)",
     upstream="vllm/model_executor/layers/fused_moe/router/cpu_router.py: CPURouter._compute_routing",
-    until="the CPU build chooses by a sigmoid without groups",
+    until="the CPU build chooses by a sigmoid and by a bias without groups",
 )
 
 SELECTION = declare_vllm(
@@ -35,13 +35,14 @@ def note_router_logits(note: Callable[[Any], None]) -> None:
 
 
 def choose_without_groups() -> None:
-    """Take all experts for one group, if a sigmoid scores them and there are no groups."""
+    """Take all experts for one group, if a sigmoid or a bias affects their choice and there are no groups."""
     if not ROUTER.is_present:  # releases before 0.32
         return
     original = ROUTER.original("_compute_routing")
 
     def compute_routing(router: Any, *args: Any, **kwargs: Any) -> Any:
-        if router.scoring_func == "sigmoid" and not router.use_grouped_topk:
+        has_bias = router.scoring_func == "softmax" and router.e_score_correction_bias is not None
+        if (router.scoring_func == "sigmoid" or has_bias) and not router.use_grouped_topk:
             router.use_grouped_topk = True
             router.num_expert_group = router.topk_group = 1
         return original(router, *args, **kwargs)
