@@ -68,7 +68,7 @@ def unsupported(given: Mapping[str, object], config: Fields) -> Iterator[str]:
 
 def _methods(traits: Family) -> tuple[str, ...]:
     """Return the forms of quantised checkpoints of a family."""
-    return METHODS if traits.experts and traits.experts.gate_up else METHODS[:1]
+    return METHODS if traits.experts and traits.experts.gate_up else METHODS[:-1]
 
 
 Faults = list[tuple[bool, str]]

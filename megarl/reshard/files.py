@@ -1,6 +1,6 @@
 """Hugging Face checkpoints (safetensors) as an end of a reshard: files hold boxes as ranks do.
 
-A rank reads only its own slices of the files, and dequantises those in FP8 blocks or MXFP4. Writing is a plan whose
+A rank reads only its own slices of the files, and dequantises those in FP8 or MXFP4. Writing is a plan whose
 destination is files: boxes travel to the ranks that write them, and a rank holds only the full parameters that one
 bucket touches. A checkpoint is complete when it has its `config.json`, and a directory of adapters when it has its
 `adapter_config.json`: an old one is removed before the first new file gets its name, and the new one is written last.
@@ -167,8 +167,9 @@ class CheckpointFiles:
         numbers = self._slice(name, files)
         if numbers.get_dtype() != FP8:
             return PlainTensor(name, numbers)
-        home = self._file_of.get(name + SCALE)
-        scales = self._slice(name + SCALE, files) if home else None
+        scale = name + (self._block.scale if self._block else SCALE)
+        home = self._file_of.get(scale)
+        scales = self._slice(scale, files) if home else None
         found = _described(home, scales) if home else None
         fault = matrix_fault(name, _described(file, numbers), found, self._block)
         if fault or self._block is None:

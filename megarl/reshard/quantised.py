@@ -1,8 +1,8 @@
-"""Checkpoints that are stored in FP8 blocks or MXFP4: what `config.json` says, and the faults of their files.
+"""Checkpoints that are stored in FP8 or MXFP4: what `config.json` says, and the faults of their files.
 
-A matrix `X.weight` is stored as FP8 numbers, and beside it `X.weight_scale_inv` has one scale per block. A weight is
-its number times the scale of its block. The stored dtype of a tensor decides: one that is stored in a plain float has
-no scale.
+A matrix `X.weight` is stored as FP8 numbers, and `X.weight_scale_inv` has one scale per block (in the form of
+compressed-tensors `X.weight_scale`, per row or per block). A weight is its number times the scale of its block. The
+stored dtype of a tensor decides: one that is stored in a plain float has no scale.
 
 The transposed matrices X [experts, columns, rows] of all experts are stored in MXFP4 (OCP Microscaling Formats 1.0) as
 `X_blocks` [experts, rows, columns / 32, 16], two numbers of four bits a byte, and `X_scales` [experts, rows,
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.platform.errors import UserError
+from megarl.reshard.compressed import METHOD as COMPRESSED
+from megarl.reshard.compressed import compressed_faults, compressed_size, is_size
 from megarl.reshard.headers import CONFIG, FLOATS, Stored, config_field
 
 KEY = "quantization_config"  # of config.json
@@ -21,11 +23,12 @@ METHOD = "quant_method"
 FP8 = "F8_E4M3"
 """The dtype of numbers in blocks, in the notation of safetensors."""
 SCALE = "_scale_inv"  # behind the name of a matrix
+COMPRESSED_SCALE = "_scale"  # the same in the form of compressed-tensors
 SCALE_DTYPES = ("F32", "BF16")
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"  # behind the name of the matrices of all experts
 MXFP4_DTYPE = "U8"
 MXFP4_SIZE = 32  # numbers that share a scale
-METHODS = ("fp8", "mxfp4")
+METHODS = ("fp8", COMPRESSED, "mxfp4")
 REMEDY = "start from the bf16 checkpoint"
 ALLOWED = {
     "activation_scheme": (None, "dynamic"),
@@ -42,12 +45,16 @@ class Block:
     """The size of the blocks that share a scale. Blocks at the last rows and columns may be smaller."""
 
     rows: int
-    columns: int
+    columns: int | None  # None: all
+    scale: str = SCALE  # behind the name of a matrix
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the shape of the scales of a matrix."""
         rows, columns = shape
-        return -(-rows // self.rows), -(-columns // self.columns)
+        return -(-rows // self.rows), -(-columns // self.columns) if self.columns else 1
+
+    def __str__(self) -> str:
+        return f"blocks of {self.rows} x {self.columns or 'all'}"
 
 
 def quantisation_faults(declared: object, methods: Sequence[str] = METHODS) -> Iterator[str]:
@@ -62,6 +69,8 @@ def quantisation_faults(declared: object, methods: Sequence[str] = METHODS) -> I
         yield f"{KEY}.{METHOD} {_shown(method)}: must be {' or '.join(map(repr, methods))}; {REMEDY}"
     elif method == "fp8":
         yield from _fp8_faults(declared)
+    elif method == COMPRESSED:
+        yield from (f"{KEY}.{fault}; {REMEDY}" for fault in compressed_faults(declared))
     else:
         yield from _unknown_keys(declared, {METHOD, *UNREAD})
 
@@ -73,7 +82,7 @@ def _fp8_faults(declared: Mapping[str, object]) -> Iterator[str]:
             yield f"{KEY}.{key} {_shown(declared.get(key))}: must be {known}; {REMEDY}"
             return
     size = declared.get(SIZE)
-    if not _is_size(size):
+    if not is_size(size):
         yield f"{KEY}.{SIZE} {_shown(size)}: must be rows and columns of a block, such as [128, 128]; {REMEDY}"
     yield from _unknown_keys(declared, {METHOD, SIZE, *ALLOWED, *UNREAD})
 
@@ -92,7 +101,11 @@ def block_of(declared: object) -> Block | None:
     """
     for fault in quantisation_faults(declared):
         raise UserError(f"{CONFIG}: {fault}")
-    return Block(*declared[SIZE]) if isinstance(declared, dict) and SIZE in declared else None
+    if not isinstance(declared, dict):
+        return None
+    if declared[METHOD] == COMPRESSED:
+        return Block(*compressed_size(declared), COMPRESSED_SCALE)
+    return Block(*declared[SIZE]) if SIZE in declared else None
 
 
 def stored_block(directory: Path) -> Block | None:
@@ -111,7 +124,10 @@ def declared_in(directory: Path) -> object:
 
 def matrix_of(name: str) -> str | None:
     """Return the matrix that a tensor of this name has the scales of; None if it is no name of scales."""
-    return name.removesuffix(SCALE) if name.endswith(f".weight{SCALE}") else None
+    for end in (SCALE, COMPRESSED_SCALE):
+        if name.endswith(f".weight{end}"):
+            return name.removesuffix(end)
+    return None
 
 
 def matrix_fault(name: str, matrix: Stored, scales: Stored | None, block: Block | None) -> str | None:
@@ -122,12 +138,11 @@ def matrix_fault(name: str, matrix: Stored, scales: Stored | None, block: Block 
     if len(matrix.shape) != 2:  # rows and columns
         return f"{where} with shape {matrix.shape}; only matrices have blocks: {REMEDY}"
     if scales is None:
-        return f"{where}, and its scales {name}{SCALE} are missing: copy the checkpoint again, or {REMEDY}"
+        return f"{where}, and its scales {name}{block.scale} are missing: copy the checkpoint again, or {REMEDY}"
     needed = block.grid(matrix.shape)
-    scale = f"{name}{SCALE} in {scales.file}"
+    scale = f"{name}{block.scale} in {scales.file}"
     if scales.shape != needed:
-        blocks = f"blocks of {block.rows} x {block.columns}"
-        return f"{scale} has shape {scales.shape}; {blocks} of {name} {matrix.shape} have {needed} scales: {REMEDY}"
+        return f"{scale} has shape {scales.shape}; {block} of {name} {matrix.shape} have {needed} scales: {REMEDY}"
     if scales.dtype not in SCALE_DTYPES:
         return f"{scale} is stored as {scales.dtype}; scales must be {' or '.join(SCALE_DTYPES)}: {REMEDY}"
     return None
@@ -189,17 +204,13 @@ def block_faults(stored: Mapping[str, Stored], block: Block) -> Iterator[str]:
     for name, tensor in stored.items():
         matrix = matrix_of(name)
         if tensor.dtype == FP8:
-            faults.append(matrix_fault(name, tensor, stored.get(name + SCALE), block))
+            faults.append(matrix_fault(name, tensor, stored.get(name + block.scale), block))
         elif matrix is not None and (matrix not in stored or stored[matrix].dtype != FP8):
             found = f"is stored as {stored[matrix].dtype}" if matrix in stored else "is missing"
             faults.append(f"{name} in {tensor.file} has the scales of {matrix}, which {found}: {REMEDY}")
     wrong = [fault for fault in faults if fault]
     if wrong:
         yield wrong[0] + (f" (and {len(wrong) - 1} more tensors do not fit)" if len(wrong) > 1 else "")
-
-
-def _is_size(size: object) -> bool:
-    return isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
 
 
 def _shown(value: object) -> str:

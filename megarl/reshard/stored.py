@@ -14,7 +14,7 @@ from megarl.reshard.wrapped import TextPlace
 
 DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16), strict=True))
 
-ROWS = 1024  # of a matrix in MXFP4 that are read at a time
+ROWS = 1024  # of a matrix in MXFP4, or with a scale for each row, that are read at a time
 MXFP4_BIAS = 127  # of an exponent
 MXFP4_NUMBERS = [sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 MXFP4_PAIRS = torch.tensor([(MXFP4_NUMBERS[byte % 16], MXFP4_NUMBERS[byte // 16]) for byte in range(256)])
@@ -75,7 +75,7 @@ class ExpertSlice:
 
 
 class Fp8Matrix:
-    """A matrix that is stored in FP8 blocks. Reads the numbers of a box, and the scales of the blocks it touches."""
+    """A matrix that is stored in FP8. Reads the numbers of a box, and the scales of the blocks it touches."""
 
     dtype = torch.float32
 
@@ -87,18 +87,22 @@ class Fp8Matrix:
         self._block = block
 
     def read(self, box: Box) -> Iterator[tuple[Box, Tensor]]:
-        """Yield the box by rows of blocks, dequantised in float32."""
+        """Yield the box by rows of blocks, or by many rows that have a scale each, dequantised in float32."""
         size = self._block
+        width = size.columns or self.shape[1]
         top, left = box.lo
         bottom, right = box.hi
         rows = range(top // size.rows, -(-bottom // size.rows))
-        columns = range(left // size.columns, -(-right // size.columns))
-        scales = self._scales[rows.start : rows.stop, columns.start : columns.stop].float()
-        first = left - columns.start * size.columns
-        factors = scales.repeat_interleave(size.columns, dim=1)[:, first : first + right - left]
-        for row, of_columns in zip(rows, factors, strict=True):
-            part = Box((max(top, row * size.rows), left), (min(bottom, (row + 1) * size.rows), right))
-            yield part, self._numbers[_index(part)].float() * of_columns
+        columns = range(left // width, -(-right // width))
+        factors = self._scales[rows.start : rows.stop, columns.start : columns.stop].float()
+        if len(columns) > 1:
+            first = left - columns.start * width
+            factors = factors.repeat_interleave(width, dim=1)[:, first : first + right - left]
+        step = ROWS if size.rows == 1 else 1
+        for row in rows[::step]:
+            end = min(row + step, rows.stop)
+            part = Box((max(top, row * size.rows), left), (min(bottom, end * size.rows), right))
+            yield part, self._numbers[_index(part)].float() * factors[row - rows.start : end - rows.start]
 
 
 class Mxfp4Experts:

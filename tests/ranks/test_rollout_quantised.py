@@ -1,4 +1,4 @@
-"""The engine of a checkpoint in FP8 blocks or MXFP4 has plain layers, and a sync brings it the dequantised weights."""
+"""The engine of a checkpoint in FP8 or MXFP4 has plain layers, and a sync brings it the dequantised weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +18,8 @@ from megarl.reshard.layout import Piece, row_major, whole
 from megarl.rollout.config import RolloutSection, SamplingSection
 from megarl.rollout.start import start_engine
 from tests.support.engines import PROMPTS, generating, log_probs, tear_down
+from tests.support.quantised import compress, quantise_experts
 from tests.support.quantised import quantise as quantise_matrices
-from tests.support.quantised import quantise_experts
 from tests.support.ranks import RankPool
 from tests.support.tiny import write_checkpoint
 
@@ -59,7 +59,12 @@ def answers(directory: Path) -> list[Generation]:
 
 @pytest.mark.parametrize(
     ("variant", "quantise"),
-    [("qwen3", quantise_matrices), ("deepseek_v3", quantise_matrices), ("gpt_oss", quantise_experts)],
+    [
+        ("qwen3", quantise_matrices),
+        ("deepseek_v3", quantise_matrices),
+        ("glm4_moe", compress),
+        ("gpt_oss", quantise_experts),
+    ],
 )
 def test_engine_of_quantised_files_follows_dequantised_weights(
     pool: RankPool, tmp_path: Path, variant: str, quantise: Callable[[Path], dict[str, Tensor]]

@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 blocks, and the weights that they stand for."""
+"""Checkpoints in FP8 or MXFP4, and the weights that they stand for."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -65,6 +65,50 @@ def quantise(
             stored[name] = weights[name] = tensor
     save_file(stored, file, metadata={"format": "pt"})
     add_to_config(directory, {"quantization_config": config_of(block)})
+    return weights
+
+
+def compressed_config(**of_weights: Any) -> dict[str, Any]:
+    """Return the `quantization_config` that compressed-tensors writes for FP8 with a scale for each row.
+
+    `of_weights` are changes of the weights' scheme.
+    """
+    common = {"actorder": None, "group_size": None, "num_bits": 8, "symmetric": True, "type": "float"}
+    weights = common | {"block_structure": None, "dynamic": False, "observer": "minmax", "strategy": "channel"}
+    group = {
+        "input_activations": common | {"dynamic": True, "observer": None, "strategy": "token"},
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights | of_weights,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": "float-quantized",
+        "global_compression_ratio": 1.5,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
+def compress(directory: Path, *, scale_dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Store the matrices of a checkpoint's layers in FP8 with a scale for each row, as GLM's are published.
+
+    Return the weights in float32.
+    """
+    file = directory / "model.safetensors"
+    stored = dict[str, Tensor]()
+    weights = dict[str, Tensor]()
+    for name, tensor in load_file(file).items():
+        if name.endswith("_proj.weight"):
+            row = 1, tensor.shape[1]
+            stored[name], stored[f"{name}_scale"] = quantised(tensor, row, scale_dtype=scale_dtype)
+            weights[name] = dequantised(stored[name], stored[f"{name}_scale"], row)
+        else:
+            stored[name] = weights[name] = tensor
+    save_file(stored, file, metadata={"format": "pt"})
+    add_to_config(directory, {"quantization_config": compressed_config()})
     return weights
 
 

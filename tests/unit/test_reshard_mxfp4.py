@@ -113,7 +113,7 @@ def test_undeclared_matrices_are_a_fault(tmp_path: Path) -> None:
     ("variant", "declared", "message"),
     [
         ("llama", {"quant_method": "mxfp4"}, "quant_method 'mxfp4': must be 'fp8'"),
-        ("gpt_oss", {"quant_method": "awq"}, "quant_method 'awq': must be 'fp8' or 'mxfp4'"),
+        ("gpt_oss", {"quant_method": "awq"}, "quant_method 'awq': must be 'fp8' or 'compressed-tensors' or 'mxfp4'"),
         ("gpt_oss", {"quant_method": "mxfp4", "group_size": 16}, "group_size is not known here"),
     ],
 )

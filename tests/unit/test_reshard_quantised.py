@@ -225,10 +225,9 @@ def test_fp8_without_declared_blocks_is_a_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "gptq"}, "quant_method 'gptq': must be 'fp8'; start from the bf16 checkpoint"),
+        ({"quant_method": "gptq"}, "'gptq': must be 'fp8' or 'compressed-tensors'; start from the bf16 checkpoint"),
         ({"quant_method": "awq"}, "quant_method 'awq'"),
         ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
-        ({"quant_method": "compressed-tensors"}, "quant_method 'compressed-tensors'"),
         ({"quant_method": ["fp8"]}, "quant_method"),
         ({"activation_scheme": "static"}, "activation_scheme 'static': must be 'dynamic'"),
         ({"fmt": "e5m2"}, "fmt 'e5m2'"),
