@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.distributed.hosts import main_address
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.protocol import Row
 from tests.support.programs import ROOT, succeed
@@ -75,7 +76,7 @@ def test_a_signalled_job_is_requeued_and_resumes(tmp_path: Path) -> None:
         return read_jsonl(log) if log.exists() else []
 
     with slurm(gpus_per_node=1) as cluster:
-        cluster.environ.update({"PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"})
+        cluster.environ.update({"PYTHON": sys.executable, "MASTER_ADDR": main_address(), "OMP_NUM_THREADS": "1"})
         options = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", f"--output={output}"]
         job = cluster.submit(SCRIPT, *arguments, options=options)
         cluster.wait(job, lambda: bool(rows()), output=output, timeout_s=600)

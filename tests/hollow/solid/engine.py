@@ -193,8 +193,7 @@ def topk_softmax(
     bias: Tensor | None,
     is_padding: Tensor | None,
 ) -> None:
-    """Compute `_moe_C::topk_softmax`: the experts of each token, and their probabilities."""
-    assert bias is None
+    """Compute `_moe_C::topk_softmax`: the experts of each token, by scores with a bias; their weights have none."""
     _choose(weights, experts, places, logits.float().softmax(-1), renormalize, bias)
 
 
