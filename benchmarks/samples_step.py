@@ -31,7 +31,7 @@ from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
 from megarl.rollout.open_groups import OpenGroups
 from megarl.rollout.responses import of_groups
-from megarl.rollout.table import Groups
+from megarl.rollout.table import GroupRows
 from megarl.rollout.window import Window, exchange
 from megarl.samples.in_flight import NOTHING, InFlight
 from megarl.tracking.protocol import NullTracker
@@ -100,14 +100,14 @@ class Samples:
         return Collected(scored=drawn.with_share(scored), baselines=None, position=position, metrics={})
 
 
-def drawn_groups(case: Case, shares: Shares) -> Groups:
+def drawn_groups(case: Case, shares: Shares) -> GroupRows:
     """Return the groups of a step, complete, as a session of this rank leaves them."""
     number = case.num_samples // PER_PROMPT
     prompts = PromptList(
         Prompt(index=place, token_ids=PROMPT, text="", data_source="", ground_truth=None, extra_info={})
         for place in range(number)
     )
-    groups = Groups.new(prompts, range(PER_PROMPT), started=STEP)
+    groups = GroupRows.new(prompts, range(PER_PROMPT), started=STEP)
     table = groups.table
     places, lengths = torch.tensor(case.groups), torch.tensor(case.lengths)
     replicas = case.replicas()
@@ -204,7 +204,7 @@ class Exchange:
         number = FINISHED * num_replicas
         prompt = Prompt(index=0, token_ids=PROMPT, text="", data_source="", ground_truth=None, extra_info={})
         self._groups = OpenGroups()
-        self._groups.add(np.arange(number), Groups.new([prompt] * number, range(1), started=0))
+        self._groups.add(np.arange(number), GroupRows.new([prompt] * number, range(1), started=0))
         first = FINISHED * rank
         self._finished = [Generation(place, ONE, None, False, sample=0) for place in range(first, first + FINISHED)]
         self._ranks = range(num_replicas)

@@ -8,7 +8,7 @@ import torch
 
 from megarl.batch import Generation, Group, Prompt
 from megarl.distributed.evenly import Integers
-from megarl.rollout.table import ROW, Groups, Samples, SampleTable
+from megarl.rollout.table import ROW, GroupRows, SampleRows, SampleTable
 from megarl.rollout.window import Windows
 
 
@@ -36,7 +36,7 @@ class OpenGroups:
         """The number of open groups."""
         return int(self._is_open.sum())
 
-    def add(self, numbers: Integers, groups: Groups) -> None:
+    def add(self, numbers: Integers, groups: GroupRows) -> None:
         """Open groups of these numbers. Their samples get the number of the group as that of their prompt."""
         counts = groups.counts.numpy()
         table = SampleTable(groups.table.numbers.clone())
@@ -91,13 +91,13 @@ class OpenGroups:
         """Return a group, with the number of its prompt in the samples."""
         place = self._place_of[number]
         first, count = int(self._firsts[place]), int(self._counts[place])
-        samples = Samples(self._table, first, first + count)
+        samples = SampleRows(self._table, first, first + count)
         return Group(prompt=self._prompts[place], samples=samples, started=int(self._started[place]))
 
-    def everything(self) -> Groups:
+    def everything(self) -> GroupRows:
         """Return all groups, in their order."""
         started, counts = torch.from_numpy(self._started), torch.from_numpy(self._counts)
-        return Groups(prompts=self._prompts, started=started, counts=counts, table=self._table)
+        return GroupRows(prompts=self._prompts, started=started, counts=counts, table=self._table)
 
     def _take(self, chosen: npt.NDArray[np.bool_]) -> list[int]:
         self._is_open[chosen] = False

@@ -13,7 +13,7 @@ from megarl.batch import Generation, Group, Prompt, PromptList, Prompts, Rollout
 from megarl.columns import int64, on_tokens
 from megarl.distributed.sharded import Index, Sharded, Shares
 from megarl.platform.errors import UserError
-from megarl.rollout.table import Groups
+from megarl.rollout.table import GroupRows
 
 MOST_NAMED = 8  # rows of the data set
 
@@ -45,7 +45,7 @@ def of_groups(groups: Sequence[Group], shares: Shares, no_routes: Tensor | None 
         RuntimeError: prompts have more or fewer samples; names their rows in the data set.
         UserError: samples that an earlier job drew have no routes.
     """
-    groups = Groups.of(groups)
+    groups = GroupRows.of(groups)
     table, prompts = groups.table, Prompts(prompts=PromptList.of(groups.prompts))
     _require_counts(prompts.prompts, groups.counts, n=int(groups.counts[0]))
     mine = table.mine()

@@ -30,7 +30,7 @@ from megarl.environments.episodes import Episodes
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.open_groups import OpenGroups
 from megarl.rollout.replica_queue import ReplicaQueue
-from megarl.rollout.table import ROW, Groups
+from megarl.rollout.table import ROW, GroupRows
 from megarl.rollout.window import Window, Windows
 
 WINDOW = 16
@@ -55,7 +55,7 @@ class SamplingSession:
         self._num_slots = num_slots
         self._episodes = episodes
         self._waiting = Counter[tuple[int, int]]()  # turns without an answer, by their replica and window
-        self._own_waiting = list[tuple[int, Generation]]()  # those of this replica, with their windows
+        self._own_waiting = list[tuple[int, Generation]]()  # turns of this replica, with their windows
         self._num_windows = 0
         num_replicas = engine.num_replicas
         self._unit = f"responses of the first of {num_replicas} replicas" if num_replicas > 1 else "responses"
@@ -81,11 +81,11 @@ class SamplingSession:
         Raises:
             UserError: a prompt is too long.
         """
-        self._add(np.array([*groups], dtype=np.int64), Groups.of([*groups.values()]))
+        self._add(np.array([*groups], dtype=np.int64), GroupRows.of([*groups.values()]))
 
-    def draw(self, groups: Sequence[Group]) -> Groups:
+    def draw(self, groups: Sequence[Group]) -> GroupRows:
         """Draw all samples of the groups of a session that has no others, and return the groups. Raises as `add`."""
-        self._add(np.arange(len(groups)), Groups.of(groups))
+        self._add(np.arange(len(groups)), GroupRows.of(groups))
         while self.num_open:
             self._advance(WINDOW if self._episodes or self._may_wait else None)
         return self._groups.everything()
@@ -118,7 +118,7 @@ class SamplingSession:
         slots = self._num_steps * len(self._loads) * min(self._num_slots, self._most)
         return self._num_running / slots if slots else 1.0
 
-    def _add(self, numbers: Integers, groups: Groups) -> None:
+    def _add(self, numbers: Integers, groups: GroupRows) -> None:
         self._groups.add(numbers, groups)
         sizes = groups.num_incomplete()
         replicas = groups.replicas(self._engine.replica)

@@ -29,7 +29,7 @@ class SampleTable:
     """The samples of groups, by place: group by group, and in a group by their numbers."""
 
     numbers: Tensor  # [9, B] int64: the fields of `Elsewhere`, of each sample; the replica is -1 of those of this rank
-    own: dict[int, Generation] = field(default_factory=dict)  # by place; where the replica is not -1 it means nothing
+    own: dict[int, Generation] = field(default_factory=dict)  # by place; it means nothing if the replica is not -1
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> "SampleTable":
@@ -97,7 +97,7 @@ class SampleTable:
         return self.own.get(place, blank)
 
 
-class Samples(Sequence[Sample]):
+class SampleRows(Sequence[Sample]):
     """Neighbouring samples of a table, which become objects if they are asked for."""
 
     def __init__(self, table: SampleTable, first: int, last: int) -> None:
@@ -124,7 +124,7 @@ class Samples(Sequence[Sample]):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Groups(Sequence[Group]):
+class GroupRows(Sequence[Group]):
     """Groups whose samples are in one table. The same on every rank, except for the tokens."""
 
     prompts: Sequence[Prompt]  # length P
@@ -133,9 +133,9 @@ class Groups(Sequence[Group]):
     table: SampleTable
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> "Groups":
+    def of(cls, groups: Sequence[Group]) -> "GroupRows":
         """Return given groups in one table."""
-        if isinstance(groups, Groups):
+        if isinstance(groups, GroupRows):
             return groups
         return cls(
             prompts=[group.prompt for group in groups],
@@ -145,7 +145,7 @@ class Groups(Sequence[Group]):
         )
 
     @classmethod
-    def new(cls, prompts: Sequence[Prompt], numbers: Sequence[int], *, started: int) -> "Groups":
+    def new(cls, prompts: Sequence[Prompt], numbers: Sequence[int], *, started: int) -> "GroupRows":
         """Return a group of samples of these numbers, without tokens, of each prompt."""
         return cls(
             prompts=prompts,
@@ -192,15 +192,15 @@ class Groups(Sequence[Group]):
 
     def _group(self, place: int) -> Group:
         last = int(self.ends[place])
-        samples = Samples(self.table, last - int(self.counts[place]), last)
+        samples = SampleRows(self.table, last - int(self.counts[place]), last)
         return Group(prompt=self.prompts[place], samples=samples, started=int(self.started[place]))
 
 
 def _tables(of_groups: Iterable[Sequence[Sample]]) -> Iterator[SampleTable]:
     """Yield tables of the samples of groups, in their order. Neighbours in one table stay together."""
-    for _, neighbours in groupby(of_groups, lambda samples: isinstance(samples, Samples) and id(samples.table)):
+    for _, neighbours in groupby(of_groups, lambda samples: isinstance(samples, SampleRows) and id(samples.table)):
         parts = list(neighbours)
-        known = [part for part in parts if isinstance(part, Samples)]
+        known = [part for part in parts if isinstance(part, SampleRows)]
         if not known:
             yield SampleTable.of(list(chain.from_iterable(parts)))
             continue

@@ -13,7 +13,7 @@ from megarl.batch import Generation, Sample
 from megarl.columns import on_tokens
 from megarl.distributed.all_gather import all_gather
 from megarl.distributed.exchange import on_each_rank, waiting
-from megarl.rollout.table import FIELDS, Samples, SampleTable
+from megarl.rollout.table import FIELDS, SampleRows, SampleTable
 
 NUM_COUNTS = 4
 KNOWN = tuple(name for name in FIELDS if name != "replica")
@@ -90,7 +90,7 @@ class Windows(Sequence[Window]):
         _, _, num_steps, num_running = self.counts[replica].tolist()
         last = int(self.counts[: replica + 1, 0].sum())
         table = SampleTable(self.finished)
-        finished = Samples(table, last - int(self.counts[replica, 0]), last)
+        finished = SampleRows(table, last - int(self.counts[replica, 0]), last)
         return Window(finished, num_steps, num_running, self.waiting[replica])
 
 

@@ -28,7 +28,7 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.responses import of_groups
 from megarl.rollout.sampling import GREEDY, Sampling
 from megarl.rollout.session import SamplingSession
-from megarl.rollout.table import Groups
+from megarl.rollout.table import GroupRows
 from megarl.samples.step_cache import StepCache
 from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Metrics
@@ -238,7 +238,7 @@ class EngineSampler:
         """Return new groups of training samples. A later `batch` has other samples of the same prompt."""
         first = batch * self._section.n
         numbers = range(first, first + self._section.n)
-        return Groups.new(self._opened(prompts).prompts, numbers, started=step)
+        return GroupRows.new(self._opened(prompts).prompts, numbers, started=step)
 
     def generate(self, prompts: Prompts, *, step: int) -> tuple[Sharded[Rollouts], Metrics]:
         """Draw the training samples of a step."""
@@ -259,7 +259,7 @@ class EngineSampler:
 
     def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int) -> Sharded[Rollouts]:
         opened = self._opened(prompts)
-        groups = Groups.new(opened.prompts, range(sampling.n), started=step)
+        groups = GroupRows.new(opened.prompts, range(sampling.n), started=step)
         return of_groups(self._session(sampling, step=step).draw(groups), self._engine.shares)
 
     def _session(

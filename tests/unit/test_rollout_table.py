@@ -14,7 +14,7 @@ from megarl.distributed.evenly import deal
 from megarl.distributed.sharded import Shares
 from megarl.rollout.open_groups import OpenGroups
 from megarl.rollout.responses import of_groups
-from megarl.rollout.table import Groups
+from megarl.rollout.table import GroupRows
 from megarl.rollout.window import Window, Windows
 
 HERE, REPLICAS = 1, 3
@@ -67,16 +67,16 @@ def test_columns_of_record_equal_its_samples(drawn: list[Group]) -> None:
 
 @given(groups(), st.data())
 def test_groups_of_a_table_stay_the_same(drawn: list[Group], data: st.DataObject) -> None:
-    whole = Groups.of(drawn)
+    whole = GroupRows.of(drawn)
     assert [*whole] == drawn
     chosen = data.draw(st.lists(st.sampled_from(range(len(drawn))), min_size=1))
     again = [whole[place] if data.draw(st.booleans()) else drawn[place] for place in chosen]
-    assert [*Groups.of(again)] == [drawn[place] for place in chosen]
+    assert [*GroupRows.of(again)] == [drawn[place] for place in chosen]
 
 
 def test_new_groups_equal_new_group() -> None:
     prompts = [prompt(row) for row in range(3)]
-    assert [*Groups.new(prompts, range(4, 7), started=5)] == [
+    assert [*GroupRows.new(prompts, range(4, 7), started=5)] == [
         Group.new(each, range(4, 7), started=5) for each in prompts
     ]
 
@@ -100,7 +100,7 @@ def test_windows_reach_groups_as_objects_do(data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(counts)))
     opened, twin = OpenGroups(), dict[int, Group]()
     for part in (slice(cut), slice(cut, None)):
-        opened.add(np.array(numbers[part], dtype=np.int64), Groups.of(asked[part]))
+        opened.add(np.array(numbers[part], dtype=np.int64), GroupRows.of(asked[part]))
     for number, group in zip(numbers, asked, strict=True):
         twin[number] = replace(group, samples=tuple(each.of_prompt(number) for each in group.samples))
     taken = list[int]()
@@ -149,7 +149,7 @@ def unfinished(sample: Sample) -> Sample:
 @given(groups())
 def test_replica_and_open_samples_of_groups(drawn: list[Group]) -> None:
     begun = [replace(group, samples=tuple(map(unfinished, group.samples))) for group in drawn]
-    found = Groups.of(begun)
+    found = GroupRows.of(begun)
     assert found.num_incomplete().tolist() == [len(group.samples) for group in begun]
     homes = [
         next((HERE if isinstance(each, Generation) else each.replica for each in group.samples if each.num_tokens), -1)
