@@ -116,7 +116,7 @@ class Index:
 
     @cached_property
     def _places(self) -> dict[int, Tensor]:
-        """What `places` has found, by share."""
+        """The results of `places` so far, by share."""
         return {}
 
     @cached_property

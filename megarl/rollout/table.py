@@ -1,4 +1,4 @@
-"""What every rank knows of the samples of all replicas: a few numbers of each, in columns.
+"""The samples of all replicas as every rank has them: a few numbers of each, in columns.
 
 The samples of this rank's replica have tokens too, as objects. Samples of other replicas become objects only if someone
 asks for them, so the work of a rank for each of them is that of numpy.

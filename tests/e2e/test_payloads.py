@@ -1,4 +1,4 @@
-"""What travels between ranks in a step: nothing that every rank receives grows with the tokens of the samples."""
+"""Messages between ranks in a step: nothing that every rank receives grows with the tokens of the samples."""
 
 import json
 import os
