@@ -24,7 +24,7 @@ from torch import Tensor
 from megarl.batch import Prompt, Rollouts, join, merge
 from megarl.columns import counted_from
 from megarl.distributed.exchange import host_group, together
-from megarl.distributed.sums import exact_sums
+from megarl.distributed.sums import exact_sums, extremes
 
 R_co = TypeVar("R_co", bound=Rollouts, covariant=True)
 R = TypeVar("R", bound=Rollouts)
@@ -204,6 +204,13 @@ class Sharded(Generic[R_co]):
         They are as exact as `exact_sums`.
         """
         return exact_sums(numbers, counts=self.shares.reports)
+
+    def extremes(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest and smallest of numbers of this rank's samples, `[b, ...]`, over all samples. Collective.
+
+        Numbers of ranks that do not report are left out: outputs of a model are zeros before its last pipeline stage.
+        """
+        return extremes(numbers, counts=self.shares.reports)
 
     def marked(self, mine: Tensor) -> Tensor:
         """Bring marks of this rank's samples, bool `[b]`, to all ranks: bool `[B]`. Collective.

@@ -47,18 +47,19 @@ def exact_sums(numbers: Tensor, *, counts: bool = True) -> Tensor:
     return torch.tensor(sums, dtype=torch.float64).reshape(numbers.shape[1:])
 
 
-def extremes(numbers: Tensor) -> tuple[Tensor, Tensor]:
+def extremes(numbers: Tensor, *, counts: bool = True) -> tuple[Tensor, Tensor]:
     """Return the largest and the smallest number of each column of all ranks. Collective.
 
-    Both are NaN with a NaN, and infinite of the wrong sign without numbers. Several ranks may have the same numbers.
+    Both are NaN with a NaN, and infinite of the wrong sign without numbers.
 
     Args:
         numbers: `[b, ...]` of this rank, of any type, in host memory.
+        counts: False on a rank whose numbers other ranks have, or that has none to give.
 
     Returns:
         `[...]` float64 twice, the same on every rank.
     """
-    columns = numbers.double()
+    columns = (numbers if counts else numbers[:0]).double()
     columns = torch.cat([columns, torch.full((1, *columns.shape[1:]), -torch.inf, dtype=torch.float64)])
     mirrored = -columns
     mirrored[-1] = -torch.inf

@@ -7,7 +7,6 @@ import torch
 from megarl.batch import Prompt, Rollouts, Scored, StopReason
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.sharded import Sharded
-from megarl.distributed.sums import extremes
 from megarl.environments.config import EnvironmentSection
 from megarl.rewards.collective import NUM_WARNINGS, report_failures
 
@@ -82,7 +81,7 @@ def metrics_of(samples: Sharded[Rollouts]) -> dict[str, float]:
     numbers = [share.num_turns[:, None], share.sums(~share.mask)[:, None], ends.view(-1, len(StopReason))]
     totals = samples.sum(torch.cat([each.double() for each in numbers], dim=-1))
     turns, observed, *of_reasons = (totals / len(samples)).tolist()
-    most, _ = extremes(share.num_turns)
+    most, _ = samples.extremes(share.num_turns)
     return {
         "episode/turns/mean": turns,
         "episode/turns/max": float(most),

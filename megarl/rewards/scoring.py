@@ -21,7 +21,6 @@ from megarl.platform import progress
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.distributed.exchange import on_each_rank, together
 from megarl.distributed.sharded import Sharded
-from megarl.distributed.sums import extremes
 from megarl.platform.log import show_printed
 from megarl.platform.secrets import beginning
 from megarl.rewards.collective import NUM_WARNINGS, ROUND_S, RewardError, gather, report_failures
@@ -213,7 +212,7 @@ def metrics_of(samples: Sharded[Rollouts], results: Sequence[ScoringResult]) -> 
         for result in results
     ]
     numbers = torch.tensor(columns, dtype=torch.float64).view(-1, 3 + len(names))
-    slowest, _ = extremes(numbers[:, 0])
+    slowest, _ = samples.extremes(numbers[:, 0])
     is_given = ~numbers.isnan()
     totals, counts = samples.sum(torch.stack([numbers.where(is_given, 0.0), is_given.double()], dim=1))
     _, timeouts, errors, *means = (totals / counts).tolist()

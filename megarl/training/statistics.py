@@ -15,7 +15,6 @@ from megarl.algorithms.masked import masked
 from megarl.batch import Rollouts
 from megarl.columns import on_tokens, reduced, sample_sums
 from megarl.distributed.sharded import Sharded
-from megarl.distributed.sums import extremes
 from megarl.training.interfaces import Metrics
 
 
@@ -42,7 +41,7 @@ def spreads(samples: Sharded[Rollouts], columns: Sequence[Tensor]) -> list[Sprea
     """Return mean, largest and smallest over all samples, of columns `[b]` of this rank's samples. Collective."""
     numbers = torch.stack([column.double() for column in columns], dim=-1)
     means = samples.sum(numbers) / len(samples)
-    return [Spread(*each) for each in torch.stack([means, *extremes(numbers)], dim=-1).tolist()]
+    return [Spread(*each) for each in torch.stack([means, *samples.extremes(numbers)], dim=-1).tolist()]
 
 
 Derived = Callable[..., Sequence[Tensor]]
@@ -106,8 +105,8 @@ def joined(samples: Sharded[Rollouts], counts: Tensor, moments: Tensor) -> list[
     between = counts * (totals / counts - means).square()
     around, inside = samples.sum(torch.stack([between, squares], dim=1))
     variances = (inside + around) / max(total - 1.0, 1.0)
-    largest, _ = extremes(highest)
-    _, smallest = extremes(lowest)
+    largest, _ = samples.extremes(highest)
+    _, smallest = samples.extremes(lowest)
     return [Summary(*each) for each in torch.stack([means, variances, largest, smallest], dim=-1).tolist()]
 
 
