@@ -1,4 +1,4 @@
-"""What a module takes of a micro-batch besides its input, also when a backward pass computes the module again."""
+"""Tensors of each micro-batch that a module takes besides its input, also when a backward pass computes it again."""
 
 from collections import deque
 from collections.abc import Iterator

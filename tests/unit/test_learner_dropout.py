@@ -1,4 +1,4 @@
-"""Dropout by a hash: what it draws, and for which tokens."""
+"""Dropout by a hash: the numbers that are dropped, for each token."""
 
 import pytest
 import torch
@@ -46,6 +46,12 @@ def test_numbers_are_dropped_at_the_rate(rate: float) -> None:
     assert drops.mean().item() == pytest.approx(rate, abs=5 * spread / 2_000_000**0.5)
     assert drops.mean(0).std().item() == pytest.approx(spread / 2000**0.5, rel=0.1)  # as independent draws have it
     assert drops.mean(1).std().item() == pytest.approx(spread / 1000**0.5, rel=0.1)
+
+
+def test_the_last_rates_drop_all_or_nothing() -> None:
+    columns = torch.arange(8, dtype=torch.int32)
+    assert is_dropped(KEYS, columns, 1.0 - 1e-12).all()
+    assert not is_dropped(KEYS, columns, 1e-12).any()
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=5))
