@@ -155,3 +155,25 @@ def test_reference_passes_are_counted_in_their_phases(kinds: dict[str, str], pas
     assert {phase: count for phase, all_ in found.items() for of, count in all_ if of.other is large} == passes
     alone = {phase: count for phase, all_ in found.items() for of, count in all_ if of.other is small}
     assert alone == {"gen": 1, "old_log_prob": 1, "update_actor": 6}
+
+
+@pytest.mark.parametrize(
+    ("dropout", "is_fused"),
+    [
+        ([], True),
+        (["actor.megatron.override_transformer_config={hidden_dropout: 0.0}"], True),
+        (["actor.megatron.override_transformer_config={hidden_dropout: 0.1}"], False),
+        (["actor.megatron.override_transformer_config={attention_dropout: 0.1}"], False),
+        (["model.lora_dropout=0.1"], True),  # nobody reads it
+        (["model.lora_dropout=0.1", "model.lora_rank=4"], False),
+        (["model.lora_dropout=0.1", "model.lora_adapter_path=adapters"], False),
+    ],
+)
+def test_dropout_needs_undropped_log_probs(dropout: list[str], is_fused: bool) -> None:
+    arguments = [
+        *("data.train_files=a", "actor_rollout_ref.model.path=org/m", "algorithm.adv_estimator=grpo"),
+        *("algorithm.use_kl_in_reward=false", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=8"),
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        *(f"actor_rollout_ref.{key}" for key in dropout),
+    ]
+    assert load_config(arguments, world_size=None, check_paths=False).fused_old_log_probs == is_fused
