@@ -19,6 +19,7 @@ from megarl.learner.learner import Learner
 from megarl.learner.parallel import Mesh, build_mesh
 from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import Objective
+from megarl.models.architecture import Architecture
 from megarl.models.source import Source
 from megarl.platform.errors import UserError
 from megarl.rollout.config import RoutingReplay
@@ -127,7 +128,8 @@ def make_reference(
         return None
     models = dict[str | None, Model[Any]]()
     if None not in config.teachers:
-        start = actor.without_adapters() if actor.lora else _frozen(config, source, mesh, actor)
+        replays = replays_of_frozen(config, source.architecture, actor.architecture)
+        start = actor.without_adapters(replays=replays) if actor.lora else _frozen(config, source, mesh, actor)
         models[None] = make_frozen(config, start)
     for data_source, section in config.teachers.items():
         teacher = Source.read(section)
@@ -145,8 +147,7 @@ def make_reference(
 
 
 def _frozen(config: Config, source: Source, mesh: Mesh, actor: Learner) -> Learner:
-    """Build this rank's part of a policy that never learns. It replays routes if it has the actor's routers."""
-    replays = config.actor_rollout_ref.rollout.routing_replay != "none"
+    """Build this rank's part of a policy that never learns."""
     logger.info("starting: the reference")
     return make_learner(
         source.directory,
@@ -156,8 +157,18 @@ def _frozen(config: Config, source: Source, mesh: Mesh, actor: Learner) -> Learn
         role="policy",
         temperature=config.actor_rollout_ref.rollout.temperature,
         balance=config.trainer.balance_batch,
-        replays="experts" if replays and source.architecture.has_routers_of(actor.architecture) else "none",
+        replays=replays_of_frozen(config, source.architecture, actor.architecture),
     )
+
+
+def replays_of_frozen(config: Config, architecture: Architecture, of_actor: Architecture) -> Replays:
+    """Return what a policy that never learns takes of the routes of samples.
+
+    These are the engine's experts, if it has the actor's routers: its scores are others, and the experts that the actor
+    chooses are those of the actor's updates alone.
+    """
+    is_replayed = config.actor_rollout_ref.rollout.routing_replay != "none"
+    return "experts" if is_replayed and architecture.has_routers_of(of_actor) else "none"
 
 
 def make_frozen(config: Config, learner: Learner) -> Model[Any]:

@@ -173,7 +173,8 @@ class Config:
     def fused_old_log_probs(self) -> bool:
         """Return True if the forward pass of the actor's update can also tell its log-probabilities before the step.
 
-        The actor then takes one optimizer step on all samples, and nothing before this step needs the numbers.
+        The actor then takes one optimizer step on all samples without dropout, and nothing before this step needs the
+        numbers.
         """
         actor = self.actor_rollout_ref.actor
         algorithm = self.algorithm
@@ -183,8 +184,9 @@ class Config:
         is_needed = (
             self.kl_of_reward or correction.rollout_is or correction.rollout_rs or mode in ("clip_cov", "kl_cov")
         )
-        is_needed = is_needed or self.actor_rollout_ref.model.lora_dropout > 0.0  # which changes the update's own
-        return takes_one_step and not (is_needed or algorithm.mask_truncated_completions)
+        model = self.actor_rollout_ref.model
+        has_dropout = actor.megatron.has_dropout or (model.has_adapters and model.lora_dropout > 0.0)
+        return takes_one_step and not (is_needed or has_dropout or algorithm.mask_truncated_completions)
 
     @property
     def has_token_budget(self) -> bool:

@@ -54,6 +54,11 @@ class MegatronSection:
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron's TransformerConfig, such as attention_backend."""
 
+    @property
+    def has_dropout(self) -> bool:
+        """Whether updates leave out numbers of the layers; dropout of adapters is not counted."""
+        return any(self.override_transformer_config.get(name) for name in ("hidden_dropout", "attention_dropout"))
+
 
 @section(OPTIMIZER)
 class OptimSection:

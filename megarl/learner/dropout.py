@@ -61,8 +61,9 @@ def token_keys(tokens: Tensor, lengths: Tensor) -> Tensor:
 
 
 def is_dropped(keys: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """Return [N, C] bool, True with the probability `rate`, of tokens [N] and columns [C] int32."""
-    return mixed(keys[:, None] ^ columns) < round(rate * (1 << 32)) - (1 << 31)
+    """Return [N, C] bool, True with the probability `rate`, less than 1, of tokens [N] and columns [C] int32."""
+    num_dropped = min(round(rate * (1 << 32)), (1 << 32) - 1)  # of the hashes; one more is no int32 below
+    return mixed(keys[:, None] ^ columns) < num_dropped - (1 << 31)
 
 
 def mixed(numbers: Tensor) -> Tensor:

@@ -119,8 +119,11 @@ class Learner:
         """The chunks of the GPTModel; a virtual pipeline has several."""
         return tuple(model.module for model in self.models) if self.optimizer else self.models
 
-    def without_adapters(self) -> "Learner":
-        """Return the model that this model was before it learned: it has the same memory, and never learns."""
+    def without_adapters(self, *, replays: Replays = "none") -> "Learner":
+        """Return the model that this model was before it learned: it has the same memory, and never learns.
+
+        `replays` is what its routers take of the routes of samples.
+        """
         return Learner(
             models=self.modules,
             optimizer=None,
@@ -131,7 +134,7 @@ class Learner:
             device=self.device,
             balance=self.batching.balance,
             uses_adapters=False,
-            replays="experts" if self.batching.replays == "scores" else self.batching.replays,  # its scores are others
+            replays=replays,
         )
 
     def layout(self) -> Layout:

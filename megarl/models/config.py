@@ -11,7 +11,9 @@ from megarl.section import CountFromZero, section
 
 MODEL = Change(Effect.CURVE, "the model: its tokenizer, and the frozen models that it is compared with")
 
-ADAPTED = when(".lora_rank")
+_DECIDING = (".lora_rank", ".lora_adapter_path")
+ADAPTED = when(".has_adapters", words="adapters learn", because=_DECIDING)
+NEW = when(".has_new_adapters", words="`lora_rank` is set and `lora_adapter_path` is not", because=_DECIDING)
 
 Recompute = bool | Literal["selective"]
 """The activations that the backward pass computes again: none, all of a layer, or those of the feed-forward layers."""
@@ -60,15 +62,17 @@ class ModelSection(CheckpointSection):
     layer."""
     lora_rank: CountFromZero = 0
     """Rank of low-rank adapters (LoRA), which learn instead of the weights; 0 = the weights learn."""
-    lora_alpha: Annotated[float, Field(gt=0.0, le=1e6)] = key(16.0, read_if=ADAPTED)
+    lora_alpha: Annotated[float, Field(gt=0.0, le=1e6)] = key(16.0, read_if=NEW)
     """Scale of the adapters, divided by lora_rank."""
-    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = key(0.0, read_if=ADAPTED)
+    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = key(
+        0.0, Change(Effect.CURVE, "what updates leave out"), read_if=ADAPTED
+    )
     """Share of the numbers before an adapter that each update leaves out; sampling and log-probabilities use all."""
-    target_modules: Annotated[str | list[str], AfterValidator(_selecting)] = key("all-linear", read_if=ADAPTED)
+    target_modules: Annotated[str | list[str], AfterValidator(_selecting)] = key("all-linear", read_if=NEW)
     """Projections with adapters: names or ends of names, a regular expression, or all-linear = all but the output
     layer."""
     exclude_modules: Annotated[str | list[str] | None, BeforeValidator(_none_if_empty), AfterValidator(_selecting)] = (
-        key(None, read_if=ADAPTED)
+        key(None, read_if=NEW)
     )
     """Projections of target_modules without adapters: names or ends of names, or a regular expression."""
     lora_adapter_path: str | None = None
@@ -78,6 +82,11 @@ class ModelSection(CheckpointSection):
     def has_adapters(self) -> bool:
         """Tell whether adapters learn instead of the weights."""
         return bool(self.lora_rank or self.lora_adapter_path)
+
+    @property
+    def has_new_adapters(self) -> bool:
+        """Tell whether the adapters are those of the keys, not those of files."""
+        return bool(self.lora_rank) and not self.lora_adapter_path
 
 
 @section(MODEL)

@@ -105,6 +105,7 @@ def read_adapters(directory: Path, *, base: str | None = None) -> Lora:
         alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha),  # divides by the root of the rank
         targets=_names(config.get("target_modules") or ALL_LINEAR),
         excluded=_names(config.get("exclude_modules")),
+        dropout=float(config.get("lora_dropout") or 0.0),
         base=base_name(base or _base_of(config)),
     )
 

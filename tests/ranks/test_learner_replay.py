@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import Totals
 from megarl.batch import Experience
+from megarl.models.lora import Lora
 from tests.support.learners import (
     ACTOR,
     TEMPERATURE,
@@ -268,6 +269,28 @@ def test_a_reference_leaves_the_scores(pool: RankPool, checkpoints: dict[str, Pa
         for batch in (routed(2), routed(2, with_scores=True))
     ]
     assert torch.equal(*found)
+
+
+def frozen_log_probs(checkpoint: Path, batch: Experience) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return log-probabilities by what is replayed: of a model, and of a learner without its adapters."""
+    from megarl.learner.batching import Budget
+
+    budget = Budget(max_tokens=48, max_sequences=None)
+    learner = make_test_learner(checkpoint, {}, lora=Lora(rank=4, alpha=6.0), replays="scores")
+    return {
+        replays: (
+            outputs_of_all(make_test_learner(checkpoint, {}, replays=replays), batch, budget).log_probs,
+            outputs_of_all(learner.without_adapters(replays=replays), batch, budget).log_probs,
+        )
+        for replays in ("none", "experts")
+    }
+
+
+def test_a_start_replays_what_it_is_told(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    found = pool.run(1, frozen_log_probs, checkpoints["qwen3_moe"], routed(2, with_scores=True))[0]
+    for expected, own in found.values():
+        assert torch.equal(own, expected)
+    assert not torch.allclose(found["none"][1], found["experts"][1], atol=1e-3)
 
 
 def recorded(checkpoint: Path, section: dict[str, Any], max_tokens: int) -> tuple[Tensor, Tensor, list[int], Tensor]:

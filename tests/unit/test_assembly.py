@@ -10,6 +10,7 @@ import torch
 from benchmarks.cases import MODELS
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
+from megarl.assembly.models import replays_of_frozen
 from megarl.assembly.next_steps import next_steps
 from megarl.assembly.records import console_tracker, run_tracker
 from megarl.assembly.resume import ResumePoint
@@ -25,6 +26,7 @@ from megarl.tracking.config import TrainerSection
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.run_id import RUN_ID_FILE
 from tests.support.ranks import world_of_one
+from tests.support.tiny import SIZES, VARIANTS
 
 
 @pytest.mark.parametrize(
@@ -155,3 +157,41 @@ def test_reference_passes_are_counted_in_their_phases(kinds: dict[str, str], pas
     assert {phase: count for phase, all_ in found.items() for of, count in all_ if of.other is large} == passes
     alone = {phase: count for phase, all_ in found.items() for of, count in all_ if of.other is small}
     assert alone == {"gen": 1, "old_log_prob": 1, "update_actor": 6}
+
+
+@pytest.mark.parametrize(
+    ("key", "replays"),
+    [
+        ("rollout.routing_replay=engine", "experts"),
+        ("rollout.routing_replay=engine_scores", "experts"),
+        ("actor.routing_replay=recompute", "none"),
+    ],
+)
+def test_a_reference_replays_the_engine_alone(key: str, replays: str) -> None:
+    arguments = ["data.train_files=a", "actor_rollout_ref.model.path=org/m", "critic.model.path=org/m"]
+    config = load_config([*arguments, f"actor_rollout_ref.{key}"], world_size=None, check_paths=False)
+    sparse, dense = (read_architecture(SIZES | VARIANTS[name]) for name in ("qwen3_moe", "llama"))
+    assert replays_of_frozen(config, sparse, sparse) == replays
+    assert replays_of_frozen(config, dense, sparse) == "none"
+
+
+@pytest.mark.parametrize(
+    ("dropout", "is_fused"),
+    [
+        ([], True),
+        (["actor.megatron.override_transformer_config={hidden_dropout: 0.0}"], True),
+        (["actor.megatron.override_transformer_config={hidden_dropout: 0.1}"], False),
+        (["actor.megatron.override_transformer_config={attention_dropout: 0.1}"], False),
+        (["model.lora_dropout=0.1"], True),  # nobody reads it
+        (["model.lora_dropout=0.1", "model.lora_rank=4"], False),
+        (["model.lora_dropout=0.1", "model.lora_adapter_path=adapters"], False),
+    ],
+)
+def test_dropout_needs_undropped_log_probs(dropout: list[str], is_fused: bool) -> None:
+    arguments = [
+        *("data.train_files=a", "actor_rollout_ref.model.path=org/m", "algorithm.adv_estimator=grpo"),
+        *("algorithm.use_kl_in_reward=false", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=8"),
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        *(f"actor_rollout_ref.{key}" for key in dropout),
+    ]
+    assert load_config(arguments, world_size=None, check_paths=False).fused_old_log_probs == is_fused

@@ -24,6 +24,7 @@ from megarl.training.objectives import ActorObjective
 from tests.support.estimates import estimate_alone, mark_alone
 
 MINIMAL = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic"]
+POLICY = "actor_rollout_ref.model"
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 VAL = "data.val_files=val.parquet"
 FILES = ["data.train_files=a", "model.path=org/m"]
@@ -104,6 +105,14 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
         f"{model}.{value}": ([f"{model}.lora_rank=8"], [])
         for model in ("actor_rollout_ref.model", "critic.model")
         for value in ("lora_alpha=32.0", "lora_dropout=0.1")
+    },
+    f"{POLICY}.lora_dropout=0.2": ([f"{POLICY}.lora_adapter_path=adapters"], []),
+    **{
+        f"{POLICY}.{value}": (
+            [f"{POLICY}.lora_rank=8"],
+            [f"{POLICY}.lora_rank=8", f"{POLICY}.lora_adapter_path=adapters"],
+        )
+        for value in ("lora_alpha=8", "target_modules=[q_proj]", "exclude_modules=[q_proj]")
     },
     "algorithm.filter_groups.metric=score": (grpo("algorithm.filter_groups.enable=true"), []),
     f"{REF}.megatron.dtype=float32": ([], ["algorithm.kl_ctrl.kl_coef=0"]),

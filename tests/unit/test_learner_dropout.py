@@ -48,6 +48,12 @@ def test_numbers_are_dropped_at_the_rate(rate: float) -> None:
     assert drops.mean(1).std().item() == pytest.approx(spread / 1000**0.5, rel=0.1)
 
 
+def test_the_last_rates_drop_all_or_nothing() -> None:
+    columns = torch.arange(8, dtype=torch.int32)
+    assert is_dropped(KEYS, columns, 1.0 - 1e-12).all()
+    assert not is_dropped(KEYS, columns, 1e-12).any()
+
+
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=5))
 def test_keys_follow_from_the_sample_alone(samples: list[list[int]]) -> None:
     def keys_of(samples: list[list[int]]) -> Tensor:

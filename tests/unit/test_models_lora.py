@@ -63,6 +63,12 @@ def test_adapters_keep_revision_of_base(base: str, tmp_path: Path) -> None:
     assert repository(read_adapters(tmp_path).base) == repository(base)
 
 
+def test_files_keep_what_was_trained(tmp_path: Path) -> None:
+    lora = Lora(rank=8, alpha=12.0, targets=("q_proj", "up_proj"), dropout=0.1)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter_config(lora, architecture("llama"))))
+    assert read_adapters(tmp_path) == lora
+
+
 def architecture(variant: str) -> Any:
     return read_architecture(SIZES | VARIANTS[variant])
 
