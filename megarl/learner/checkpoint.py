@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megarl.distributed.exchange import largest
 from megarl.learner.learner import Learner
 from megarl.learner.lora import trained_shards
 from megarl.learner.objects import first_words, read_objects
@@ -33,6 +34,7 @@ from megarl.learner.patches.writing import first_rank_failing_with_all
 from megarl.learner.staging import Staging, copy_optimizer, copy_shards, keep_written, room_for_optimizer
 from megarl.models.architecture import hf_shapes
 from megarl.models.lora import adapter_shapes
+from megarl.platform.device import local_device
 from megarl.platform.small_files import Damage, read_bytes, read_json
 
 MAX_INDEX_BYTES = 4 << 30
@@ -100,8 +102,9 @@ def load_learner(learner: Learner, directory: Path) -> None:
         with gathered_later((part, room_for_optimizer(part)) for part in parts):
             room = _sharded_state(learner, is_loading=True)
         state = dist_checkpointing.load(room, str(directory))
-        for chunk, module in zip(state["model"], learner.modules, strict=True):
-            _load_weights(module, chunk)
+        chunks = state.get("model", {})  # without those that have nothing to load
+        for number, module in enumerate(learner.modules):
+            _load_weights(module, chunks.get(number, {}))
         if learner.optimizer:
             _load_optimizer(learner.optimizer, state["optimizer"], num_steps=state["schedule"]["num_steps"])
 
@@ -176,15 +179,17 @@ def _distributed_parts(optimizer: Optimizer | None) -> list[DistributedOptimizer
 
 
 def _count_for_idle_parts(optimizer: Optimizer) -> None:
-    """Give the optimizer of experts its step if this rank has no experts: Megatron reads the step of any state.
+    """Give an optimizer without parameters on this rank its step: Megatron reads the step of any state. Collective.
 
-    The step is kept as the state of no parameter.
+    A rank may have no experts, or no adapters in its stage, so nothing learns there. Other ranks know the step then. It
+    is kept as the state of no parameter.
     """
     states = [part.optimizer.state for part in _distributed_parts(optimizer)]
     steps = [value["step"] for state in states for key, value in state.items() if key != IDLE and "step" in value]
+    num_steps = largest(int(steps[0]) if steps else -1)
     for state in states:
-        if steps and set(state) <= {IDLE}:
-            state[IDLE] = {"step": steps[0].clone()}
+        if num_steps >= 0 and set(state) <= {IDLE}:
+            state[IDLE] = {"step": torch.full((), float(num_steps), device=local_device())}
 
 
 def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
@@ -217,7 +222,7 @@ def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
         model = [trained_shards(module) for module in learner.modules]
     else:
         model = [_without_extras(module.sharded_state_dict(metadata=metadata)) for module in learner.modules]
-    state: dict[str, Any] = {"model": model}
+    state: dict[str, Any] = {"model": dict(enumerate(model))}
     if learner.optimizer:
         optimizer, schedule = learner.optimizer.megatron, learner.optimizer.schedule
         _count_for_idle_parts(learner.optimizer)

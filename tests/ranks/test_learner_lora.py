@@ -157,6 +157,17 @@ def test_adapters_of_experts_have_no_dropout(checkpoints: dict[str, Path]) -> No
         require_targets(architecture, replace(LORA, dropout=0.1))
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_stage_may_have_no_adapters(pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, layer: int) -> None:
+    lora = replace(LORA, dropout=0.1, targets=rf"model\.layers\.{layer}\..*")
+    args = (checkpoints["llama"], "policy")
+    ((expected, outputs),) = pool.run(1, learn_twice, *args, split(), None, None, True, OPTIM, lora)
+    for save, load in ((tmp_path, None), (None, tmp_path)):
+        for metrics, found in pool.run(2, learn_twice, *args, split(1, 2), save, load, True, OPTIM, lora):
+            assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
+            torch.testing.assert_close(found, outputs, rtol=1e-4, atol=1e-4)
+
+
 def test_a_critic_shares_the_frozen_weights(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     for world_size, fields in [(1, split()), (4, split(2, 2))]:
         alone, shared = (
