@@ -15,6 +15,8 @@ _DECIDING = (".lora_rank", ".lora_adapter_path")
 ADAPTED = when(".has_adapters", words="adapters learn", because=_DECIDING)
 NEW = when(".has_new_adapters", words="`lora_rank` is set and `lora_adapter_path` is not", because=_DECIDING)
 
+ALL_LINEAR = "all-linear"
+
 Recompute = bool | Literal["selective"]
 """The activations that the backward pass computes again: none, all of a layer, or those of the feed-forward layers."""
 
@@ -31,6 +33,8 @@ def _selecting(value: str | list[str] | None) -> str | list[str] | None:
     """Refuse what selects nothing, and an expression that is none."""
     if isinstance(value, list) and not value:
         raise ValueError("selects no projection: name some, or leave the key out")
+    if value == [ALL_LINEAR]:
+        return ALL_LINEAR
     if isinstance(value, str):
         try:
             re.compile(value)
@@ -68,7 +72,7 @@ class ModelSection(CheckpointSection):
         0.0, Change(Effect.CURVE, "what updates leave out"), read_if=ADAPTED
     )
     """Share of the numbers before an adapter that each update leaves out; sampling and log-probabilities use all."""
-    target_modules: Annotated[str | list[str], AfterValidator(_selecting)] = key("all-linear", read_if=NEW)
+    target_modules: Annotated[str | list[str], AfterValidator(_selecting)] = key(ALL_LINEAR, read_if=NEW)
     """Projections with adapters: names or ends of names, a regular expression, or all-linear = all but the output
     layer."""
     exclude_modules: Annotated[str | list[str] | None, BeforeValidator(_none_if_empty), AfterValidator(_selecting)] = (

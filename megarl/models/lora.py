@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from megarl.models.architecture import SCORE, Architecture, Shapes, hf_shapes
+from megarl.models.config import ALL_LINEAR
 from megarl.models.grid import Cut, Grid
 from megarl.models.trainer import parameter_shapes
 from megarl.models.weights import Region, held_and_whole
 from megarl.platform.errors import UserError
 from megarl.reshard.layout import Box, Piece
 
-ALL_LINEAR = "all-linear"
 LORA_A = "base_model.model.{}.lora_A.weight"
 LORA_B = "base_model.model.{}.lora_B.weight"
 """PEFT's names of the two matrices of a projection."""
@@ -223,7 +223,8 @@ def require_targets(architecture: Architecture, lora: Lora) -> None:
         )
     for key, names in (("target_modules", lora.targets), ("exclude_modules", lora.excluded)):
         for one in [names] if isinstance(names, str) else [(name,) for name in names]:
-            if one != ALL_LINEAR and not any(_selects(one, name) for names in known for name in names):
+            is_all = one == ALL_LINEAR and key == "target_modules"
+            if not is_all and not any(_selects(one, name) for names in known for name in names):
                 written = one if isinstance(one, str) else one[0]
                 found = ", ".join(_ends(known))
                 raise UserError(f"{key}: {written} selects no projection of the model, which has {found}")

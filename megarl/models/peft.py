@@ -9,9 +9,9 @@ from typing import Any
 from urllib.parse import quote
 
 from megarl.models.architecture import Architecture
-from megarl.models.config import ModelSection
+from megarl.models.config import ALL_LINEAR, ModelSection
 from megarl.models.hub import read_json
-from megarl.models.lora import ALL_LINEAR, Lora, adapted_projections, require_targets
+from megarl.models.lora import Lora, adapted_projections, require_targets
 from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.hub import SCHEME, repository

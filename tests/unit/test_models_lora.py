@@ -131,6 +131,7 @@ def test_linear_attention_has_no_adapters() -> None:
         (("q_proj", "vproj"), (), "target_modules: vproj selects no projection of the model, which has down_proj, "),
         (r".*\.qproj", (), r"target_modules: .*\.qproj selects no projection"),
         ("all-linear", ("lm_head",), "exclude_modules: lm_head selects no projection"),
+        ("all-linear", "all-linear", "exclude_modules: all-linear selects no projection"),
         (("q_proj",), ("linear_qkv",), "exclude_modules leaves no projection"),
     ],
 )
@@ -162,3 +163,8 @@ def test_only_exceptions_may_be_an_empty_list(name: str, is_fault: bool) -> None
     argv = ["data.train_files=a", "model.path=org/m", "model.lora_rank=4", f"model.{name}=[]"]
     with pytest.raises(ConfigError, match="selects no projection") if is_fault else nullcontext():
         load_sft_config(argv, world_size=None, check_paths=False)
+
+
+def test_all_targets_may_stand_in_a_list() -> None:
+    argv = ["data.train_files=a", "model.path=org/m", "model.lora_rank=4", "model.target_modules=[all-linear]"]
+    assert load_sft_config(argv, world_size=None, check_paths=False).model.target_modules == "all-linear"
