@@ -123,8 +123,7 @@ test-hollow: hollow
 	$(ON_HOLLOW) $(patsubst %,tests/hollow/test_%.py,device_memory nccl graphs solid counters engine_counters) \
 		"$(CASE)[alone-policy]" "$(CASE)[tensor-data-offloaded-policy]" tests/hollow/test_engine.py
 
-# At the end it prints the functions with lines for CUDA and whether the lines ran, and fails if too few did. It leaves
-# out engines with linear attention: Triton's interpreter does not finish vLLM's kernels for it in eight minutes.
+# At the end it prints the functions with lines for CUDA and whether the lines ran, and fails if too few did.
 LINES := $(CURDIR)/build/hollow/lines
 test-cuda: setup hollow
 	$(BIN)/python -m pytest tests/hollow/test_engine.py
