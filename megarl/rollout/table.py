@@ -4,12 +4,13 @@ The samples of this rank's replica have tokens too, as objects. Samples of other
 asks for them, so the work of a rank for each of them is that of numpy.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby
 from operator import attrgetter
-from typing import overload
+from typing import TypeVar, overload
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from megarl.distributed.evenly import Integers
 FIELDS = Elsewhere._fields
 ROW = {name: row for row, name in enumerate(FIELDS)}
 _fields_of = attrgetter(*FIELDS)
+Item_co = TypeVar("Item_co", covariant=True)
 
 
 @dataclass
@@ -97,7 +99,23 @@ class SampleTable:
         return self.own.get(place, blank)
 
 
-class SampleRows(Sequence[Sample]):
+class OnDemand(Sequence[Item_co]):
+    """A sequence that makes an item if it is asked for."""
+
+    @abstractmethod
+    def made(self, place: int) -> Item_co:
+        """Return the item of a place, counted from 0."""
+
+    @overload
+    def __getitem__(self, place: int) -> Item_co: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Item_co]: ...
+    def __getitem__(self, place: int | slice) -> Item_co | Sequence[Item_co]:
+        places = range(len(self))[place]
+        return self.made(places) if isinstance(places, int) else tuple(map(self.made, places))
+
+
+class SampleRows(OnDemand[Sample]):
     """Neighbouring samples of a table, which become objects if they are asked for."""
 
     def __init__(self, table: SampleTable, first: int, last: int) -> None:
@@ -108,13 +126,9 @@ class SampleRows(Sequence[Sample]):
     def __len__(self) -> int:
         return self.last - self.first
 
-    @overload
-    def __getitem__(self, place: int) -> Sample: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, place: int | slice) -> Sample | Sequence[Sample]:
-        places = range(self.first, self.last)[place]
-        return self.table.sample(places) if isinstance(places, int) else tuple(map(self.table.sample, places))
+    def made(self, place: int) -> Sample:
+        """Return a sample."""
+        return self.table.sample(self.first + place)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
@@ -124,7 +138,7 @@ class SampleRows(Sequence[Sample]):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GroupRows(Sequence[Group]):
+class GroupRows(OnDemand[Group]):
     """Groups whose samples are in one table. The same on every rank, except for the tokens."""
 
     prompts: Sequence[Prompt]  # length P
@@ -157,13 +171,11 @@ class GroupRows(Sequence[Group]):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    @overload
-    def __getitem__(self, place: int) -> Group: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Group]: ...
-    def __getitem__(self, place: int | slice) -> Group | Sequence[Group]:
-        places = range(len(self))[place]
-        return self._group(places) if isinstance(places, int) else [self._group(each) for each in places]
+    def made(self, place: int) -> Group:
+        """Return a group, with its samples as rows of the table."""
+        last = int(self.ends[place])
+        samples = SampleRows(self.table, last - int(self.counts[place]), last)
+        return Group(prompt=self.prompts[place], samples=samples, started=int(self.started[place]))
 
     def num_incomplete(self) -> Integers:
         """Return the number of samples of each group that are not complete: `[P]`."""
@@ -189,11 +201,6 @@ class GroupRows(Sequence[Group]):
     def ends(self) -> Tensor:
         """The place after the last sample of each group: `[P]` int64."""
         return self.counts.cumsum(0)
-
-    def _group(self, place: int) -> Group:
-        last = int(self.ends[place])
-        samples = SampleRows(self.table, last - int(self.counts[place]), last)
-        return Group(prompt=self.prompts[place], samples=samples, started=int(self.started[place]))
 
 
 def _tables(of_groups: Iterable[Sequence[Sample]]) -> Iterator[SampleTable]:

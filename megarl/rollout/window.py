@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from megarl.batch import Generation, Sample
 from megarl.columns import on_tokens
 from megarl.distributed.all_gather import all_gather
 from megarl.distributed.exchange import on_each_rank, waiting
-from megarl.rollout.table import FIELDS, SampleRows, SampleTable
+from megarl.rollout.table import FIELDS, OnDemand, SampleRows, SampleTable
 
 NUM_COUNTS = 4
 KNOWN = tuple(name for name in FIELDS if name != "replica")
@@ -45,7 +44,7 @@ def sizes_of(counts: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Windows(Sequence[Window]):
+class Windows(OnDemand[Window]):
     """The work of all `R` replicas between two exchanges, of other replicas without tokens."""
 
     counts: Tensor  # [R, NUM_COUNTS] int64
@@ -78,20 +77,15 @@ class Windows(Sequence[Window]):
     def __len__(self) -> int:
         return len(self.counts)
 
-    @overload
-    def __getitem__(self, replica: int) -> Window: ...
-    @overload
-    def __getitem__(self, replica: slice) -> Sequence[Window]: ...
-    def __getitem__(self, replica: int | slice) -> Window | Sequence[Window]:
-        if isinstance(replica, slice):
-            return [self[each] for each in range(len(self))[replica]]
-        if replica == self.here:
+    def made(self, place: int) -> Window:
+        """Return the window of a replica."""
+        if place == self.here:
             return self.mine
-        _, _, num_steps, num_running = self.counts[replica].tolist()
-        last = int(self.counts[: replica + 1, 0].sum())
+        _, _, num_steps, num_running = self.counts[place].tolist()
+        last = int(self.counts[: place + 1, 0].sum())
         table = SampleTable(self.finished)
-        finished = SampleRows(table, last - int(self.counts[replica, 0]), last)
-        return Window(finished, num_steps, num_running, self.waiting[replica])
+        finished = SampleRows(table, last - int(self.counts[place, 0]), last)
+        return Window(finished, num_steps, num_running, self.waiting[place])
 
 
 def exchange(work: Callable[[], Window], ranks: Sequence[int]) -> Windows:
