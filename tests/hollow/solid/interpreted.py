@@ -75,9 +75,3 @@ def interpret_in_place(interpreter: ModuleType) -> None:
     executor._init_args_hst = lambda self, given, named: (list(given), named)
     executor._restore_args_dev = lambda *_: None
     compute_in_bfloat16(interpreter)
-
-
-def launch_in_order(cuda: ModuleType) -> None:
-    """Let kernels neither wait for the kernel before nor start the next: one runs after the other."""
-    for name in ("gdc_wait", "gdc_launch_dependents"):
-        setattr(cuda, name, lambda: None)

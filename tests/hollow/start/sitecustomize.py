@@ -13,7 +13,6 @@ from typing import Any
 
 PREPARED = {  # modules, and the functions that take them after their import
     "torch": ("tests.hollow.solid.mode", "enter_everywhere"),
-    "triton.language.extra.cuda.gdc": ("tests.hollow.solid.interpreted", "launch_in_order"),
     "triton.runtime.interpreter": ("tests.hollow.solid.interpreted", "interpret_in_place"),
     "vllm.model_executor.layers.fused_moe.fused_moe": (
         "tests.hollow.solid.triton_kernels",
