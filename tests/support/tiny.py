@@ -221,6 +221,16 @@ def write_checkpoint(directory: Path, variant: str, *, seed: int = 0, **override
     return directory
 
 
+def write_config(directory: Path, variant: str) -> Path:
+    """Write the description of a model without weights, and return `directory`."""
+    settings = SIZES | VARIANTS[variant]
+    config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
+    with torch.device("meta"):
+        config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
+    config.save_pretrained(directory)
+    return directory
+
+
 def write_classifier(directory: Path, variant: str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a random float32 checkpoint that gives a sequence one score, and return `directory`."""
     settings = SIZES | VARIANTS[variant] | {"num_labels": 1, "pad_token_id": 0} | overrides
