@@ -5,7 +5,6 @@ equal responses equal scores: a reward that varies is not checked.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from megarl.sandbox.protocol import Callee
 
@@ -19,7 +18,7 @@ class Canary:
     """The known wrong response of one supervisor, and the score that it earned at first."""
 
     def __init__(
-        self, rules: Callee, *, every: int, score: Callable[[Any], float | None], renew: Callable[[], None]
+        self, rules: Callee, *, every: int, score: Callable[[object], float | None], renew: Callable[[], None]
     ) -> None:
         """Score a canary before the first request and before each request after `every` others; 0 = never.
 
@@ -34,7 +33,7 @@ class Canary:
         self._score = score
         self._renew = renew
         self._num_requests = 0
-        self._sample: Any = None
+        self._sample: object = None
         self._at_first = 0.0
 
     def fault(self, sample: object) -> str | None:

@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megarl.platform.log import printed
 from megarl.sandbox import signals
@@ -51,7 +51,7 @@ class _Task:
     """A response that waits for a process."""
 
     since: float  # by `time.monotonic`
-    arguments: Any
+    arguments: object
     result: Future[ScoringResult]
     is_alone: bool  # a call for it and others has failed
 

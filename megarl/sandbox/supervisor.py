@@ -52,6 +52,9 @@ _THREADS = (
     "call, or set reward_model.isolation=process)"
 )
 
+Reply = dict[str, Any]
+"""A message of a process: its values by name."""
+
 
 class Supervisor:
     """Runs one worker at a time, and replaces a worker that is lost or has done its work."""
@@ -67,7 +70,7 @@ class Supervisor:
         self._started_at = 0.0  # when the worker began with the current request
         self._canary = Canary(rules, every=limits.canary_every, score=self._score_alone, renew=self.end)
 
-    def call(self, samples: Sequence[object]) -> list[dict[str, Any]]:
+    def call(self, samples: Sequence[object]) -> list[Reply]:
         """Return `numbers` and `pred` of each response, or `fault` and `detail`; always the `seconds` of the call.
 
         The first of them also has what the call `printed`.
@@ -89,7 +92,7 @@ class Supervisor:
         self.clean()
         return replies[0].get("numbers", {}).get("score")
 
-    def _try(self, samples: Sequence[object]) -> list[dict[str, Any]]:
+    def _try(self, samples: Sequence[object]) -> list[Reply]:
         self._started_at = time.monotonic()
         try:
             replies = self._ask(self._worker or self._start(samples), samples)
@@ -201,7 +204,7 @@ class Supervisor:
         inbox = Inbox(ours, max_bytes=MAX_REPLY_BYTES * self._limits.num_together)
         return ChildProcess(connection=ours, inbox=inbox, output=output), theirs, printed
 
-    def _ask(self, worker: ChildProcess, samples: Sequence[object]) -> list[dict[str, Any]]:
+    def _ask(self, worker: ChildProcess, samples: Sequence[object]) -> list[Reply]:
         """Return the reply for each response, or one fault of the entire call."""
         worker.printed = b""
         number = next(self._ids)
@@ -229,7 +232,7 @@ class Supervisor:
                 return [_checked(result, late_detail) for result in results]
         raise _invalid()
 
-    def _wait(self, helper: ChildProcess, late: WorkerLost, seconds: float) -> dict[str, Any]:
+    def _wait(self, helper: ChildProcess, late: WorkerLost, seconds: float) -> Reply:
         """Return the helper's next message. Raises `late` if it takes longer than `seconds`."""
         sources = select.poll()  # `select.select` takes no numbers above 1023, and a rank of many ranks has more files
         for source in (helper.connection.fileno(), helper.output, self._rank.fileno()):
@@ -257,7 +260,7 @@ class Supervisor:
                 next_look = now + _POLL_S
 
 
-def _checked(result: object, late_detail: str) -> dict[str, Any]:
+def _checked(result: object, late_detail: str) -> Reply:
     """Return the reply for a response. Raises WorkerLost if the worker sent something else."""
     match result:
         case {"late": True}:
