@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.learner.norm import RMSNorm
 
+Change = Callable[[Tensor], Tensor]  # of the output of a branch
 Branch = tuple[Tensor, Tensor | None]  # the output of attention or of the feed-forward layer, and its bias
 
 
@@ -74,16 +75,14 @@ class ScaledLayer(TransformerLayer):
         return out * self.residual_scale
 
 
-def _change(
-    layer: TransformerLayer, attention: Callable[[Tensor], Tensor], feed_forward: Callable[[Tensor], Tensor]
-) -> None:
+def _change(layer: TransformerLayer, attention: Change, feed_forward: Change) -> None:
     """Let a layer change the output of each branch before it adds the branch to the residual stream."""
     layer.self_attn_bda = partial(_changed_first, layer.self_attn_bda, attention)
     layer.mlp_bda = partial(_changed_first, layer.mlp_bda, feed_forward)
 
 
 def _changed_first(
-    make_add: Callable[..., Callable[..., Tensor]], change: Callable[[Tensor], Tensor], *switches: bool
+    make_add: Callable[..., Callable[..., Tensor]], change: Change, *switches: bool
 ) -> Callable[..., Tensor]:
     """Return Megatron's addition of a branch to the residual stream, with a change of the branch before it."""
     add = make_add(*switches)

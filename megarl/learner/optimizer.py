@@ -58,7 +58,8 @@ class Optimizer:
         Other ranks' weights may be on their way then, see `weights_in_flight`.
         """
         for part in _parts(self.megatron):
-            if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
+            parameters = part.get_parameters()
+            if part.config.clip_grad > 0.0 and parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
         updated = self.megatron.step_with_ready_grads()
         assert updated, "Megatron refused a finite gradient"

@@ -125,8 +125,12 @@ def _stated(words: str, names: tuple[str, ...]) -> Roles:
 
 def _next(text: str, start: int, before: Sequence[re.Pattern[str]], statement: re.Pattern[str]) -> re.Match[str] | None:
     """Return the statement behind the first of `before` that a statement follows; None if there is none."""
-    ends = (found.end() for pattern in before if (found := pattern.match(text, start)))
-    return next((found for end in ends if (found := statement.match(text, end))), None)
+    for pattern in before:
+        opening = pattern.match(text, start)
+        found = statement.match(text, opening.end()) if opening else None
+        if found:
+            return found
+    return None
 
 
 @lru_cache(maxsize=4096)

@@ -114,7 +114,8 @@ class Pool:
 
     def _work(self) -> None:
         supervisor = None
-        while tasks := self._next():
+        tasks = self._next()
+        while tasks:
             supervisor, results = self._call(supervisor, [task.arguments for task in tasks])
             if len(results) == len(tasks):
                 for task, result in zip(tasks, results, strict=True):
@@ -123,6 +124,7 @@ class Pool:
                 with self._changed:
                     self._waiting.extendleft(replace(task, is_alone=True) for task in reversed(tasks))
                     self._changed.notify_all()
+            tasks = self._next()
         if supervisor:
             supervisor.close()
 

@@ -68,7 +68,7 @@ class Supervisor:
         self._worker_failed = False
         self._ids = count()
         self._started_at = 0.0  # when the worker began with the current request
-        self._canary = Canary(rules, every=limits.canary_every, score=self._score_alone, renew=self.end)
+        self._canary = Canary(rules, self, every=limits.canary_every)
 
     def call(self, samples: Sequence[object]) -> list[Reply]:
         """Return `numbers` and `pred` of each response, or `fault` and `detail`; always the `seconds` of the call.
@@ -86,7 +86,7 @@ class Supervisor:
             replies = self._try(samples)
         return replies
 
-    def _score_alone(self, sample: object) -> float | None:
+    def score_alone(self, sample: object) -> float | None:
         """Return the score of one response, and clean up after it; None if it has none."""
         replies = self._try([sample])
         self.clean()
@@ -151,12 +151,13 @@ class Supervisor:
     def _start(self, samples: Sequence[object]) -> ChildProcess:
         """Return a process for a request of these samples."""
         is_lent = self._limits.isolation == "response"
-        loaded = self._loaded or self._load(serve_forks if is_lent else serve)
+        loaded = self._loaded or self._load()
         self._worker = self._borrow(loaded, samples) if is_lent else loaded
         return self._worker
 
-    def _load(self, run: Callable[..., NoReturn]) -> ChildProcess:
+    def _load(self) -> ChildProcess:
         """Fork a process that loads the rules."""
+        run = serve_forks if self._limits.isolation == "response" else serve
         helper, theirs, printed = self._connected()
         supervisor = os.getpid()
         helper.pid = os.fork()

@@ -114,6 +114,8 @@ class Inbox:
 
     def wait(self) -> Any:
         """Wait for the next message and return it. EOFError as of `read`, ValueError as of `take`."""
-        while (message := self.take()) is None:
+        message = self.take()
+        while message is None:
             self.read()
+            message = self.take()
         return message
