@@ -6,7 +6,6 @@ Both checks try a function on random batches of ragged responses. They draw noth
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +15,14 @@ from megarl.algorithms.losses import PolicyLoss
 from megarl.algorithms.masked import masked
 from megarl.platform.errors import UserError
 
+Loss = Callable[..., PolicyLoss]
+Estimator = Callable[..., Tensor | tuple[Tensor, Tensor]]
 NUM_BATCHES = 8
 PADDING = 3
 _COUNTS = ("clip_frac", "clip_frac_lower", "ppo_kl")
 
 
-def check_policy_loss(loss: Callable[..., PolicyLoss], **kwargs: Any) -> None:
+def check_policy_loss(loss: Loss, **kwargs: object) -> None:
     """Check that a policy loss, and its gradient, add up over every split of a mini-batch.
 
     Args:
@@ -50,7 +51,7 @@ def check_policy_loss(loss: Callable[..., PolicyLoss], **kwargs: Any) -> None:
         _compare(loss, whole, _parts(loss, padded, [torch.arange(len(mask))], kwargs), "with padding")
 
 
-def check_estimator(estimator: Callable[..., Tensor | tuple[Tensor, Tensor]], **kwargs: Any) -> None:
+def check_estimator(estimator: Estimator, **kwargs: object) -> None:
     """Check that the results of an advantage estimator belong to the samples alone.
 
     An estimator always sees a complete batch, on every rank, so it may take moments of the batch. The groups of a batch
@@ -94,7 +95,7 @@ def check_estimator(estimator: Callable[..., Tensor | tuple[Tensor, Tensor]], **
                 _require_equal(estimator, "advantages", was, now, when)
 
 
-def loss_of(loss: Callable[..., PolicyLoss], tensors: Mapping[str, Tensor], kwargs: Mapping[str, Any]) -> PolicyLoss:
+def loss_of(loss: Loss, tensors: Mapping[str, Tensor], kwargs: Mapping[str, object]) -> PolicyLoss:
     """Call a policy loss with the `tensors` that it takes, which become zero outside the mask.
 
     Raises:
@@ -109,9 +110,7 @@ def loss_of(loss: Callable[..., PolicyLoss], tensors: Mapping[str, Tensor], kwar
     return result
 
 
-def estimates_of(
-    estimator: Callable[..., Tensor | tuple[Tensor, Tensor]], tensors: Mapping[str, Tensor], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
+def estimates_of(estimator: Estimator, tensors: Mapping[str, Tensor], kwargs: Mapping[str, object]) -> list[Tensor]:
     """Call an estimator with the `tensors` that it takes, which become zero outside the mask.
 
     Returns:
@@ -138,9 +137,7 @@ class _Part:
     counts: Tensor  # [3]
 
 
-def _parts(
-    loss: Callable[..., PolicyLoss], batch: Mapping[str, Tensor], cuts: list[Tensor], kwargs: Mapping[str, Any]
-) -> _Part:
+def _parts(loss: Loss, batch: Mapping[str, Tensor], cuts: list[Tensor], kwargs: Mapping[str, object]) -> _Part:
     mask = batch["mask"]
     sums = torch.zeros(len(mask))
     gradient = torch.zeros(mask.shape)
@@ -157,14 +154,14 @@ def _parts(
     return _Part(sums=sums, gradient=gradient[:, : mask.shape[1]], counts=counts)
 
 
-def _compare(loss: Callable[..., PolicyLoss], whole: _Part, other: _Part, when: str) -> None:
+def _compare(loss: Loss, whole: _Part, other: _Part, when: str) -> None:
     gradient = other.gradient[:, : whole.gradient.shape[1]]
     _require_equal(loss, "sums", whole.sums, other.sums, when)
     _require_equal(loss, "gradient", whole.gradient, gradient, when)
     _require_equal(loss, "counts", whole.counts, other.counts, when)
 
 
-def _require_equal(function: Callable[..., Any], what: str, was: Tensor, now: Tensor, when: str) -> None:
+def _require_equal(function: object, what: str, was: Tensor, now: Tensor, when: str) -> None:
     if not (was.isfinite().all() and now.isfinite().all()):
         raise UserError(f"{_name(function)}: the {what} of a batch of {len(was)} samples are not all finite")
     if not torch.allclose(was, now, rtol=1e-4, atol=1e-5):
@@ -179,13 +176,13 @@ def _require_equal(function: Callable[..., Any], what: str, was: Tensor, now: Te
         )
 
 
-def _require_shape(function: Callable[..., Any], what: str, value: object, shape: tuple[int, ...]) -> None:
+def _require_shape(function: object, what: str, value: object, shape: tuple[int, ...]) -> None:
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         found = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else _kind(value)
         raise UserError(f"{_name(function)}: its {what} are {found}, not a tensor of shape {list(shape)}")
 
 
-def _taken(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _taken(function: Callable[..., object], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that `function` has parameters for, with zeros outside the mask."""
     mask = tensors["mask"]
     return {
@@ -217,7 +214,7 @@ def _padded(tensor: Tensor) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, PADDING))
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name(function: object) -> str:
     return getattr(function, "__name__", repr(function))
 
 

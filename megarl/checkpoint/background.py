@@ -20,7 +20,7 @@ from typing import Any
 
 from megarl.distributed.exchange import together
 
-LocalWork = Callable[[], Any]
+LocalWork = Callable[[], object]
 """Work of one rank: it joins no collective, and may run in any thread."""
 Task = Generator[LocalWork, list[Any], None]
 """Yields the work of this rank, and receives the results of all ranks, in rank order."""
@@ -38,7 +38,7 @@ class Background:
 
     def __init__(self) -> None:
         self._task: Task | None = None
-        self._result: Future[Any] = Future()
+        self._result: Future[object] = Future()
 
     def start(self, task: Task) -> None:
         """Start a task, after finishing the task that is running."""
@@ -73,14 +73,14 @@ class Background:
         Thread(target=_run, args=(work, self._result), name="megarl-background", daemon=True).start()
 
 
-def _run(work: LocalWork, result: Future[Any]) -> None:
+def _run(work: LocalWork, result: Future[object]) -> None:
     try:
         result.set_result(work())
     except BaseException as error:
         result.set_exception(error)
 
 
-def _resume(task: Task, results: list[Any]) -> LocalWork | None:
+def _resume(task: Task, results: list[object]) -> LocalWork | None:
     """Send the results of all ranks into a task; return its next work, None at its end."""
     try:
         return task.send(results)

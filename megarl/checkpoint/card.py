@@ -2,13 +2,12 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from megarl.checkpoint.contents import Contents
+from megarl.checkpoint.contents import Contents, RunConfig
 from megarl.data.origins import hub_datasets
 from megarl.models.lora import Lora
 from megarl.platform.hub import CARD_FILE, downloaded, repository
@@ -41,7 +40,7 @@ def card(
         adapters: those that were exported without their model.
         license_id: None: that of the base model, if it is known.
     """
-    config: Mapping[str, Any] = contents.config or {}
+    config = contents.config or {}
     base = base_model(config)
     base_id = hub_id(base)
     datasets = hub_datasets(config.get("data", {}).get("train_files"))
@@ -99,7 +98,7 @@ def serving(out: Path, adapters: Lora | None = None) -> str:
     return f"vllm serve {base} --enable-lora --max-lora-rank {most} --lora-modules {name}"
 
 
-def adapted(config: Mapping[str, Any], adapters: Lora | None) -> str:
+def adapted(config: RunConfig, adapters: Lora | None) -> str:
     """Say what the weights are if adapters learned; '' if all weights did."""
     if adapters:
         return f" These are adapters (LoRA) of rank {adapters.rank}, to be loaded with the model `{adapters.base}`."
@@ -108,14 +107,14 @@ def adapted(config: Mapping[str, Any], adapters: Lora | None) -> str:
     return " Only adapters (LoRA) learned; they are merged into the weights." if is_merged else ""
 
 
-def base_model(config: Mapping[str, Any]) -> str | None:
+def base_model(config: RunConfig) -> str | None:
     """Return the model that a run started from; None if its configuration does not say."""
     path = _model_section(config).get("path")
     return None if path is None else str(path)
 
 
-def _model_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    section: Mapping[str, Any] = config.get("actor_rollout_ref", config).get("model", {})
+def _model_section(config: RunConfig) -> RunConfig:
+    section: RunConfig = config.get("actor_rollout_ref", config).get("model", {})
     return section
 
 
@@ -147,7 +146,7 @@ def license_of(base: str | None) -> dict[str, str]:
     return found
 
 
-def training(config: Mapping[str, Any]) -> str:
+def training(config: RunConfig) -> str:
     """Say in a sentence how the model was trained."""
     if "algorithm" in config:
         estimator = config["algorithm"].get("adv_estimator", "an unknown estimator")
@@ -155,7 +154,7 @@ def training(config: Mapping[str, Any]) -> str:
     return "It is a reward model." if "center_rewards_coefficient" in config else "Supervised fine-tuning."
 
 
-def _judge(config: Mapping[str, Any]) -> str:
+def _judge(config: RunConfig) -> str:
     """Name what scores the responses."""
     environment = config.get("environment", {})
     name = environment.get("path") or environment.get("name")
@@ -178,7 +177,7 @@ def _scores(history: Sequence[Row], step: int) -> list[tuple[str, str, str]]:
     return [(name, f"{values[0]:.4g}", f"{values[-1]:.4g}") for name, values in found.items()]
 
 
-def _files(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _files(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key in ("train_files", "val_files"):
         value = config.get("data", {}).get(key)
         if value:

@@ -30,6 +30,8 @@ from megarl.platform.small_files import Damage, naming, read_json, read_text
 from megarl.tracking.run_id import RUN_ID_FILES, read_run_id
 
 T = TypeVar("T")
+RunConfig = Mapping[str, Any]
+"""The configuration of a run, nested."""
 
 VERSIONS_FILE = "versions.json"
 MODELS_FILE = "models.json"
@@ -45,24 +47,25 @@ class Contents:
     """The content of the small files of a checkpoint. None: the run did not write that file."""
 
     state: State
-    config: Mapping[str, Any] | None
+    config: RunConfig | None
     code: Mapping[str, str] | None
     inputs: Mapping[str, Mapping[str, str]] | None  # by the key of the configuration and the name of the file
     versions: Mapping[str, str] | None
-    models: Mapping[str, dict[str, Any]] | None
+    models: Mapping[str, dict[str, object]] | None
     run_ids: Mapping[str, str]  # by the name of the file
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Contents":
         """Read every small file. Raises Damage, which names the first file that cannot be read."""
+        run_ids = {name: read_run_id(checkpoint / name) for name in RUN_ID_FILES}
         return cls(
             state=State.read(checkpoint),
             config=_read_config(checkpoint / CONFIG_FILE),
             code=_read_optional(checkpoint / CODE_FILE, dict[str, str]),
             inputs=_read_optional(checkpoint / INPUTS_FILE, dict[str, dict[str, str]]),
             versions=_read_optional(checkpoint / VERSIONS_FILE, dict[str, str]),
-            models=_read_optional(checkpoint / MODELS_FILE, dict[str, dict[str, Any]]),
-            run_ids={name: run_id for name in RUN_ID_FILES if (run_id := read_run_id(checkpoint / name))},
+            models=_read_optional(checkpoint / MODELS_FILE, dict[str, dict[str, object]]),
+            run_ids={name: found for name, found in run_ids.items() if found},
         )
 
 
@@ -84,7 +87,7 @@ def _check_small_files(checkpoint: Path) -> None:
             directory = inside(checkpoint, name)
         check_files(directory)
     for name in HUGGINGFACE_FILES:
-        _read_optional(checkpoint / name, dict[str, Any])
+        _read_optional(checkpoint / name, dict[str, object])
     read_random_states(checkpoint / RANDOM_STATES)
 
 
@@ -92,7 +95,7 @@ def _read_optional(path: Path, shape: type[T]) -> T | None:
     return read_json(path, shape) if os.path.lexists(path) else None
 
 
-def _read_config(path: Path) -> Mapping[str, Any] | None:
+def _read_config(path: Path) -> RunConfig | None:
     if not os.path.lexists(path):
         return None
     text = read_text(path, max_bytes=MAX_CONFIG_BYTES)
@@ -108,7 +111,7 @@ def _read_config(path: Path) -> Mapping[str, Any] | None:
 class _WithoutAliases(yaml.SafeLoader):
     """Refuses aliases: no configuration has any, and a few lines of them can fill the memory."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("it has an alias")
         return super().compose_node(parent, index)

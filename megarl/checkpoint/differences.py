@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from megarl.mark import REWARD, SCORES, Change, Effect
 from megarl.rewards.custom import DIGEST
@@ -22,8 +21,8 @@ class ConfigDifference:
     """A key whose value has changed."""
 
     key: str
-    was: Any
-    now: Any
+    was: object
+    now: object
     change: Change
 
     @property
@@ -114,9 +113,9 @@ def size_differences(
     return faults
 
 
-def value_at(config: Mapping[str, object], key: str) -> Any:
+def value_at(config: Mapping[str, object], key: str) -> object:
     """Return the value of a dotted key in a nested configuration. Raises KeyError."""
-    node: Any = config
+    node: object = config
     for part in key.split("."):
         if not isinstance(node, Mapping):
             raise KeyError(key)

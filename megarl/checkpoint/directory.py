@@ -67,7 +67,8 @@ def saved_steps(directory: Path) -> list[int]:
 
 def step_of_name(name: str) -> int | None:
     """Return the step of the checkpoint `name`; None if this is not the name of a checkpoint."""
-    return parse_step(number.encode()) if (number := name.removeprefix(STEP_PREFIX)) != name else None
+    number = name.removeprefix(STEP_PREFIX)
+    return None if number == name else parse_step(number.encode())
 
 
 def parse_step(text: bytes) -> int | None:

@@ -92,7 +92,7 @@ def with_write_errors(task: Task, what: str) -> Task:
         results = yield partial(_explained, what, work)
 
 
-def _explained(what: str, work: LocalWork) -> Any:
+def _explained(what: str, work: LocalWork) -> object:
     with explained(what):
         return work()
 

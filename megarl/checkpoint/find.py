@@ -53,9 +53,11 @@ def find_checkpoint(directory: Path, *, mode: str, path: str | None, mirror: str
         return None
     local = last_intact(directory)
     newer = _newer(Remote(mirror), directory, step_of_name(local.name) if local else None) if mirror else None
-    if not (newer or local) and (lost := on_first_rank(lambda: _lost(directory))):
+    found = newer or local
+    lost = None if found else on_first_rank(lambda: _lost(directory))
+    if lost:
         raise UserError(f"{lost}: restore it, name another by trainer.resume_mode=resume_path, or {AFRESH}")
-    return newer or local
+    return found
 
 
 def last_intact_during_run(directory: Path) -> Path | None:

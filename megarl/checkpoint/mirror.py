@@ -98,7 +98,8 @@ class Mirror:
 
     def _upload_pending(self) -> Task:
         """Upload the pending checkpoints, the newest first, until each has been tried."""
-        while (step := self._choose()) is not None:
+        step = self._choose()
+        while step is not None:
             self.uploading = step
             begin = time.monotonic()
             results = yield self._uploader.sending(step)
@@ -106,6 +107,7 @@ class Mirror:
             if not any(result.failure or result.is_deleted for result in results):
                 results = yield self._uploader.sealing(step)
             self._record(step, results, num_bytes=num_bytes, seconds=time.monotonic() - begin)
+            step = self._choose()
         self.uploading = None
 
     def _choose(self) -> int | None:

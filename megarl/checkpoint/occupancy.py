@@ -66,9 +66,11 @@ def _require_shared(directory: Path) -> None:
 def _appears(path: Path) -> bool:
     """Return whether a new file is visible, at once or after a network file system has noticed it."""
     until = time.monotonic() + VISIBLE_S
-    while not (is_there := path.exists()) and time.monotonic() < until:
+    while not path.exists():
+        if time.monotonic() >= until:
+            return False
         time.sleep(_ROUND_S)
-    return is_there
+    return True
 
 
 def _enter(directory: Path) -> TextIOWrapper | None:

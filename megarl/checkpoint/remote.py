@@ -6,6 +6,7 @@ tried again.
 """
 
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -108,8 +109,7 @@ class Remote:
         """Download a file, and flush it to the disk."""
         filesystem, root = self._opened
         with filesystem.open_input_stream(f"{root}/{name}") as source, file.open("wb") as target:
-            while chunk := source.read(CHUNK_BYTES):
-                target.write(chunk)
+            shutil.copyfileobj(source, target, CHUNK_BYTES)
             target.flush()
             os.fsync(target.fileno())
 
@@ -147,7 +147,8 @@ class Remote:
         """Return the steps whose checkpoints have a manifest, in order."""
         filesystem, root = self._opened
         found = filesystem.get_file_info(FileSelector(root, allow_not_found=True))
-        steps = sorted(step for info in found if (step := step_of_name(info.base_name)) is not None)
+        named = (step_of_name(info.base_name) for info in found)
+        steps = sorted(step for step in named if step is not None)
         manifests = filesystem.get_file_info([f"{root}/{STEP_PREFIX}{step}/{MANIFEST_FILE}" for step in steps])
         return [step for step, info in zip(steps, manifests, strict=True) if info.type == FileType.File]
 

@@ -5,13 +5,12 @@ gloo's own collective passes each tensor on from rank to rank.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.distributed.exchange import host_group
+from megarl.distributed.exchange import begin_sending, host_group
 
 
 def all_gather(mine: Tensor, ranks: Sequence[int], sizes: Tensor) -> Tensor:
@@ -31,7 +30,7 @@ def all_gather(mine: Tensor, ranks: Sequence[int], sizes: Tensor) -> Tensor:
         coming = min(count, number - count)
         content = torch.empty(ends[count + coming] - ends[count], dtype=mine.dtype)
         target, source = (ranks[(place + step) % number] for step in (-count, count))
-        sending: Any = dist.isend(found[: ends[coming]], target, group=host_group())
+        sending = begin_sending(found[: ends[coming]], target)
         dist.recv(content, source, group=host_group())
         sending.wait()
         found = torch.cat([found, content])

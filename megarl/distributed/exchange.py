@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.distributed.gloo import share_device
 from megarl.platform.device import on_cuda
@@ -35,6 +36,20 @@ def join_world(*, timeout: timedelta, **place: Any) -> None:
     dist.init_process_group("nccl" if on_cuda() else "gloo", timeout=timeout, **place)
     if on_cuda():
         _host_groups[dist.group.WORLD] = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def begin_sending(content: Tensor, rank: int) -> dist.Work:
+    """Begin to send a tensor of the host to a rank; the tensor must stay as it is until the work is done."""
+    work = dist.isend(content, rank, group=host_group())
+    assert work is not None, "this rank is in the group"
+    return work
+
+
+def begin_receiving(content: Tensor, rank: int) -> dist.Work:
+    """Begin to fill a tensor of the host with what a rank sends."""
+    work = dist.irecv(content, rank, group=host_group())
+    assert work is not None, "this rank is in the group"
+    return work
 
 
 def host_group() -> dist.ProcessGroup | None:
@@ -91,12 +106,14 @@ def together(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None
         mine = _Failure(_portable(error))
     if group is None:
         wait_for_all()
-    results: list[Any] = [None] * dist.get_world_size(group)
+    results = [mine] * dist.get_world_size(group)
     dist.all_gather_object(results, mine, group=group or host_group())
+    found = list[T]()
     for result in results:
         if isinstance(result, _Failure):
             raise failure or result.error
-    return results
+        found.append(result)
+    return found
 
 
 def on_each_rank(compute: Callable[[], T]) -> T:
@@ -113,8 +130,7 @@ def on_first_rank(compute: Callable[[], T], *, group: dist.ProcessGroup | None =
     """
     if not dist.is_initialized():
         return compute()
-    results: list[Any] = together(lambda: compute() if dist.get_rank(group) == 0 else None, group=group)
-    result: T = results[0]
+    [result], *_ = together(lambda: [compute()] if dist.get_rank(group) == 0 else [], group=group)
     return result
 
 

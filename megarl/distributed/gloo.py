@@ -9,7 +9,6 @@ two groups on one device would be mistaken for each other, and the second group 
 
 import os
 from functools import cache
-from typing import Any
 
 from torch.distributed import ProcessGroupGloo
 
@@ -46,7 +45,7 @@ def share_device() -> None:
 
 
 @cache
-def _devices(process: int, interfaces: str) -> tuple[Any, ...]:
+def _devices(process: int, interfaces: str) -> tuple[object, ...]:
     """Return the devices of a process, because a thread does not survive a fork; `interfaces` is as torch reads it."""
     if not interfaces:
         return (ProcessGroupGloo.create_default_device(),)

@@ -95,8 +95,10 @@ def await_listener(host: str, port: int, launch: Launch, *, timeout_s: float) ->
     since = time.monotonic()
     while True:
         addresses = resolve(host)
-        if launch.rank == launch.local_rank and (own := own_address(host, launch)) not in addresses:
-            addresses.append(own)  # on rank 0's own host the name may lead to a loopback address
+        if launch.rank == launch.local_rank:  # on rank 0's own host the name may lead to a loopback address
+            own = own_address(host, launch)
+            if own not in addresses:
+                addresses.append(own)
         for address in addresses:
             if _listens(address, port):
                 return address

@@ -108,7 +108,8 @@ def _watch(ranks: dict[int, int], store: TCPStore, failures: int) -> int:
     while ranks:
         pid, status = os.wait()
         rank = ranks.pop(pid, None)
-        if rank is not None and (code := os.waitstatus_to_exitcode(status)):
+        code = os.waitstatus_to_exitcode(status)
+        if rank is not None and code:
             _end(set(ranks))
             with os.fdopen(failures, encoding="utf-8") as reasons:
                 return report_first(rank, code, reasons.readline().rstrip())

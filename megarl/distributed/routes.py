@@ -6,14 +6,13 @@ tree.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import Rollouts
-from megarl.distributed.exchange import host_group, together
+from megarl.distributed.exchange import begin_receiving, begin_sending, together
 from megarl.distributed.routing import by_share, pass_on
 from megarl.distributed.sharded import Sharded, Shares, places_of
 
@@ -69,7 +68,7 @@ def bring_routes(samples: Sharded[Rollouts], owners: Tensor, holders: Holders) -
     return found
 
 
-def _send(samples: Sharded[Rollouts], owners: Tensor, holders: Holders) -> list[Any]:
+def _send(samples: Sharded[Rollouts], owners: Tensor, holders: Holders) -> list[dist.Work]:
     """Begin to send the routes of this rank's old share to the first of the ranks that need each of them."""
     old = samples.shares
     sending = []
@@ -77,7 +76,7 @@ def _send(samples: Sharded[Rollouts], owners: Tensor, holders: Holders) -> list[
         for (of_share, layers), ranks in holders.ranks.items():
             if of_share == share and ranks[0] not in old.ranks[old.here]:
                 content = _as_bytes(_routes(samples, local, list(layers)))
-                sending.append(dist.isend(content, ranks[0], group=host_group()))
+                sending.append(begin_sending(content, ranks[0]))
     return sending
 
 
@@ -93,7 +92,7 @@ def _receive(samples: Sharded[Rollouts], needed: Tensor, layers: list[int], foun
             transfer = None
         else:
             content = found.new_empty(int(counts[of_source].sum()), *found.shape[1:])
-            transfer = dist.irecv(_as_bytes(content), old.ranks[source][0], group=host_group())
+            transfer = begin_receiving(_as_bytes(content), old.ranks[source][0])
         coming.append((of_source, content, transfer))
     for of_source, content, transfer in coming:
         if transfer:

@@ -7,14 +7,14 @@ share along a tree. So a token crosses once from the ranks that drew it to the r
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import PER_PLACE, PER_TOKEN, Rollouts
-from megarl.distributed.exchange import host_group
+from megarl.distributed.exchange import begin_receiving, begin_sending, host_group
 from megarl.distributed.sharded import Sharded, Shares, assembled, places_of
 
 R = TypeVar("R", bound=Rollouts)
@@ -50,10 +50,10 @@ def route(samples: Sharded[Rollouts], record: type[R], owners: Tensor, shares: S
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _Layout(Generic[R]):
     """The tensors of a record as bytes: one tensor behind the other, those with the widest numbers first."""
 
-    record: type[Any]
+    record: type[R]
     columns: dict[str, tuple[torch.dtype, bool]]  # by name: the type of a number, and whether each token has one
 
     @cached_property
@@ -62,7 +62,7 @@ class _Layout:
         return {field.name: None for field in fields(self.record)}
 
     @classmethod
-    def of(cls, example: Rollouts, record: type[Any]) -> "_Layout":
+    def of(cls, example: Rollouts, record: type[R]) -> "_Layout[R]":
         found = {}
         for field in fields(record):
             value = getattr(example, field.name)
@@ -84,24 +84,26 @@ class _Layout:
             parts += [column[span] for span in spans] if is_per_token else [column[samples]]
         return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
 
-    def unpack(self, content: Tensor, samples: Sharded[Rollouts], places: Tensor) -> Any:
+    def unpack(self, content: Tensor, samples: Sharded[Rollouts], places: Tensor) -> R:
         """Return the record of the samples at the given places (int64 `[b]`), whose bytes are given."""
         parts = zip(self.columns.items(), content.split(self._sizes(samples.index.num_tokens[places])), strict=True)
         return self.of_tensors({name: part.view(dtype) for (name, (dtype, _)), part in parts}, samples, places)
 
-    def keep(self, samples: Sharded[Rollouts], places: Tensor) -> Any:
+    def keep(self, samples: Sharded[Rollouts], places: Tensor) -> R:
         """Return the record of samples of this rank at the given places (int64 `[b]`)."""
         share = samples.share.select(samples.local(places))
         return self.of_tensors({name: getattr(share, name) for name in self.columns}, samples, places)
 
-    def of_tensors(self, tensors: dict[str, Tensor], samples: Sharded[Rollouts], places: Tensor) -> Any:
+    def of_tensors(self, tensors: dict[str, Tensor], samples: Sharded[Rollouts], places: Tensor) -> R:
         """Return the record of the samples at the given places (int64 `[b]`), with these columns."""
-        known = {
+        values: dict[str, Any] = {
+            **self.nothing,
+            **tensors,
             "prompts": samples.index.prompts,
             "groups": samples.index.groups[places],
             "num_tokens": samples.index.num_tokens[places],
         }
-        return self.record(**self.nothing | tensors | known)
+        return self.record(**values)
 
     def _sizes(self, num_tokens: Tensor) -> list[int]:
         """Return the bytes of each tensor, of samples with so many tokens."""
@@ -112,7 +114,7 @@ class _Layout:
         ]
 
 
-def _send(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares: Shares) -> list[Any]:
+def _send(samples: Sharded[Rollouts], layout: _Layout[R], owners: Tensor, shares: Shares) -> list[dist.Work]:
     """Begin to send the samples of this rank's old share to the first rank of each new share that has none of them."""
     old = samples.shares
     sending = []
@@ -120,23 +122,23 @@ def _send(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares: S
         target = shares.ranks[share][0]
         if target not in old.ranks[old.here]:
             content = layout.pack(samples.share, local)
-            sending.append(dist.isend(content, target, group=host_group()))
+            sending.append(begin_sending(content, target))
     return sending
 
 
-def _receive(samples: Sharded[Rollouts], layout: _Layout, owners: Tensor, shares: Shares) -> list[tuple[Tensor, Any]]:
+def _receive(samples: Sharded[Rollouts], layout: _Layout[R], owners: Tensor, shares: Shares) -> list[tuple[Tensor, R]]:
     """Return the samples of this rank's new share, by the share that they come from: their places, and a record."""
     index = samples.index
     old = samples.shares
     needed = places_of(owners, shares.here)
     kept = needed[index.owners[needed] == old.here]
     parts = [(kept, layout.keep(samples, kept))]  # also without a sample: the example
-    coming: list[tuple[Tensor, Tensor, Any]] = []
+    coming = []
     for source, chosen in by_share(index.owners[needed]):
         if source != old.here:
             places = needed[chosen]
             content = torch.empty(layout.num_bytes(index.num_tokens[places]), dtype=torch.uint8)
-            coming.append((places, content, dist.irecv(content, old.ranks[source][0], group=host_group())))
+            coming.append((places, content, begin_receiving(content, old.ranks[source][0])))
     for places, content, transfer in coming:
         transfer.wait()
         parts.append((places, layout.unpack(content, samples, places)))
@@ -165,8 +167,6 @@ def pass_on(content: Tensor, ranks: Sequence[int], rank: int) -> None:
         source = place - (1 << (place.bit_length() - 1))
         dist.recv(content, ranks[source], group=host_group())
     targets = [place + (1 << bit) for bit in range(place.bit_length(), len(ranks).bit_length())]
-    sending: list[Any] = [
-        dist.isend(content, ranks[target], group=host_group()) for target in targets if target < len(ranks)
-    ]
+    sending = [begin_sending(content, ranks[target]) for target in targets if target < len(ranks)]
     for each in sending:
         each.wait()

@@ -102,7 +102,8 @@ def _answer(store: Store, room: Store, name: str, world_size: int, *, until: flo
     """Give the name of this attempt to every rank that asks, until all have arrived. Dead ranks may have asked, too."""
     answered = set[str]()
     while room.add("arrived", 0) < world_size - 1:
-        asking = [question for rank in range(1, world_size) if store.check([question := f"megarl/asks/{rank}"])]
+        questions = (f"megarl/asks/{rank}" for rank in range(1, world_size))
+        asking = [question for question in questions if store.check([question])]
         for key in {store.get(question).decode() for question in asking} - answered:
             store.set(f"megarl/answers/{key}", name)
             answered.add(key)

@@ -58,7 +58,8 @@ class Observer:
         """Return the text between a response and the next one, if `messages` are between them. UserError if none."""
         before = self._tokenizer.render([USER]) + RESPONSES[0]
         after = [USER, _response(RESPONSES[0]), *messages]
-        if not (text := self._tokenizer.render(after)).startswith(before):
+        text = self._tokenizer.render(after)
+        if not text.startswith(before):
             raise UserError(
                 f"the chat template does not append {shown(messages)} to a conversation: it makes {self._shown(text)}"
             )

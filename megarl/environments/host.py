@@ -64,7 +64,7 @@ class Host:
     def warm_up(self, data_source: str) -> None:
         """Do nothing: an environment imports what it needs when it is loaded."""
 
-    def canaries(self, sample: object) -> Sequence[Any]:
+    def canaries(self, sample: object) -> Sequence[object]:
         """Return nothing: an episode has a process and a state of its own."""
         return ()
 

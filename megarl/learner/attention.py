@@ -12,22 +12,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import signature
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megarl.learner.context import Context
 from megarl.learner.norm import RMSNorm
-from megarl.learner.packed import places_of
+from megarl.learner.packed import Bounds, places_of
 from megarl.learner.per_tensor import PerTensor
 from megarl.learner.sinks import attention_with_sinks, varlen_with_sinks
 from megarl.models.rotary import QueryScaling
@@ -40,7 +42,7 @@ _factors = PerTensor[dict[QueryScaling, Tensor]]()  # [N, 1, 1], by the bounds o
 class PackedAttention(torch.nn.Module):
     """Replacement of Megatron's core attention in the `thd` layout."""
 
-    def __init__(self, config: Any, layer_number: int, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: object) -> None:
         super().__init__()
         self.scale = config.softmax_scale or config.kv_channels**-0.5
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -48,7 +50,14 @@ class PackedAttention(torch.nn.Module):
         self.cp_group = parallel_state.get_context_parallel_group()
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Any, **_: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: Bounds,
+        **_: object,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -83,14 +92,26 @@ class PackedAttention(torch.nn.Module):
 class NormedAttention(PackedAttention):
     """`PackedAttention` of queries and keys that it normalises, after their rotation."""
 
-    def __init__(self, config: Any, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: object) -> None:
+        super().__init__(config, layer_number)
         self.q_layernorm = RMSNorm(config, config.kv_channels, config.layernorm_epsilon)
         self.k_layernorm = RMSNorm(config, config.kv_channels, config.layernorm_epsilon)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: Bounds,
+        **_: object,
+    ) -> Tensor:
         """Attend as `PackedAttention`."""
-        return super().forward(self.q_layernorm(query), self.k_layernorm(key), value, *args, **kwargs)
+        queries = self.q_layernorm(query)
+        return super().forward(
+            queries, self.k_layernorm(key), value, attention_mask, packed_seq_params=packed_seq_params
+        )
 
 
 class ScaledQueryAttention(PackedAttention):
@@ -99,7 +120,16 @@ class ScaledQueryAttention(PackedAttention):
     scaling: QueryScaling
     """Set when the model is built."""
 
-    def forward(self, query: Tensor, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: Bounds,
+        **_: object,
+    ) -> Tensor:
         """Attend as `PackedAttention`. Factors are in float32, as in vLLM."""
         bounds = packed_seq_params.cu_seqlens_q
         factors = _factors.get(bounds, dict)
@@ -108,13 +138,13 @@ class ScaledQueryAttention(PackedAttention):
             periods = positions.div(self.scaling.length, rounding_mode="floor")
             factors[self.scaling] = (1.0 + self.scaling.beta * periods.float().log1p())[:, None, None]
         scaled = (query * factors[self.scaling]).to(query.dtype)
-        return super().forward(scaled, *args, packed_seq_params=packed_seq_params, **kwargs)
+        return super().forward(scaled, key, value, attention_mask, packed_seq_params=packed_seq_params)
 
 
 class GatedAttention(SelfAttention):
     """Megatron's attention with gates of its output. Tensor-parallel ranks may share the heads of a group."""
 
-    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    def get_query_key_value_tensors(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         """Return queries, keys, values and gates of this rank's heads; Megatron returns the gates of the group."""
         query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
         place = parallel_state.get_tensor_model_parallel_rank() % (gate.shape[2] // query.shape[2])
@@ -131,8 +161,8 @@ class SinkAttention(PackedAttention):
     The parameter has the name that it has in Megatron's own attention.
     """
 
-    def __init__(self, config: Any, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: object) -> None:
+        super().__init__(config, layer_number)
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.softmax_offset = torch.nn.Parameter(torch.zeros(num_heads, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
@@ -141,7 +171,9 @@ class SinkAttention(PackedAttention):
         """Return the logits of this rank's heads."""
         return self.softmax_offset
 
-    def sharded_state_dict(self, prefix: str, sharded_offsets: Any, metadata: Any) -> Any:
+    def sharded_state_dict(
+        self, prefix: str, sharded_offsets: Sequence[tuple[int, int, int]], metadata: object
+    ) -> ShardedStateDict:
         """Return Megatron's description of the parameter, which is cut in its only dimension."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
@@ -304,12 +336,12 @@ class _Permutation(torch.autograd.Function):
     """A permutation of rows, whose gradient is a permutation too, and not the sum that indexing needs."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, back: Tensor) -> Tensor:
+    def forward(ctx: Context[None], rows: Tensor, places: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
         return rows.index_select(0, places)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[None], gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient.index_select(0, ctx.saved_tensors[0]), None, None
 
 
@@ -322,7 +354,7 @@ def _varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packed: Any,
+    packed: Bounds,
     scale: float,
     window: int | None,
     sinks: Tensor | None = None,

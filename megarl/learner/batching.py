@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.batch import Rollouts
@@ -42,7 +43,7 @@ class Batching:
     def __init__(
         self,
         mesh: Mesh,
-        config: Any,
+        config: TransformerConfig,
         device: torch.device,
         *,
         balance: bool,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
@@ -117,7 +118,7 @@ def saved_shapes(learner: Learner) -> Mapping[str, tuple[int, ...]]:
 
 def check_files(directory: Path) -> None:
     """Check the files that `save_learner` wrote, without reading the shards. Raises Damage, which names a file."""
-    read_json(directory / CONFIG_FNAME, dict[str, Any])
+    read_json(directory / CONFIG_FNAME, dict[str, object])
     common = directory / COMMON_STATE_FNAME
     if os.path.lexists(common):  # written by megatron-core 0.16.1
         read_objects(common)
@@ -150,7 +151,7 @@ def _is_of_file(error: BaseException) -> bool:
     return isinstance(error, OF_FILES) or message.startswith("PytorchStreamReader") or "metadata read failed" in message
 
 
-def _load_optimizer(optimizer: Optimizer, state: Any, *, num_steps: int) -> None:
+def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], *, num_steps: int) -> None:
     """Load the moments and the position in the schedule; rates and weight decay stay as configured."""
     groups = optimizer.megatron.param_groups
     configured = [{key: group[key] for key in CONFIGURED if key in group} for group in groups]
@@ -200,7 +201,7 @@ def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = step.clone()
 
 
-def _without_extras(shards: dict[str, Any]) -> dict[str, Any]:
+def _without_extras(shards: ShardedStateDict) -> ShardedStateDict:
     """Leave out what Transformer Engine's modules keep for 8-bit training, which megarl does not do.
 
     A learner without Transformer Engine has no such objects, and could not exchange checkpoints with one that has.
@@ -208,21 +209,21 @@ def _without_extras(shards: dict[str, Any]) -> dict[str, Any]:
     return {name: shard for name, shard in shards.items() if EXTRA_STATE not in name}
 
 
-def _load_weights(module: torch.nn.Module, shards: dict[str, Any]) -> None:
+def _load_weights(module: torch.nn.Module, shards: ShardedStateDict) -> None:
     """Load the weights of a chunk, which has no other state, or only those that are not frozen."""
     lost = {name for names in module.load_state_dict(shards, strict=False) for name in names}
     lost -= {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     assert all(EXTRA_STATE in name for name in lost), f"Megatron asked for other weights than it has: {lost}"
 
 
-def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(learner: Learner, *, is_loading: bool) -> ShardedStateDict:
     """Return the learner's state as Megatron's shards; without an optimizer, only the weights."""
     metadata = dict(FORMAT)  # a copy, because Megatron adds process groups
     if learner.lora:
         model = [trained_shards(module) for module in learner.modules]
     else:
         model = [_without_extras(module.sharded_state_dict(metadata=metadata)) for module in learner.modules]
-    state: dict[str, Any] = {"model": dict(enumerate(model))}
+    state: ShardedStateDict = {"model": dict(enumerate(model))}
     if learner.optimizer:
         optimizer, schedule = learner.optimizer.megatron, learner.optimizer.schedule
         _count_for_idle_parts(learner.optimizer)

@@ -22,17 +22,19 @@ scores, the weights are computed from these; gradients still reach the router's 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.distributed.exchange import host_group
@@ -50,7 +52,7 @@ SUPPORTED = {  # field of TransformerConfig: the values that leave the model's f
 }
 
 
-def expert_settings(experts: Experts, num_layers: int) -> dict[str, Any]:
+def expert_settings(experts: Experts, num_layers: int) -> dict[str, object]:
     """Return the fields of Megatron's TransformerConfig that describe the experts."""
     dense = experts.first_dense_layers
     return {
@@ -68,7 +70,7 @@ def expert_settings(experts: Experts, num_layers: int) -> dict[str, Any]:
     }
 
 
-def check_expert_settings(config: Any) -> None:
+def check_expert_settings(config: TransformerConfig) -> None:
     """Check that `override_transformer_config` asks for nothing that `Router` does not do.
 
     Raises:
@@ -186,7 +188,7 @@ def _within_best_groups(choice: Tensor, experts: Experts) -> Tensor:
     return grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
 
 
-def use_own_parts(mlp: Any, experts: Experts, *, local: bool) -> None:
+def use_own_parts(mlp: ModuleSpec | partial, experts: Experts, *, local: bool) -> None:
     """Put `Router` into the specification of a layer's feed-forward, if it is a mixture of experts.
 
     `local` says that the layer has no modules of Transformer Engine: then `ExpertsTogether` is put there as well.
@@ -214,7 +216,7 @@ def mark_experts(module: torch.nn.Module) -> None:
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-def halve_projections(chunk: Any) -> None:
+def halve_projections(chunk: GPTModel) -> None:
     """Let first projections, whose rows are those of gate and up in turn, return [gate ; up], as Megatron needs."""
     for layer in chunk.decoder.layers:
         experts = getattr(layer.mlp, "experts", None)
@@ -224,12 +226,12 @@ def halve_projections(chunk: Any) -> None:
             experts.linear_fc1.register_forward_hook(lambda module, inputs, result: (in_halves(result[0]), result[1]))
 
 
-def routers_of(chunk: Any) -> list[Router]:
+def routers_of(chunk: GPTModel) -> list[Router]:
     """Return the routers of a chunk of a GPTModel, in the order of its layers."""
     return [layer.mlp.router for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
 
 
-def number_routers(chunks: Sequence[Any], experts: Experts | None) -> list[int]:
+def number_routers(chunks: Sequence[GPTModel], experts: Experts | None) -> list[int]:
     """Give each router its place among those of this rank, by layer. Return their places among those of the model."""
     routers = sorted((router for chunk in chunks for router in routers_of(chunk)), key=lambda each: each.layer_number)
     for place, router in enumerate(routers):
@@ -237,7 +239,7 @@ def number_routers(chunks: Sequence[Any], experts: Experts | None) -> list[int]:
     return [router.layer_number - 1 - experts.first_dense_layers for router in routers] if experts else []
 
 
-def prepare_routers(chunks: Iterable[Any], num_tokens: int) -> None:
+def prepare_routers(chunks: Iterable[GPTModel], num_tokens: int) -> None:
     """Tell all routers the number of tokens in the global batch, before a forward and a backward pass of it."""
     for chunk in chunks:
         for router in routers_of(chunk):
@@ -247,7 +249,7 @@ def prepare_routers(chunks: Iterable[Any], num_tokens: int) -> None:
 
 
 @contextmanager
-def replayed(chunk: Any, routes: Tensor | None) -> Iterator[None]:
+def replayed(chunk: GPTModel, routes: Tensor | None) -> Iterator[None]:
     """Let the routers of a chunk take `routes`, as in `Packed`, in the forward pass within the block."""
     if routes is not None and chunk.config.sequence_parallel:
         parts = routes.chunk(chunk.config.tensor_model_parallel_size)
@@ -258,7 +260,7 @@ def replayed(chunk: Any, routes: Tensor | None) -> Iterator[None]:
         yield
 
 
-def choices_of(chunk: Any, num_tokens: int, top_k: int) -> Tensor:
+def choices_of(chunk: GPTModel, num_tokens: int, top_k: int) -> Tensor:
     """Return the experts that a chunk's routers chose in the last inference: [N, L, k] int64.
 
     `num_tokens` is N, which tensor-parallel ranks share under sequence parallelism. Collective among these then.
@@ -272,7 +274,7 @@ def choices_of(chunk: Any, num_tokens: int, top_k: int) -> Tensor:
     return choices
 
 
-def router_agreement(chunks: Iterable[Any]) -> float:
+def router_agreement(chunks: Iterable[GPTModel]) -> float:
     """Return the share of the replayed choices since `prepare_routers` that are the routers' own. Collective."""
     counts = torch.zeros(2, dtype=torch.float64)
     for chunk in chunks:

@@ -2,8 +2,10 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from megarl.learner.batching import Replays
@@ -68,7 +70,7 @@ def make_learner(
     has_head = role == "policy" or architecture.scalar_head
     if role == "value":
         architecture = architecture.with_scalar_head()
-    modules: tuple[Any, ...] = tuple(
+    modules = tuple(
         build_model(architecture, section, mesh, recompute=recompute, chunk=chunk) for chunk in range(mesh.vpp_size)
     )
     shared = share_frozen(base.modules, modules) if base else set()
@@ -78,7 +80,7 @@ def make_learner(
         add_adapters(modules, architecture, lora, mesh, seed=section.seed)
         if lora.start:
             _read_adapters(lora.start, modules, adapter_shapes(architecture, lora))
-    models: tuple[Any, ...] = modules
+    models: tuple[GPTModel | DistributedDataParallel, ...] = modules
     optimizer: Optimizer | None = None
     if training:
         optim, grad_clip, num_updates = training

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 from torch import nn
 
@@ -73,7 +72,7 @@ def explain_not_finite(
     return NotFinite(loss=loss, grad_norm=grad_norm, rows=tuple(by_term), parameters=parameters)
 
 
-def parameters_not_finite(chunks: Sequence[Any]) -> tuple[str, ...]:
+def parameters_not_finite(chunks: Sequence[nn.Module]) -> tuple[str, ...]:
     """Return the first parameters of this rank whose gradient is not finite after the sum over ranks.
 
     In a virtual pipeline, a name begins with the number of its chunk.

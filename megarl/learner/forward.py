@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megarl.algorithms.kl import Divergence
@@ -40,7 +42,7 @@ class ForwardPass:
 
     def __init__(
         self,
-        models: tuple[Any, ...],
+        models: tuple[GPTModel | DistributedDataParallel, ...],
         head: OutputHead,
         batching: Batching,
         *,
@@ -97,7 +99,7 @@ class ForwardPass:
             local = batch.local(of_other)
             divided = self._batching.divide(share.select(local), budget)
             samples = [local[micro].tolist() for micro in divided]
-            factors = [None] * len(samples)
+            factors: Sequence[LogitFactors | None] = [None] * len(samples)
             if against and other:
                 factors = other.logit_factors(share, samples, budget, against.divergence)
             rows = self._batching.pack(share, samples)
@@ -106,7 +108,7 @@ class ForwardPass:
 
     def logit_factors(
         self, share: Rollouts, samples: list[list[int]], budget: Budget, divergence: Divergence
-    ) -> list[Any]:
+    ) -> Sequence[LogitFactors | None]:
         """Return this policy's `LogitFactors` on each micro-batch; None before the last pipeline stage."""
 
         def head(hidden: Tensor, micro_batch: MicroBatch) -> LogitFactors:

@@ -4,11 +4,12 @@ The layer is megarl's own on every device: Megatron's layer refuses packed rows 
 Tensor-parallel ranks have equally many key heads, each with its value heads.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -16,12 +17,14 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from megarl.learner.delta_rule import Chunks, causal_convolution, gated_delta_rule
 from megarl.learner.norm import Normalization
+from megarl.learner.packed import Bounds
 from megarl.learner.per_tensor import PerTensor
 from megarl.models.linear import LinearAttention
 from megarl.platform.determinism import is_deterministic
@@ -35,7 +38,7 @@ _chunks = PerTensor[Chunks]()  # by the bounds of the row
 class GatedNorm(torch.nn.Module):
     """`weight * normalised(x) * silu(gate)` over the last dimension. Every tensor-parallel rank has the weight."""
 
-    def __init__(self, config: Any, size: int) -> None:
+    def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
         self.epsilon = config.layernorm_epsilon
         self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
@@ -50,7 +53,7 @@ class GatedNorm(torch.nn.Module):
 class GatedDeltaNet(MegatronModule):
     """Replacement of Megatron's self-attention."""
 
-    def __init__(self, config: Any, layer_number: int, *, sizes: LinearAttention, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, *, sizes: LinearAttention, **_: object) -> None:
         super().__init__(config)
         self.sizes = sizes
         num_ranks = config.tensor_model_parallel_size
@@ -71,7 +74,7 @@ class GatedDeltaNet(MegatronModule):
         self.A_log = _sharded(config, heads)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: Any, **_: Any
+        self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: Bounds, **_: object
     ) -> tuple[Tensor, None]:
         """Map the hidden states of a packed row, [N, 1, hidden_size] or a part of the tokens, to the same shape."""
         sizes = self.sizes
@@ -97,14 +100,20 @@ class GatedDeltaNet(MegatronModule):
         out = self.out_norm(out.to(mixed.dtype), gate.reshape(out.shape))
         return self.out_proj(out.flatten(1)[:, None])
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **_: Any) -> Any:
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[tuple[int, int, int]] = (),
+        metadata: object = None,
+        **_: object,
+    ) -> ShardedStateDict:
         """Return Megatron's description of the parameters; those of this class are cut in the first dimension."""
         shards = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         own = dict(self.named_parameters(recurse=False))
         return shards | make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets)
 
 
-def _sharded(config: Any, *shape: int) -> torch.nn.Parameter:
+def _sharded(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """Return this rank's rows of a parameter."""
     parameter = torch.nn.Parameter(torch.zeros(shape, dtype=config.params_dtype))
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)

@@ -8,13 +8,12 @@ No product is rounded to the weights' type: a logit of 16 in bfloat16 is off by 
 token by 3 %. The engine keeps its logits in float32 too (`megarl.rollout.arguments.llm_arguments`).
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.kl import Divergence
+from megarl.learner.context import Context
 from megarl.learner.head_chunks import CHUNK_TOKENS as CHUNK_TOKENS
 from megarl.learner.head_chunks import KEPT_BYTES as KEPT_BYTES
 from megarl.learner.softmax import gradient, merge, moments
@@ -34,7 +33,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[tuple[float, int, int]],
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -67,7 +66,9 @@ class VocabParallelLogProbs(torch.autograd.Function):
         return picked - normalizer, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Context[tuple[float, int, int]], grad_log_probs: Tensor, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Return the gradients of this rank's slice; the caller's region sums the gradient of `hidden` over ranks."""
         hidden, weight, targets, normalizer, entropy, *kept = ctx.saved_tensors
         temperature, valid_rows, first_row = ctx.settings
@@ -75,7 +76,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         grad_hidden = []
         factor = _factor(weight)
         per_token = [hidden, targets - first_row, normalizer, grad_log_probs / temperature]
-        if entropy is not None:
+        if grad_entropy is not None:
             per_token += [entropy, grad_entropy / temperature]
         for number, values in enumerate(zip(*(x.split(CHUNK_TOKENS) for x in per_token), strict=True)):
             chunk, places, log_sum, grad_log_prob, *of_entropy = values
@@ -152,7 +153,7 @@ class VocabParallelDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[tuple[Divergence, float, int]],
         hidden: Tensor,
         weight: Tensor,
         ref_hidden: Tensor,
@@ -184,7 +185,7 @@ class VocabParallelDivergence(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(ctx: Any, grad_divergence: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[tuple[Divergence, float, int]], grad_divergence: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of this rank's slice; the caller's region sums the gradient of `hidden` over ranks."""
         hidden, weight, ref_hidden, ref_weight, *per_token = ctx.saved_tensors
         divergence, temperature, valid_rows = ctx.settings

@@ -1,19 +1,21 @@
 """Multi-head latent attention (DeepSeek) in Megatron's terms, and its parts for machines without Transformer Engine."""
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from megarl.learner.attention import PackedAttention
+from megarl.learner.packed import Bounds
 from megarl.models.architecture import Architecture, LatentAttention
 from megarl.models.rotary import Yarn
 
 
-def latent_settings(architecture: Architecture, latent: LatentAttention) -> dict[str, Any]:
+def latent_settings(architecture: Architecture, latent: LatentAttention) -> dict[str, object]:
     """Return the fields of Megatron's MLATransformerConfig."""
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "q_lora_rank": latent.q_lora_rank,
         "kv_lora_rank": latent.kv_lora_rank,
         "qk_head_dim": latent.qk_nope_head_dim,
@@ -41,15 +43,24 @@ def latent_settings(architecture: Architecture, latent: LatentAttention) -> dict
 class LatentCore(PackedAttention):
     """`PackedAttention` for values of another size than queries and keys, with a given scale of the logits."""
 
-    def __init__(self, config: Any, *, softmax_scale: float, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
+    def __init__(self, config: TransformerConfig, layer_number: int, *, softmax_scale: float, **_: object) -> None:
+        super().__init__(config, layer_number)
         self.scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: Bounds,
+        **_: object,
+    ) -> Tensor:
         """Attend as `PackedAttention`, with `value` [N, heads, v_head_dim]; return [N, heads * v_head_dim]."""
         size = value.shape[-1]
         value = pad(value, (0, query.shape[-1] - size))  # the variable-length kernel takes only one size
-        out = super().forward(query, key, value, *args, **kwargs)
+        out = super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
         return out.unflatten(-1, (query.shape[1], -1))[..., :size].flatten(-2)
 
 
@@ -60,7 +71,15 @@ class ReplicatedLinear(torch.nn.Module):
     rank keeps only its own heads' share of the gradient of the keys' rotary part, although all heads share that part.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, init_method: Any, **_: Any) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], object],
+        **_: object,
+    ) -> None:
         super().__init__()
         device = torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))

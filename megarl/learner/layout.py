@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 
 from megarl.learner.parallel import Mesh
 from megarl.models.architecture import Architecture
@@ -20,7 +20,7 @@ def weights(modules: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return {param: tensor.detach() for param, tensor, _ in _parameters(modules)}
 
 
-def share_frozen(owners: Sequence[Any], modules: Sequence[Any]) -> set[str]:
+def share_frozen(owners: Sequence[torch.nn.Module], modules: Sequence[torch.nn.Module]) -> set[str]:
     """Put the weights of `modules` into the memory of the frozen weights of the same model; return their names."""
     shared = set()
     for number, (owner, chunk) in enumerate(zip(owners, modules, strict=True)):
@@ -48,7 +48,7 @@ def source_layout(modules: Sequence[torch.nn.Module], architecture: Architecture
     )
 
 
-def _parameters(modules: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor, str]]:
+def _parameters(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor, str]]:
     """Yield the local name of every parameter, the parameter, and its name in the whole model."""
     for number, chunk in enumerate(modules):
         for name, tensor in chunk_parameters(chunk):
@@ -69,12 +69,12 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora_a", ".lora_b"))
 
 
-def local_name(name: str, number: int, modules: Sequence[Any]) -> str:
+def local_name(name: str, number: int, modules: Sequence[torch.nn.Module]) -> str:
     """Return the key of a parameter of chunk `number`, among those of all chunks of this rank."""
     return f"{number}.{name}" if len(modules) > 1 else name
 
 
-def global_name(name: str, chunk: Any) -> str:
+def global_name(name: str, chunk: GPTModel) -> str:
     """Return the name of a chunk's parameter in the whole model, with the global number of its layer."""
     layers = chunk.decoder.layers
     return LOCAL_LAYER.sub(lambda match: str(layers[int(match[0])].layer_number - 1), name)

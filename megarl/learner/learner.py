@@ -12,6 +12,8 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megarl.batch import ROUTE_TYPES, Rollouts
@@ -65,7 +67,7 @@ class Learner:
     def __init__(
         self,
         *,
-        models: tuple[Any, ...],  # GPTModel, or Megatron's DistributedDataParallel around it if there is an optimizer
+        models: tuple[GPTModel | DistributedDataParallel, ...],  # wrapped if there is an optimizer
         optimizer: Optimizer | None,  # None: the model never learns
         offload: Offload,
         mesh: Mesh,
@@ -115,7 +117,7 @@ class Learner:
         return self._head.is_policy
 
     @property
-    def modules(self) -> tuple[Any, ...]:
+    def modules(self) -> tuple[GPTModel, ...]:
         """The chunks of the GPTModel; a virtual pipeline has several."""
         return tuple(model.module for model in self.models) if self.optimizer else self.models
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -35,6 +36,9 @@ from megarl.models.architecture import Architecture
 from megarl.models.lora import EXPERTS, HEAD_OF_ADAPTERS, Adapted, Lora, adapted, adapter_pieces
 from megarl.platform.device import local_device
 from megarl.reshard.layout import Layout, Piece, row_major, whole
+
+Output = tuple[Tensor, Tensor | None]
+"""What a linear layer of Megatron returns: its output, and a bias that is added later."""
 
 
 class Adapter(nn.Module):
@@ -62,10 +66,10 @@ class Adapter(nn.Module):
         self._part = next(iter(parts.values()))  # others have the same shapes, and are cut the same
         a, b = self._part.shapes(lora.rank)
         stack = (len(parts),) if is_stacked else ()
-        place: dict[str, Any] = {"dtype": dtype, "device": local_device()}
-        self.lora_a = nn.Parameter(torch.zeros(*stack, *a, **place))
-        self.lora_b = nn.Parameter(torch.zeros(*stack, *b, **place))
-        self._of_projection = _rows_of_projections(self._part, **place)
+        device = local_device()
+        self.lora_a = nn.Parameter(torch.zeros(*stack, *a, dtype=dtype, device=device))
+        self.lora_b = nn.Parameter(torch.zeros(*stack, *b, dtype=dtype, device=device))
+        self._of_projection = _rows_of_projections(self._part, self.lora_b)
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
@@ -79,7 +83,7 @@ class Adapter(nn.Module):
                 whole = torch.empty(self.rank, part.num_columns).uniform_(-bound, bound, generator=generator)
                 own.copy_(whole[:, part.first_column : part.first_column + own.shape[1]])
 
-    def added(self, out: Tensor, *inputs: Any) -> Tensor:
+    def added(self, out: Tensor, *inputs: object) -> Tensor:
         """Return the output of a layer with frozen weights, plus what the adapter computes from the layer's inputs."""
         return torch.add(out, self(*inputs), alpha=self.scale) if self.is_active else out
 
@@ -116,9 +120,9 @@ class Adapter(nn.Module):
         return torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scale).to(weight.dtype)
 
 
-def _rows_of_projections(part: Adapted, **place: Any) -> Tensor | None:
+def _rows_of_projections(part: Adapted, like: Tensor) -> Tensor | None:
     """Return [rows, projections, 1] ones and zeros: the projection of each row; None if all rows have the same."""
-    found = torch.zeros(part.shape[0], len(part.projections), 1, **place)
+    found = like.new_zeros(part.shape[0], len(part.projections), 1)
     for region in part.regions:
         found[region.row : region.row + region.box.shape[0], part.number_of(region)] = 1
     return None if found.shape[1] == 1 and bool(found.all()) else found
@@ -200,7 +204,7 @@ class ExpertsAdapter(Adapter):
         return out
 
 
-def add_adapters(modules: Sequence[Any], architecture: Architecture, lora: Lora, mesh: Mesh, *, seed: int) -> None:
+def add_adapters(modules: Sequence[GPTModel], architecture: Architecture, lora: Lora, mesh: Mesh, *, seed: int) -> None:
     """Freeze the chunks of a GPTModel, except a scalar head, and give its linear layers adapters."""
     for chunk in modules:
         for name, parameter in chunk.named_parameters():
@@ -241,7 +245,7 @@ def _needing_gradient(module: nn.Module, inputs: object, embedded: Tensor) -> Te
     return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
 
 
-def _hook_of(layer: Any) -> Callable[..., tuple[Tensor, Any]]:
+def _hook_of(layer: Any) -> Callable[..., Output]:
     """Return the hook that adds an adapter to a layer's output.
 
     A layer of Transformer Engine that begins with a norm returns the output of the norm too.
@@ -253,16 +257,12 @@ def _hook_of(layer: Any) -> Callable[..., tuple[Tensor, Any]]:
     return _add_behind_norm
 
 
-def _add(
-    adapter: Adapter, module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]
-) -> tuple[Tensor, Any]:
+def _add(adapter: Adapter, module: nn.Module, inputs: tuple[object, ...], output: Output) -> Output:
     out, bias = output
     return adapter.added(out, *inputs), bias
 
 
-def _add_behind_norm(
-    adapter: Adapter, module: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
-) -> tuple[Tensor, Any]:
+def _add_behind_norm(adapter: Adapter, module: nn.Module, inputs: object, output: tuple[Any, ...]) -> Output:
     if module.te_return_bias:
         out, bias, normed = output
     else:
@@ -275,7 +275,7 @@ def adapters_of(modules: Iterable[nn.Module]) -> Iterator[Adapter]:
     return (part for module in modules for part in module.modules() if isinstance(part, Adapter))
 
 
-def adapter_weights(modules: Sequence[Any]) -> dict[str, Tensor]:
+def adapter_weights(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the matrices of the local adapters, and a scalar head, by name; they share the memory of the chunks."""
     return {
         f"{number}.{name}": parameter.detach()
@@ -285,7 +285,7 @@ def adapter_weights(modules: Sequence[Any]) -> dict[str, Tensor]:
     }
 
 
-def adapter_layout(modules: Sequence[Any]) -> Layout:
+def adapter_layout(modules: Sequence[nn.Module]) -> Layout:
     """Return the boxes of PEFT's parameters in `adapter_weights`."""
     heads = [
         Piece(HEAD_OF_ADAPTERS, whole(tuple(tensor.shape)), param, 0, row_major(tuple(tensor.shape)), tensor.dtype)
@@ -310,7 +310,7 @@ def adapter_layout(modules: Sequence[Any]) -> Layout:
     return (*adapters, *heads)
 
 
-def trained_shards(chunk: Any) -> dict[str, ShardedTensor]:
+def trained_shards(chunk: GPTModel) -> dict[str, ShardedTensor]:
     """Return what changes in a chunk with adapters, as shards of a checkpoint, by name in the chunk.
 
     Besides the adapters, these are a scalar head and the biases of routers.
@@ -378,7 +378,7 @@ def add_over_expert_tensor_ranks(models: Iterable[nn.Module]) -> None:
 class MergedWeights(Mapping[str, Tensor]):
     """The local weights by name. One that has an adapter is merged each time it is asked for, and not kept."""
 
-    def __init__(self, weights: Mapping[str, Tensor], modules: Sequence[Any]) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], modules: Sequence[nn.Module]) -> None:
         self._weights = weights
         self._adapters = {
             local_name(name, number, modules): (adapter, place if adapter.is_stacked else None)

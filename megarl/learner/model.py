@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -17,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
@@ -160,7 +160,9 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // step) * step
 
 
-def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stage: int | None) -> Any:
+def block_spec(
+    architecture: Architecture, config: TransformerConfig, *, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """Return Transformer Engine's layers if they can run, else Megatron's local layers with our norm and attention.
 
     A learner that is deterministic or computes in float32 has our attention in both. For packed rows on Hopper, that of
@@ -213,7 +215,7 @@ def _core_attention(architecture: Architecture) -> type[PackedAttention]:
     return SinkAttention if architecture.traits.sinks else PackedAttention
 
 
-def _use_own_layer(layer: Any, architecture: Architecture) -> None:
+def _use_own_layer(layer: ModuleSpec, architecture: Architecture) -> None:
     """Put the layer class of the family into a layer's specification, if Megatron does not have it."""
     if architecture.traits.output_norms:
         layer.module = OutputNormLayer
@@ -224,23 +226,20 @@ def _use_own_layer(layer: Any, architecture: Architecture) -> None:
         layer.module = ParallelResidualLayer if architecture.parallel_residual else BiasedLayer
 
 
-def _linear_layer(layer: Any, linear: LinearAttention, norm: type[torch.nn.Module]) -> Any:
+def _linear_layer(layer: ModuleSpec, linear: LinearAttention, norm: type[torch.nn.Module]) -> ModuleSpec:
     """Return a layer with linear attention in place of its attention."""
     attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": linear})
     return replace(layer, submodules=replace(layer.submodules, self_attention=attention, input_layernorm=norm))
 
 
-def _local_attention(architecture: Architecture) -> dict[str, Any]:
+def _local_attention(architecture: Architecture) -> dict[str, type[torch.nn.Module]]:
     """Return the replacements of norms and projections in Megatron's local attention, by name."""
     latent = architecture.latent
     if latent:
-        queries = {"linear_q_down_proj": ReplicatedLinear, "q_layernorm": RMSNorm}
+        compressed = {"linear_kv_down_proj": ReplicatedLinear, "kv_layernorm": RMSNorm}
         if latent.q_lora_rank is None:
-            queries = {"q_layernorm": IdentityOp}
-        return queries | {
-            "linear_kv_down_proj": ReplicatedLinear,
-            "kv_layernorm": RMSNorm,
-        }
+            return compressed | {"q_layernorm": IdentityOp}
+        return compressed | {"linear_q_down_proj": ReplicatedLinear, "q_layernorm": RMSNorm}
     return {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if architecture.qk_norm else {}
 
 
@@ -250,7 +249,7 @@ def transformer_config(
     """Return Megatron's configuration of the architecture; `section.override_transformer_config` overrides it."""
     dtype = getattr(torch, section.dtype)
     traits = architecture.traits
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
         "ffn_hidden_size": architecture.ffn_hidden_size,
@@ -304,7 +303,7 @@ def transformer_config(
         settings |= {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
         settings["bias_activation_fusion"] = False
     settings |= _recomputation(recompute)
-    make: Any = TransformerConfig
+    make: type[TransformerConfig] = TransformerConfig
     latent = architecture.latent
     if latent:
         make = MLATransformerConfig
@@ -315,7 +314,7 @@ def transformer_config(
         settings["moe_grouped_gemm"] = has_transformer_engine()
         settings["moe_permute_fusion"] = has_transformer_engine()
     config: TransformerConfig = make(**settings | section.override_transformer_config)
-    if _has_yarn(architecture):
+    if isinstance(architecture.rope_scaling, Yarn) and not latent:  # latent attention has settings of its own
         _set_yarn(config, architecture.rope_scaling)
     if architecture.experts:
         check_expert_settings(config)
@@ -332,7 +331,7 @@ def _has_yarn(architecture: Architecture) -> bool:
     return isinstance(architecture.rope_scaling, Yarn) and architecture.latent is None
 
 
-def _set_yarn(config: Any, yarn: Any) -> None:
+def _set_yarn(config: TransformerConfig, yarn: Yarn) -> None:
     """Set attributes that Megatron reads from a configuration, although the configuration has no such fields."""
     settings = {"rotary_scaling_factor": yarn.factor, "correction_range_round_to_int": yarn.truncate}
     for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
@@ -340,9 +339,10 @@ def _set_yarn(config: Any, yarn: Any) -> None:
     vars(config).update({YARN + name: value for name, value in settings.items()})
 
 
-def _recomputation(recompute: Recompute) -> dict[str, Any]:
+def _recomputation(recompute: Recompute) -> dict[str, object]:
     """Return the fields of Megatron's configuration that make the backward pass compute activations again."""
     if recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return full if recompute else {}
+    if not recompute:
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

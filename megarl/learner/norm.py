@@ -5,14 +5,18 @@ the weight to its own tokens, so its gradients must be summed over these ranks, 
 weights marked `sequence_parallel`.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+from megarl.learner.context import Context
 
 
 class Normalization(torch.autograd.Function):
@@ -22,7 +26,7 @@ class Normalization(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Context[None], x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise [..., n] by a weight [n]; the result has the dtype of `x`."""
         if x.is_cuda:
             from megarl.learner.kernels import norm as kernels
@@ -36,19 +40,14 @@ class Normalization(torch.autograd.Function):
         return (x32 * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[None], gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `x` and `weight`."""
         x, weight, scale = ctx.saved_tensors
         if x.is_cuda:
             from megarl.learner.kernels import norm as kernels
 
             return *kernels.gradients(x, weight, scale, gradient), None
-        x32 = x.float()
-        of_normalised = (gradient * weight).float()
-        of_weight = (gradient * (x32 * scale).to(x.dtype)).flatten(0, -2).sum(0)
-        slope = (of_normalised * x32).mean(-1, keepdim=True).mul_(scale.pow(3))
-        of_x = of_normalised.mul_(scale).addcmul_(x32, slope, value=-1)
-        return of_x.to(x.dtype), of_weight, None
+        return *_gradients(x, weight, scale, gradient, None), None
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -57,7 +56,7 @@ class RMSNorm(torch.nn.RMSNorm):
     With `config.layernorm_zero_centered_gamma` it multiplies by 1 + weight.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, dtype=config.params_dtype)
         self.epsilon = eps
         self.is_centred = config.layernorm_zero_centered_gamma
@@ -74,31 +73,39 @@ class WideNormalization(torch.autograd.Function):
     """`Normalization` of rows whose numbers the ranks of a group share; each rank has a part of rows and weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Context[dist.ProcessGroup], x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup
+    ) -> Tensor:
         """Normalise [..., n] by a weight [n]; the result has the dtype of `x`."""
         x32 = x.float()
-        ctx.group = group
-        mean = _mean(x32.square(), group)
-        scale = mean.add_(eps).rsqrt_()
+        ctx.settings = group
+        scale = _mean(x32.square(), group).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x32 * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[dist.ProcessGroup], gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `x` and `weight`."""
         x, weight, scale = ctx.saved_tensors
-        x32 = x.float()
-        of_normalised = (gradient * weight).float()
-        of_weight = (gradient * (x32 * scale).to(x.dtype)).flatten(0, -2).sum(0)
-        slope = _mean(of_normalised * x32, ctx.group).mul_(scale.pow(3))
-        of_x = of_normalised.mul_(scale).addcmul_(x32, slope, value=-1)
-        return of_x.to(x.dtype), of_weight, None, None
+        return *_gradients(x, weight, scale, gradient, ctx.settings), None, None
 
 
-def _mean(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the mean over the last dimension. Every rank has an equal part of it."""
+def _gradients(
+    x: Tensor, weight: Tensor, scale: Tensor, gradient: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `x` and `weight`; `group` shares the numbers of a row."""
+    x32 = x.float()
+    of_normalised = (gradient * weight).float()
+    of_weight = (gradient * (x32 * scale).to(x.dtype)).flatten(0, -2).sum(0)
+    slope = _mean(of_normalised * x32, group).mul_(scale.pow(3))
+    of_x = of_normalised.mul_(scale).addcmul_(x32, slope, value=-1)
+    return of_x.to(x.dtype), of_weight
+
+
+def _mean(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the mean over the last dimension; every rank of `group` has an equal part of it."""
     mean = part.mean(-1, keepdim=True)
-    if group.size() > 1:
+    if group is not None and group.size() > 1:
         dist.all_reduce(mean, group=group)
         mean /= group.size()
     return mean
@@ -107,7 +114,7 @@ def _mean(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 class WideRMSNorm(torch.nn.Module):
     """A norm over the queries or keys of all heads together. Each tensor-parallel rank has its heads' weights."""
 
-    def __init__(self, config: Any, num_heads: int, eps: float) -> None:
+    def __init__(self, config: TransformerConfig, num_heads: int, eps: float) -> None:
         super().__init__()
         self.epsilon = eps
         self.group = parallel_state.get_tensor_model_parallel_group()
@@ -120,7 +127,9 @@ class WideRMSNorm(torch.nn.Module):
         normalised: Tensor = WideNormalization.apply(heads.flatten(-2), self.weight, self.epsilon, self.group)
         return normalised.view_as(heads)
 
-    def sharded_state_dict(self, prefix: str, sharded_offsets: Any, metadata: Any) -> Any:
+    def sharded_state_dict(
+        self, prefix: str, sharded_offsets: Sequence[tuple[int, int, int]], metadata: object
+    ) -> ShardedStateDict:
         """Return Megatron's description of the weight, which is cut in the first dimension."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
@@ -129,21 +138,21 @@ class WideRMSNorm(torch.nn.Module):
 class WideQueryNorm(WideRMSNorm):
     """The norm over the queries of all heads."""
 
-    def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
+    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
         super().__init__(config, config.num_attention_heads, eps)
 
 
 class WideKeyNorm(WideRMSNorm):
     """The norm over the keys of all heads."""
 
-    def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
+    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
         super().__init__(config, config.num_query_groups, eps)
 
 
 class LayerNorm(torch.nn.LayerNorm):
     """Layer normalisation over the last dimension (Ba et al., 2016, arXiv:1607.06450)."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

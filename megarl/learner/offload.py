@@ -10,9 +10,11 @@ torch first.
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
 
 from megarl.learner.config import MegatronSection
 from megarl.learner.optimizer import torch_optimizers
@@ -45,13 +47,13 @@ class Offload:
 
     def __init__(
         self,
-        models: tuple[Any, ...],
-        optimizer: Any | None,
+        models: tuple[GPTModel | DistributedDataParallel, ...],
+        optimizer: MegatronOptimizer | None,
         section: MegatronSection,
         *,
         frozen: RestingMemory | None = None,
     ) -> None:
-        """Take the chunks, each a GPTModel or Megatron's DistributedDataParallel around it, and a MegatronOptimizer.
+        """Take the chunks of a model, which are wrapped if there is an optimizer.
 
         `frozen` is the memory in which the weights that nothing changes rest, if another model shares them.
         """

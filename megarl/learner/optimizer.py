@@ -1,11 +1,11 @@
 """AdamW on Megatron's (distributed) optimizer, with gradient clipping and a learning-rate schedule."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -20,7 +20,7 @@ class Optimizer:
     """Megatron's optimizer and the schedule of its learning rate."""
 
     def __init__(
-        self, megatron: Any, schedule: OptimizerParamScheduler, models: Sequence[DistributedDataParallel]
+        self, megatron: MegatronOptimizer, schedule: OptimizerParamScheduler, models: Sequence[DistributedDataParallel]
     ) -> None:
         """Take a MegatronOptimizer and the chunks whose weights it changes."""
         self.megatron = megatron
@@ -58,7 +58,8 @@ class Optimizer:
         Other ranks' weights may be on their way then, see `weights_in_flight`.
         """
         for part in _parts(self.megatron):
-            if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
+            parameters = part.get_parameters()
+            if part.config.clip_grad > 0.0 and parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
         updated = self.megatron.step_with_ready_grads()
         assert updated, "Megatron refused a finite gradient"
@@ -66,7 +67,7 @@ class Optimizer:
 
 
 def make_trainable(
-    models: Sequence[Any], megatron: MegatronSection, optim: OptimSection, *, grad_clip: float, num_updates: int
+    models: Sequence[GPTModel], megatron: MegatronSection, optim: OptimSection, *, grad_clip: float, num_updates: int
 ) -> tuple[tuple[DistributedDataParallel, ...], Optimizer]:
     """Wrap the chunks of a model, so that gradients are summed over ranks with other tokens, and build its optimizer.
 
@@ -103,18 +104,18 @@ def make_trainable(
     return wrapped, Optimizer(optimizer, make_schedule(optimizer, optim, num_updates), wrapped)
 
 
-def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+def torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
     """Return the optimizers that Megatron's optimizer wraps: one per kind of parameter."""
     return (part.optimizer for part in _parts(optimizer))
 
 
-def _parts(optimizer: Any) -> Iterator[Any]:
+def _parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
     """Return the parts of Megatron's optimizer that have parameters on this rank."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return (part for part in parts if part.optimizer is not None)
 
 
-def _prepare(part: Any) -> None:
+def _prepare(part: MegatronOptimizer) -> None:
     """Give an optimizer its state of step 0, which it would make in its first step: Megatron saves and loads the state.
 
     torch's AdamW counts the steps of each parameter, those of Transformer Engine and apex the steps of a group. Torch's
@@ -130,14 +131,14 @@ def _prepare(part: Any) -> None:
             part.optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device)
 
 
-def add_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+def add_gradients(models: list[DistributedDataParallel], num_tokens: object = None, **kwargs: object) -> None:
     """Reduce gradients as Megatron does, but do not divide by tokens: losses are contributions to a global mean."""
     wait_for_slowest(next(models[0].parameters()).device)
     finalize_model_grads(models, None, **kwargs)
     add_over_expert_tensor_ranks(models)
 
 
-def make_schedule(optimizer: Any, optim: OptimSection, num_updates: int) -> OptimizerParamScheduler:
+def make_schedule(optimizer: MegatronOptimizer, optim: OptimSection, num_updates: int) -> OptimizerParamScheduler:
     """Build the schedule of a model that takes `num_updates` updates: a warm-up, then a constant or falling rate.
 
     Update k of the warm-up has the share k / num_warm_up of the peak. A linear or cosine decay follows, which has

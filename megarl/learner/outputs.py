@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -33,7 +34,7 @@ class LogitFactors:
 class OutputHead:
     """The computation behind a model's last layer; `module` is the model's last chunk on this rank."""
 
-    def __init__(self, module: Any, architecture: Architecture, mesh: Mesh, *, temperature: float) -> None:
+    def __init__(self, module: GPTModel, architecture: Architecture, mesh: Mesh, *, temperature: float) -> None:
         self._module = module
         self._architecture = architecture
         self._mesh = mesh

@@ -9,10 +9,10 @@ Invariant: outside of `weights_in_flight` all weights are complete on all ranks.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
 from megarl.platform.device import on_cuda
@@ -62,7 +62,7 @@ def weights_in_flight(models: Sequence[DistributedDataParallel]) -> Iterator[Non
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def _groups_in_flight_order(models: Sequence[DistributedDataParallel]) -> Iterator[Any]:
+def _groups_in_flight_order(models: Sequence[DistributedDataParallel]) -> Iterator[_ParamAndGradBucketGroup]:
     """Yield the groups of buckets whose gathers overlap, first those of the first layers: buckets lie the other way."""
     for model in models:
         if model.ddp_config.overlap_param_gather:

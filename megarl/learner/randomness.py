@@ -18,13 +18,15 @@ from megarl.platform.device import on_cuda
 from megarl.platform.small_files import Damage
 
 
-def random_states() -> dict[str, Any]:
+def random_states() -> dict[str, object]:
     """Return the state of every generator of this rank, as tensors."""
-    states: dict[str, Any] = {
+    states = {
         "cpu": torch.get_rng_state(),
         "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    return states | ({"cuda": torch.cuda.get_rng_state()} if on_cuda() else {})
+    if on_cuda():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
@@ -39,7 +41,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 def write_random_states(path: Path) -> None:
     """Write the states of all ranks to a file. Collective; the first rank writes."""
     is_first = dist.get_rank() == 0
-    of_ranks: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+    of_ranks: list[object] | None = [None] * dist.get_world_size() if is_first else None
     dist.gather_object(random_states(), of_ranks, group=host_group())
 
     def write() -> None:

@@ -3,11 +3,10 @@
 The cosines and sines of a row's positions are computed once for all layers, and no sequence is copied.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from megarl.learner.context import Context
 from megarl.learner.packed import places_of
 from megarl.learner.per_tensor import PerTensor
 
@@ -20,10 +19,10 @@ class Rotation(torch.autograd.Function):
     """Rotate pairs of numbers: (a, b) becomes (a cos - b sin, b cos + a sin)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, neighbours: bool) -> Tensor:
+    def forward(ctx: Context[bool], x: Tensor, cosines: Tensor, sines: Tensor, neighbours: bool) -> Tensor:
         """See `rotate`."""
         ctx.save_for_backward(cosines, sines)
-        ctx.neighbours = neighbours
+        ctx.settings = neighbours
         if x.is_cuda:
             from megarl.learner.kernels import rotary as kernels
 
@@ -37,17 +36,17 @@ class Rotation(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[bool], gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Rotate the gradient back."""
         cosines, sines = ctx.saved_tensors
         if gradient.is_cuda:
             from megarl.learner.kernels import rotary as kernels
 
-            back = kernels.rotate(gradient, cosines, -sines, from_neighbours=False, to_neighbours=ctx.neighbours)
+            back = kernels.rotate(gradient, cosines, -sines, from_neighbours=False, to_neighbours=ctx.settings)
             return back, None, None, None
         out = torch.empty_like(gradient)
         size = 2 * cosines.shape[-1]
-        (a, b), (c, d) = _pairs(out, size, ctx.neighbours), _pairs(gradient, size)
+        (a, b), (c, d) = _pairs(out, size, ctx.settings), _pairs(gradient, size)
         torch.mul(c, cosines, out=a).addcmul_(d, sines)
         torch.mul(d, cosines, out=b).addcmul_(c, sines, value=-1)
         out[..., size:] = gradient[..., size:]

@@ -6,8 +6,11 @@ from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.platform import progress
@@ -33,12 +36,17 @@ class MicroBatch:
     choices: list[Tensor] | None = None  # gets the choice of each chunk's routers, [N, L, k]; None: nobody asks for it
 
 
-Head = Callable[[Tensor, MicroBatch], Any]
+Head = Callable[[Tensor, MicroBatch], object]
 """Takes the final hidden states of a micro-batch. For a backward pass it returns (loss, anything, result)."""
 
 
 def run_schedule(
-    models: Sequence[Any], micro_batches: Sequence[MicroBatch], head: Head, row_length: int, *, forward_only: bool
+    models: Sequence[GPTModel | DistributedDataParallel],
+    micro_batches: Sequence[MicroBatch],
+    head: Head,
+    row_length: int,
+    *,
+    forward_only: bool,
 ) -> list[Any]:
     """Run micro-batches through the model whose chunks on this rank are `models`, and backwards unless `forward_only`.
 
@@ -53,7 +61,9 @@ def run_schedule(
         The results of the head in this order, on the last pipeline stage; nothing on the other stages.
     """
 
-    def forward_step(remaining: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    def forward_step(
+        remaining: Iterator[MicroBatch], model: GPTModel | DistributedDataParallel
+    ) -> tuple[Tensor, Callable[..., object]]:
         micro_batch = next(remaining)
         row = micro_batch.row
         chunk = getattr(model, "module", model)
@@ -64,7 +74,7 @@ def run_schedule(
         if micro_batch.choices is not None:
             micro_batch.choices.append(choices_of(chunk, row.tokens.shape[1], chunk.config.moe_router_topk))
 
-        def read(hidden: Tensor, non_loss_data: bool = False) -> Any:
+        def read(hidden: Tensor, non_loss_data: bool = False) -> object:
             return head(hidden, micro_batch)
 
         progress.advance()
@@ -90,7 +100,7 @@ def run_schedule(
     return results
 
 
-def shapes_of_arrivals(rows: Sequence[Packed], config: Any, *, leads: bool) -> list[tuple[int, int, int]]:
+def shapes_of_arrivals(rows: Sequence[Packed], config: TransformerConfig, *, leads: bool) -> list[tuple[int, int, int]]:
     """Return the shapes of the tensors that reach a pipeline stage from one side, in the order of their arrival.
 
     Args:
@@ -109,7 +119,7 @@ def shapes_of_arrivals(rows: Sequence[Packed], config: Any, *, leads: bool) -> l
     return [(rows[number].tokens.shape[1] // parts, 1, config.hidden_size) for number in arriving]
 
 
-def _padding_mask(row: Packed, module: Any) -> Tensor | None:
+def _padding_mask(row: Packed, module: GPTModel) -> Tensor | None:
     """Return the mask of padding tokens among the tokens of this chunk's layers; None for a model without routers.
 
     Megatron splits the mask for sequence parallelism only on the stage that embeds the tokens.

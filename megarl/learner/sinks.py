@@ -9,10 +9,11 @@ gradient of s is the sum of -e^(s - M) (gradient . output) over the queries of t
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from megarl.learner.context import Context
 
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Queries, keys and values -> output and L, [..., heads, queries]."""
@@ -25,21 +26,27 @@ class Sinks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, attend: Attend, differentiate: Differentiate
+        ctx: Context[Differentiate],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        attend: Attend,
+        differentiate: Differentiate,
     ) -> Tensor:
         """Attend; `sinks` is [heads]."""
         out, of_scores = attend(query, key, value)
         total = torch.logaddexp(of_scores, sinks[:, None].to(of_scores.dtype))
         out = (out * _by_query((of_scores - total).exp(), out)[..., None]).to(out.dtype)
         ctx.save_for_backward(query, key, value, sinks, out, total)
-        ctx.differentiate = differentiate
+        ctx.settings = differentiate
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[Differentiate], gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, keys, values and sinks."""
         query, key, value, sinks, out, total = ctx.saved_tensors
-        of_inputs = ctx.differentiate(gradient, query, key, value, out, total)
+        of_inputs = ctx.settings(gradient, query, key, value, out, total)
         slopes = _by_query((gradient * out).sum(-1, dtype=total.dtype), out)
         of_sinks = -((sinks[:, None] - total).exp() * slopes)
         other = [dimension for dimension in range(total.dim()) if dimension != total.dim() - 2]
@@ -70,7 +77,7 @@ def attention_with_sinks(
         scores = scores.masked_fill(~visible, -torch.inf)
         scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
         return scores.softmax(-1)[..., :-1] @ value
-    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": is_causal, "scale": scale}
+    options: dict[str, object] = {"dropout_p": 0.0, "is_causal": is_causal, "scale": scale}
     if attn_mask is not None:
         options["attn_mask"] = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     kernels = torch.ops.aten
@@ -97,9 +104,8 @@ def varlen_with_sinks(
         out, of_scores, _ = kernels._varlen_attn(query, key, value, *bounds, causal, scale, list(window_size))
         return out, of_scores
 
-    def differentiate(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor) -> Any:
+    def differentiate(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none
-        tensors = gradient, query, key, value, out, total
         return kernels._varlen_attn_backward(*tensors, *bounds, causal, state, scale, list(window_size))
 
     attended: Tensor = Sinks.apply(query, key, value, sinks, attend, differentiate)

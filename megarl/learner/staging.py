@@ -5,14 +5,15 @@ distributed optimizer. Later, parameters at the borders of shards are put togeth
 that messages of other threads cannot interfere.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, apply_factories, is_main_replica
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megarl.distributed.pieces import Pieces
@@ -28,7 +29,7 @@ class Staging:
         self._is_pinned = is_pinned and on_cuda()
         self._tensors: dict[str, Tensor] = {}
         self._places: set[int] = set()  # addresses of the tensors' storages
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory for a copy: the same memory for the same name, until `release`."""
@@ -41,7 +42,7 @@ class Staging:
         """Return whether the tensor lies in memory of this object."""
         return tensor.untyped_storage().data_ptr() in self._places
 
-    def group(self, ranks: tuple[int, ...]) -> Any:
+    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Return a gloo group of `ranks` that nothing else uses. Collective over `ranks`."""
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
@@ -58,7 +59,7 @@ class Staging:
         self._places.clear()
 
 
-def copy_shards(state: dict[str, Any], staging: Staging, name: str) -> None:
+def copy_shards(state: ShardedStateDict, staging: Staging, name: str) -> None:
     """Replace the live tensors that this rank writes by copies, which are complete when the device is idle."""
     apply_factories(state)
     for number, shard in enumerate(nested_values(state)):
@@ -67,12 +68,12 @@ def copy_shards(state: dict[str, Any], staging: Staging, name: str) -> None:
             shard.data = copy.copy_(shard.data.detach(), non_blocking=True)
 
 
-def room_for_optimizer(part: Any) -> dict[Any, Any]:
+def room_for_optimizer(part: DistributedOptimizer) -> dict[object, object]:
     """Return room for the whole state of a distributed optimizer, on every rank.
 
     Megatron makes no room for the padding between buckets, in whose place there are parameters.
     """
-    state: dict[Any, Any] = {"buckets_coalesced": True}
+    state: dict[object, object] = {"buckets_coalesced": True}
     for number, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
         [dtype] = ranges
         room = {key: torch.empty(buffer.numel, dtype=torch.float32) for key in OPTIMIZED}
@@ -84,7 +85,7 @@ def room_for_optimizer(part: Any) -> dict[Any, Any]:
 class OptimizerCopy:
     """The part of a distributed optimizer that a rank copied: the state of the parameters that it writes."""
 
-    state: dict[Any, Any]  # as `get_parameter_state_dp_zero` returns it
+    state: dict[object, object]  # as `get_parameter_state_dp_zero` returns it
     written: frozenset[int]  # the numbers of these parameters
     gather: Callable[[], None]  # completes the state when all data-parallel ranks call it, from any thread
 
@@ -102,11 +103,11 @@ class _Values:
         return self.memory[self.places[place.start]]
 
 
-Message = tuple[Callable[..., Any], Tensor, int]
+Message = tuple[Callable[..., dist.Work | None], Tensor, int]
 """`dist.isend` or `dist.irecv`, the memory, and the other rank of the group."""
 
 
-def copy_optimizer(part: Any, staging: Staging, name: str) -> OptimizerCopy:
+def copy_optimizer(part: DistributedOptimizer, staging: Staging, name: str) -> OptimizerCopy:
     """Copy this rank's shard of a distributed optimizer's state.
 
     The rank that holds most of a parameter writes it, so only parameters at the borders of shards travel.
@@ -114,7 +115,7 @@ def copy_optimizer(part: Any, staging: Staging, name: str) -> OptimizerCopy:
     members = tuple(dist.get_process_group_ranks(part.data_parallel_group))
     rank = part.data_parallel_group.rank()
     group = staging.group(members) if len(members) > 1 else None
-    state: dict[Any, Any] = {"buckets_coalesced": True}
+    state: dict[object, object] = {"buckets_coalesced": True}
     written = list[bool]()  # of each parameter
     messages = list[Message]()
     for number, (buffer, by_dtype) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
@@ -136,8 +137,8 @@ def copy_optimizer(part: Any, staging: Staging, name: str) -> OptimizerCopy:
                     copy = memory[key][place]
                     copy[each.place_in_copy(rank)].copy_(values[key].detach(), non_blocking=True)
                     messages += _messages(copy, each, rank)
-        state[number] = {dtype: {"numel_unpadded": buffer.numel}}
-        state[number][dtype] |= {key: _Values(memory[key], places) for key in OPTIMIZED}
+        values_of = {key: _Values(memory[key], places) for key in OPTIMIZED}
+        state[number] = {dtype: {"numel_unpadded": buffer.numel} | values_of}
 
     def gather() -> None:
         operations = [dist.P2POp(operation, data, group=group, group_peer=peer) for operation, data, peer in messages]
@@ -156,14 +157,14 @@ def _messages(copy: Tensor, pieces: Pieces, rank: int) -> list[Message]:
     return [(dist.irecv, copy[piece.start : piece.stop], other) for other, piece in others]
 
 
-def _pieces(place: tuple[int, int, int], buckets: list[Any], size: int) -> Pieces:
+def _pieces(place: tuple[int, int, int], buckets: Sequence[_ParamAndGradBucket], size: int) -> Pieces:
     """Cut a parameter into the pieces of data-parallel ranks. The buffer knows its begin, its end and its bucket."""
     start, end, number = place
     bucket = buckets[number]
     return Pieces.cut(start - bucket.offset, end - bucket.offset, shard=bucket.grad_data.numel() // size)
 
 
-def keep_written(optimizer: dict[str, Any], copy: OptimizerCopy) -> None:
+def keep_written(optimizer: dict[str, dict[int, dict[str, ShardedTensor]]], copy: OptimizerCopy) -> None:
     """Leave in the shards of a distributed optimizer the parameters that this rank writes, as their main replica."""
     optimizer["param_state"] = {
         number: {key: replace(shard, replica_id=(*shard.replica_id[:-1], 0)) for key, shard in shards.items()}

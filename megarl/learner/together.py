@@ -13,11 +13,13 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from megarl.learner.context import Context
 from megarl.learner.weight_gradient import WeightGradient
 
 
@@ -25,28 +27,28 @@ class ProductByExpert(torch.autograd.Function):
     """`hidden @ weight.T`, with the weight of each row's expert. Rows of an expert are neighbours."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, counts: Sequence[int], *weights: Tensor) -> Tensor:
+    def forward(ctx: Context[Sequence[int]], hidden: Tensor, counts: Sequence[int], *weights: Tensor) -> Tensor:
         """Multiply [N, columns] states, the first `counts[0]` of them by the first of the [rows, columns] weights."""
         ctx.save_for_backward(hidden, *weights)
-        ctx.counts = counts
+        ctx.settings = counts
         out = hidden.new_empty(len(hidden), len(weights[0]))
         for x, weight, y in zip(hidden.split(counts), weights, out.split(counts), strict=True):
             torch.mm(x, weight.t(), out=y)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[Sequence[int]], grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the states and, as far as they are not yet added, of the weights."""
         hidden, *weights = ctx.saved_tensors
         of_hidden = None
         of_weights = list[Tensor | None]([None] * len(weights))
-        by_expert = grad_out.split(ctx.counts)
+        by_expert = grad_out.split(ctx.settings)
         if ctx.needs_input_grad[0]:
             of_hidden = torch.empty_like(hidden)
-            for gradient, weight, to in zip(by_expert, weights, of_hidden.split(ctx.counts), strict=True):
+            for gradient, weight, to in zip(by_expert, weights, of_hidden.split(ctx.settings), strict=True):
                 torch.mm(gradient, weight, out=to)
         if any(ctx.needs_input_grad[2:]):
-            of_weights = list(map(_of_weight, weights, by_expert, hidden.split(ctx.counts)))
+            of_weights = list(map(_of_weight, weights, by_expert, hidden.split(ctx.settings)))
         return of_hidden, None, *of_weights
 
 
@@ -71,7 +73,7 @@ class Projection(torch.nn.Module):
 
     def __init__(
         self,
-        linears: Sequence[Any],
+        linears: Sequence[ColumnParallelLinear | RowParallelLinear],
         counts: Sequence[int],
         adapter: Addition | None,
         *,
@@ -142,7 +144,7 @@ class ExpertsTogether(SequentialMLP):
         return out
 
 
-def compute_together(submodules: Any) -> None:
+def compute_together(submodules: SimpleNamespace) -> None:
     """Put `ExpertsTogether` into the submodules of a mixture of experts, in the place of Megatron's `SequentialMLP`."""
     experts = submodules.experts
     # A ModuleSpec in megatron-core 0.16, a partial of the module in 0.19.

@@ -53,7 +53,8 @@ def read_experts(config: Fields, traits: Family) -> Experts:
         raise wrong("n_group", experts.num_groups, f"must divide the {experts.num_experts} experts")
     if experts.top_k_groups > experts.num_groups:
         raise wrong("topk_group", experts.top_k_groups, f"there are {experts.num_groups} groups (n_group)")
-    if (layers := config.size("num_hidden_layers", most=MOST_LAYERS)) * experts.num_experts > MOST_IN_ALL:
+    layers = config.size("num_hidden_layers", most=MOST_LAYERS)
+    if layers * experts.num_experts > MOST_IN_ALL:
         raise UserError(f"config.json: {layers} layers of {experts.num_experts} experts are more than {MOST_IN_ALL}")
     chosen_from = experts.num_experts // experts.num_groups * experts.top_k_groups
     if experts.top_k > chosen_from:

@@ -127,7 +127,8 @@ def read_model(directory: ModelDirectory, overrides: Mapping[str, object]) -> tu
     config = read_config(directory, overrides)
     with placed(f"{directory}/"):  # the message begins with the name of the file
         architecture = read_architecture(config)
-    if (generation := directory / GENERATION).exists():
+    generation = directory / GENERATION
+    if generation.exists():
         declared = Fields.of(read_json(generation))
         try:
             declared.tokens("eos_token_id", architecture.vocab_size)

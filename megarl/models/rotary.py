@@ -206,7 +206,8 @@ def _llama3(rope: Fields) -> RopeScaling:
     names = [trait.name for trait in fields(RopeScaling)]
     _refuse_unread(rope, "llama3", [*COMMON, *names])
     scaling = _read(RopeScaling, rope, kind="llama3", required=names)
-    if scaling != (fixed := RopeScaling(factor=scaling.factor)):
+    fixed = RopeScaling(factor=scaling.factor)
+    if scaling != fixed:
         raise UserError(f"config.json: the rotary scaling is {scaling}; Megatron-Core computes only {fixed}")
     return scaling
 

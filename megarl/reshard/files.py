@@ -89,11 +89,11 @@ class CheckpointFiles:
         if single == SINGLE and is_wrapped(directory):
             self._places = text_places(stored_tensors(directory))
             self._file_of = {name: place.tensor.file for name, place in self._places.items()}
-        elif (path := directory / single).is_file():
-            with opened(path) as file:
-                self._file_of = dict.fromkeys(file.keys(), path)
-        elif (index := directory / INDEX).is_file():
-            self._file_of = {name: directory / file for name, file in read_index(index).items()}
+        elif (directory / single).is_file():
+            with opened(directory / single) as file:
+                self._file_of = dict.fromkeys(file.keys(), directory / single)
+        elif (directory / INDEX).is_file():
+            self._file_of = {name: directory / file for name, file in read_index(directory / INDEX).items()}
         else:
             raise UserError(f"{directory} has no weights: neither {single} nor {INDEX} exists")
 

@@ -81,8 +81,8 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         UserError: there are no weights, a file is missing or damaged, it lacks a tensor that the index lists, or there
             are two tensors of one name.
     """
-    if (single := directory / SINGLE).is_file():
-        return _tensors_of(single)
+    if (directory / SINGLE).is_file():
+        return _tensors_of(directory / SINGLE)
     if not (directory / INDEX).is_file():
         raise UserError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} exists")
     index = {name: directory / file for name, file in read_index(directory / INDEX).items()}

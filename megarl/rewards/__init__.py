@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from megarl.rewards import countdown, format, gsm8k, knights_knaves, math, multiply, reasoning_gym
 
@@ -13,7 +12,7 @@ class BuiltInRule:
 
     score: Callable[..., float]
     """(data_source, response, ground truth, extra_info) -> score."""
-    right_answer: Callable[[Any], str | None]
+    right_answer: Callable[[object], str | None]
     """Ground truth -> a response that must score 1.0; None: none is known. UserError if no response is right."""
     answer: Callable[[str], str] | None = None
     """Response -> its answer, equal for equivalent responses, '' without one; None: the rule extracts none."""

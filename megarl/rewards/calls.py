@@ -4,7 +4,7 @@ In each form a response that fails has an error of its own. An error that concer
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from megarl.sandbox.results import as_rule_result, show
 class OneByOne:
     """Calls a function for one response after another. The caller keeps the deadline."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     names: Sequence[str] = ARGUMENTS  # of the arguments that the function takes
 
     def __call__(self, samples: Sequence[Arguments], deadline: float) -> Sequence[Outcome]:
@@ -37,7 +37,7 @@ class OneByOne:
 class Concurrently:
     """Calls an asynchronous function for all responses at once, in an event loop that lasts as long as the process."""
 
-    def __init__(self, function: Callable[..., Any], names: Sequence[str] = ARGUMENTS) -> None:
+    def __init__(self, function: Callable[..., Awaitable[object]], names: Sequence[str] = ARGUMENTS) -> None:
         """`names` are those of the arguments that the function takes."""
         self._function = function
         self._names = names

@@ -155,16 +155,19 @@ def _number(text: str) -> Number:
     return float(text) if "." in text else int(text)
 
 
-def _product(left: Any, right: Any) -> Number:
+def _product(left: Number, right: Number) -> Number:
     if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_BITS:
         raise ValueError("a product too large")
-    product: Number = left * right
-    return product
+    return left * right
 
 
-def _power(base: Any, exponent: Any) -> Number:
-    are_integers = isinstance(base, int) and isinstance(exponent, int)
-    if are_integers and abs(base) > 1 and base.bit_length() * exponent > MAX_BITS:
+def _power(base: Number, exponent: Number) -> Number:
+    if (
+        isinstance(base, int)
+        and isinstance(exponent, int)
+        and abs(base) > 1
+        and base.bit_length() * exponent > MAX_BITS
+    ):
         raise ValueError("a power too large")
     power: Number = base**exponent
     return power

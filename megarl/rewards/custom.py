@@ -58,7 +58,7 @@ def _find(path: Path, name: str, kwargs: Mapping[str, object]) -> Any:
     return reward
 
 
-def _construct(cls: type, path: Path, kwargs: Mapping[str, object]) -> Any:
+def _construct(cls: type, path: Path, kwargs: Mapping[str, object]) -> object:
     try:
         return cls(**kwargs)
     except Exception as error:  # the user's code may raise anything; the message names the class

@@ -52,7 +52,7 @@ def compute_score(
 
     Raises UserError if the ground truth is no list of names with their roles, or no response could state a name.
     """
-    names, truth = _read(ground_truth)
+    names, truth = _readable(_pairs(ground_truth))
     words, tagged = answer_of(solution_str)
     found = _stated(words, names)
     if found == truth:
@@ -61,11 +61,11 @@ def compute_score(
     return WELL_FORMED if well_formed else 0.0
 
 
-def right_answer(ground_truth: Any) -> str:
+def right_answer(ground_truth: object) -> str:
     """Return a response that scores 1.0. Raises UserError as `compute_score` does."""
-    _read(ground_truth)
-    pairs = zip(ground_truth["names"], ground_truth["is_knight"], strict=True)
-    return f"<answer>{_claims(tuple((str(name), bool(knight)) for name, knight in pairs))}</answer>"
+    pairs = _pairs(ground_truth)
+    _readable(pairs)
+    return f"<answer>{_claims(pairs)}</answer>"
 
 
 def answer_in(text: str) -> str:
@@ -78,8 +78,8 @@ def _claims(roles: Sequence[tuple[str, bool]]) -> str:
     return ", ".join(f"{name} is a {'knight' if knight else 'knave'}" for name, knight in roles)
 
 
-def _read(truth: Any) -> tuple[tuple[str, ...], Roles]:
-    """Return the names as a response states them, and the roles. Raises UserError for anything else."""
+def _pairs(truth: Any) -> tuple[tuple[str, bool], ...]:
+    """Return each name with whether it is a knight's. Raises UserError for anything else."""
     try:
         names = truth["names"]
         knights = truth["is_knight"]
@@ -91,11 +91,12 @@ def _read(truth: Any) -> tuple[tuple[str, ...], Roles]:
         raise UserError(f"the ground truth {truth!r} has no names, or a name that is no text")
     if any(not isinstance(knight, bool) and knight not in (0, 1) for knight in knights):
         raise UserError(f"the ground truth {truth!r} has a role that is neither true nor false: write no texts")
-    return _readable(tuple((name, bool(knight)) for name, knight in zip(names, knights, strict=True)))
+    return tuple((name, bool(knight)) for name, knight in zip(names, knights, strict=True))
 
 
 @lru_cache(maxsize=4096)
 def _readable(roles: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, ...], Roles]:
+    """Return the names as a response states them, and the roles. Raises UserError if no response can state them."""
     names = tuple(" ".join(name.translate(_APOSTROPHE).split()) for name, _ in roles)
     small = [name.lower() for name in names]
     truth = frozenset((name, knight) for name, (_, knight) in zip(small, roles, strict=True))
@@ -124,8 +125,12 @@ def _stated(words: str, names: tuple[str, ...]) -> Roles:
 
 def _next(text: str, start: int, before: Sequence[re.Pattern[str]], statement: re.Pattern[str]) -> re.Match[str] | None:
     """Return the statement behind the first of `before` that a statement follows; None if there is none."""
-    ends = (found.end() for pattern in before if (found := pattern.match(text, start)))
-    return next((found for end in ends if (found := statement.match(text, end))), None)
+    for pattern in before:
+        opening = pattern.match(text, start)
+        found = statement.match(text, opening.end()) if opening else None
+        if found:
+            return found
+    return None
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,5 @@
 """Whether an answer in LaTeX equals a ground truth: math-verify's verdict on what the grammar derives."""
 
-from typing import Any
-
 from megarl.rewards import math_forms as forms
 from megarl.rewards.math_grammar import derives, is_name
 from megarl.rewards.math_syntax import formula_of
@@ -118,7 +116,7 @@ def _rounds(exact: str, rounded: str) -> bool:
 def _number(latex: str) -> float | None:
     """Return the real value of an expression; None if it has none."""
     with bounded():
-        values: list[Any] = parsed(latex)
+        values = parsed(latex)
         try:
             return float(values[0])
         except (IndexError, TypeError, ValueError, ArithmeticError, NotImplementedError):

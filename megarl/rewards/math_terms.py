@@ -11,11 +11,16 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megarl.platform.patching import declare, replaced
 from megarl.rewards.arithmetic import Operations, read
 
+if TYPE_CHECKING:
+    from sympy import Basic, Expr, Number, Rational
+
+Power = Callable[["Rational", "Number"], "Basic | None"]
+"""Sympy's method for powers: base and exponent -> the power, None if it stays as it is."""
 PARSERS = tuple(
     declare(
         module,
@@ -80,7 +85,7 @@ def nearly_equal(answer: str, truth: str) -> bool:
     texts = [text.replace("\\%", "").replace("%", "") for text in (answer, truth)]
     factors = (1, 100) if (texts[0] == answer) != (texts[1] == truth) else (1,)
     with bounded():
-        found, gold = (_numbers(values[0]) if (values := parsed(text)) else None for text in texts)
+        found, gold = (_numbers(next(iter(parsed(text)), None)) for text in texts)
     if found is None or gold is None or len(found) != len(gold):
         return True
     return any(
@@ -90,13 +95,13 @@ def nearly_equal(answer: str, truth: str) -> bool:
     )
 
 
-def _is_near(one: Any, other: Any) -> bool:
+def _is_near(one: "Number", other: "Number") -> bool:
     if one.is_infinite or other.is_infinite:
         return bool(one == other)
     return bool(abs(one - other) <= _MAX_DIFFERENCE * max(abs(one), abs(other)))
 
 
-def _numbers(value: Any) -> list[Any] | None:
+def _numbers(value: object) -> "list[Number] | None":
     """Return the real numbers of a number, a point or a set, with infinity; None if there are others."""
     import sympy
 
@@ -115,7 +120,7 @@ def _numbers(value: Any) -> list[Any] | None:
     return [number] if number.is_Number and number.is_extended_real else None
 
 
-def parsed(text: str) -> Any:
+def parsed(text: str) -> "list[Basic | str]":
     """Return the values that math-verify reads in an answer in LaTeX. Call it in `bounded`."""
     return load().parse(f"\\boxed{{{text}}}", parsing_timeout=None)
 
@@ -136,10 +141,10 @@ def bounded() -> Iterator[None]:
         yield
 
 
-def _power_of(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _power_of(compute: Power) -> Power:
     """Return sympy's method for powers with a bound on the bits of the result."""
 
-    def power(base: Any, exponent: Any) -> Any:
+    def power(base: "Rational", exponent: "Number") -> "Basic | None":
         largest = max(abs(base.p), base.q)
         is_large = (
             exponent.is_Rational and largest > 1 and largest.bit_length() * abs(exponent.p) > MAX_BITS * exponent.q
@@ -151,17 +156,17 @@ def _power_of(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return power
 
 
-def _refuse(*arguments: Any, **options: Any) -> NoReturn:
+def _refuse(*arguments: object, **options: object) -> NoReturn:
     raise NotImplementedError("code made from a response is not run")
 
 
-def term(text: str, *arguments: Any, evaluate: bool | None = None, **options: Any) -> Any:
+def term(text: str, *arguments: object, evaluate: bool | None = None, **options: object) -> "Expr":
     """Return arithmetic as a term of sympy. Raises ValueError for anything else."""
     import sympy
 
     add, multiply, power = (partial(make, evaluate=evaluate is not False) for make in (sympy.Add, sympy.Mul, sympy.Pow))
 
-    def minus(term: Any) -> Any:
+    def minus(term: "Expr") -> "Expr":
         return -term if term.is_Number else multiply(-1, term)
 
     return read(

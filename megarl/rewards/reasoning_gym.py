@@ -44,7 +44,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, Any] | None
 ) -> float:
     """Score the content of the last `<answer>...</answer>` of a response by the task's own rule, from 0 to 1.
 
@@ -79,7 +79,7 @@ def from_json(text: str) -> Any:
     return json.loads(text, object_hook=_unmarked)
 
 
-def _marked(value: object) -> Any:
+def _marked(value: object) -> object:
     if isinstance(value, tuple):
         return {_TUPLE: [_marked(item) for item in value]}
     if isinstance(value, list):
@@ -91,7 +91,7 @@ def _marked(value: object) -> Any:
     return {_ITEMS: [[_marked(key), _marked(item)] for key, item in value.items()]}
 
 
-def _unmarked(value: dict[str, Any]) -> Any:
+def _unmarked(value: dict[str, Any]) -> object:
     if value.keys() == {_TUPLE}:
         return tuple(value[_TUPLE])
     return dict(value[_ITEMS]) if value.keys() == {_ITEMS} else value

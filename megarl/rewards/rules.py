@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,9 +19,6 @@ from megarl.sandbox.protocol import GroupReward, Outcome
 from megarl.sandbox.results import RuleResult, is_number
 from megarl.sandbox.wire import with_values
 
-RewardFn = Callable[..., Any]
-"""f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps more."""
-
 WRONG = ("This text is no response to the question.", "")
 DATA_SOURCE = "data_source"
 CUSTOM = "custom"
@@ -37,7 +34,7 @@ class Rules:
 
     path: str | None = None  # the file of the custom function
     name: str = "compute_score"  # its name there
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # its further arguments
+    kwargs: Mapping[str, object] = field(default_factory=dict)  # its further arguments
     judge: Mapping[str, Any] | None = None  # the fields of a `Judge`
     weights: Mapping[str, float] | None = None  # of the rules that are summed; None: one rule alone
 
@@ -80,14 +77,14 @@ class Rules:
             if any(name.startswith(SOURCE_PREFIX) for name in names):
                 importlib.import_module("reasoning_gym")
 
-    def canaries(self, sample: Any) -> list[Any]:
+    def canaries(self, sample: Any) -> list[object]:
         """Return the arguments of wrong responses to the row of `sample`; none if the custom function is not called.
 
         A judge is not asked: that may cost money.
         """
         if self.path is None or self.judge:
             return []
-        ids: dict[str, Any] = {IDS: []} if IDS in dict(sample["dict"]) else {}
+        ids: dict[str, object] = {IDS: []} if IDS in dict(sample["dict"]) else {}
         return [with_values(sample, solution_str=text, **ids) for text in WRONG]
 
     def reads_data_source(self) -> bool:
@@ -131,11 +128,11 @@ def known_data_source(name: str) -> BuiltInRule:
     return rule
 
 
-def _judge_by_data_source(**arguments: Any) -> Mapping[str, Any]:
+def _judge_by_data_source(**arguments: Any) -> Mapping[str, object]:
     return _judge(arguments["data_source"], **arguments)
 
 
-def _judge(name: str, /, **arguments: Any) -> Mapping[str, Any]:
+def _judge(name: str, /, **arguments: Any) -> Mapping[str, object]:
     """Return the score of a data source's built-in rule for a response, and the answer that it has judged."""
     rule = known_data_source(name)
     pred = rule.answer(arguments["solution_str"]) if rule.answer else None

@@ -109,8 +109,8 @@ class RuleScorer:
 
     def _results(self, share: Rollouts, group: dist.ProcessGroup | None) -> list[tuple[str, ScoringResult]]:
         """Return text and result of each sample of a share, which the ranks of `group` have. Collective."""
-        started = {sample: found for sample in range(len(share)) if (found := self._find(share, sample))}
-        by_sample = self._gather(started, group)
+        begun = {sample: self._find(share, sample) for sample in range(len(share))}
+        by_sample = self._gather({sample: found for sample, found in begun.items() if found}, group)
         rest = [sample for sample in range(len(share)) if sample not in by_sample]
         mine = rest[dist.get_rank(group) :: dist.get_world_size(group)]
         by_sample |= self._gather(

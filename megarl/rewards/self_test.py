@@ -5,7 +5,7 @@ Runs as `python -m megarl.rewards.self_test SOCKET PARENT`, started by `megarl.s
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from megarl.platform.errors import UserError
 from megarl.rewards import math, name_of_rule
@@ -34,14 +34,14 @@ class SelfTest:
         """Import what the first call for a row of `data_source` needs."""
         Rules().warm_up(data_source)
 
-    def canaries(self, sample: object) -> Sequence[Any]:
+    def canaries(self, sample: object) -> Sequence[object]:
         """Return nothing: no response runs in a rule."""
         return ()
 
 
 def try_truth(
     *, data_source: str, ground_truth: object, extra_info: Mapping[str, object] | None, solution_str: str = ""
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     """Return the score of the right response, which is `pred`; 1.0 if the right response is not known.
 
     Raises UserError if the rule cannot read the ground truth, or pays for `solution_str`, which is empty.

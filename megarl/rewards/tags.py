@@ -19,13 +19,6 @@ def answer_of(text: str) -> tuple[str, bool]:
 
 def last_of_pairs(text: str) -> str | None:
     """Return the content of the last pair of tags, paired from the left: it may have a second opening tag."""
-    answer = None
-    position = 0
-    while (start := text.find(_OPEN, position)) >= 0:
-        start += len(_OPEN)
-        end = text.find(_CLOSE, start)
-        if end < 0:
-            break
-        answer = text[start:end]
-        position = end + len(_CLOSE)
-    return answer
+    *closed, _ = text.split(_CLOSE)
+    answers = (part.partition(_OPEN) for part in reversed(closed))
+    return next((answer for _, opened, answer in answers if opened), None)

@@ -33,7 +33,7 @@ def llm_arguments(
         UserError: `engine_kwargs` contradict them, or vLLM does not know them.
     """
     loads = section.load_format == "auto"
-    ours: dict[str, Any] = {
+    ours: dict[str, object] = {
         "model": str(model_dir),
         "trust_remote_code": trust_remote_code,
         "skip_tokenizer_init": True,
@@ -74,7 +74,7 @@ def llm_arguments(
     return ours | _graph_sizes(section, on_cpu=on_cpu) | _kernels(section, on_cpu=on_cpu) | written
 
 
-def engine_settings(architecture: Architecture) -> dict[str, Any]:
+def engine_settings(architecture: Architecture) -> dict[str, object]:
     """Return settings that vLLM reads by another name than transformers, as fields of config.json."""
     scaling = architecture.query_scaling
     if scaling is None:
@@ -98,12 +98,12 @@ def _graph_sizes(section: RolloutSection, *, on_cpu: bool) -> dict[str, int]:
     return {"max_cudagraph_capture_size": min(section.max_num_seqs, MOST_GRAPHED)}
 
 
-def _kernels(section: RolloutSection, *, on_cpu: bool) -> dict[str, Any]:
+def _kernels(section: RolloutSection, *, on_cpu: bool) -> dict[str, object]:
     """Return the arguments that start the engine without what FlashInfer would download or compile on every rank.
 
     A node may have neither a network nor a compiler. The fusion of all-reduce and norm also has no fixed order of sums.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     if "kernel_config" not in section.engine_kwargs:
         found["enable_flashinfer_autotune"] = False
     if not on_cpu and section.tensor_model_parallel_size > 1:

@@ -34,13 +34,18 @@ def engine_faults(arguments: Mapping[str, object]) -> Iterator[str]:
         elif name not in known:
             meant = get_close_matches(name, known, n=1)
             yield f"vLLM has no argument {name}: " + (f"did you mean {meant[0]}?" if meant else "see vllm.EngineArgs")
-        elif value is None:  # as without it
-            continue
-        elif reason := reason_against(name):
-            if not is_neutral(name, value, is_switch=name in types and allows_false(types[name])):
-                yield f"{name} {reason}: remove it"
-        elif name in types and (why := mismatch(name, value, types[name])):
-            yield why
+        elif value is not None:  # else it is as without the argument
+            yield from _value_faults(name, value, types.get(name))
+
+
+def _value_faults(name: str, value: object, declared: ast.expr | None) -> Iterator[str]:
+    """Yield why an argument, of the `declared` type if that is known, must not have a value."""
+    reason = reason_against(name)
+    if reason:
+        if not is_neutral(name, value, is_switch=declared is not None and allows_false(declared)):
+            yield f"{name} {reason}: remove it"
+    elif declared is not None:
+        yield from mismatch(name, value, declared)
 
 
 @cache

@@ -186,9 +186,10 @@ class _Recorder(TorchDispatchMode):
 
     def _follow(self, args: tuple[Any, ...], result: Any) -> Any:
         """Remember the source of a computed tensor, for the message that refuses it."""
-        is_view = not isinstance(result, Tensor) or _storage(result) in self._sources
-        if not is_view and (name := self._origin(*args)) is not None:
-            self._computed[_storage(result)] = (name, result)  # kept alive: its storage names it
+        if isinstance(result, Tensor) and _storage(result) not in self._sources:  # else it is a view
+            name = self._origin(*args)
+            if name is not None:
+                self._computed[_storage(result)] = (name, result)  # kept alive: its storage names it
         return result
 
     def _origin(self, *values: object) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megarl.platform import progress
 from megarl.batch import Generation, Group, Prompt
@@ -20,6 +20,9 @@ from megarl.rollout import patches
 from megarl.rollout.requests import Request, RequestParams, failure
 from megarl.rollout.routes import RouteStore
 from megarl.rollout.sampling import read_output
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine, RequestOutput
 
 Finished = Callable[[Prompt, Generation], None]
 
@@ -42,7 +45,7 @@ class _OpenSample:
     name: str  # of the request
     number: int  # the same in each turn of an episode
     request: Request
-    output: Any = None  # vLLM's last
+    output: "RequestOutput | None" = None  # vLLM's last
 
 
 class ReplicaQueue:
@@ -50,7 +53,7 @@ class ReplicaQueue:
 
     def __init__(
         self,
-        engine: Any,
+        engine: "LLMEngine",
         params: RequestParams,
         replica: Replica,
         *,
@@ -186,9 +189,9 @@ class ReplicaQueue:
             self._engine.step()
 
     @property
-    def _batches(self) -> Sequence[Any] | None:
+    def _batches(self) -> Sequence[object] | None:
         """The steps that are scheduled, if vLLM schedules ahead."""
-        batches: Sequence[Any] | None = self._engine.engine_core.engine_core.batch_queue
+        batches: Sequence[object] | None = self._engine.engine_core.engine_core.batch_queue
         return batches
 
     @contextmanager

@@ -12,13 +12,16 @@ others would repeat those of its first tokens.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.batch import Generation, float32, int32
 from megarl.platform.seeds import seed_of
 from megarl.rollout.config import RolloutSection, SamplingSection
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
 
 Sampling = RolloutSection | SamplingSection  # both define how tokens are drawn
 GREEDY = SamplingSection(do_sample=False)
@@ -34,7 +37,7 @@ def request_seed(seed: int, *, step: int, prompt_index: int, sample: int, num_be
 
 def request_params(
     sampling: Sampling, *, seed: int, max_tokens: int, stop: Sequence[int], log_probs: bool, final_only: bool = True
-) -> Any:
+) -> "SamplingParams":
     """Return vLLM's parameters of one sample. An empty `stop` generates to the full length.
 
     `final_only` False returns the tokens so far after every step, so that a stopped request keeps them.
@@ -42,7 +45,7 @@ def request_params(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    params: dict[str, Any] = {"temperature": 0.0}
+    params: dict[str, object] = {"temperature": 0.0}
     if sampling.do_sample and sampling.temperature > 0.0:
         params = {
             "temperature": sampling.temperature,
@@ -62,7 +65,7 @@ def request_params(
     )
 
 
-def read_output(output: Any, *, given: Sequence[int], where: str, weight_version: int) -> Generation:
+def read_output(output: "RequestOutput | None", *, given: Sequence[int], where: str, weight_version: int) -> Generation:
     """Return the sample in a vLLM RequestOutput, without its place. `output` None: the request has no token yet.
 
     `given` are the tokens of the request, and `where` names its prompt in messages.

@@ -41,7 +41,8 @@ def claim(directory: Path = SHARED_MEMORY) -> str:
         sweep(directory)
         lock = directory / f"{prefix[0]}.lock"
         atexit.register(_release, lock, _hold(lock))
-        (sockets := directory / f"{prefix[0]}{SOCKETS}").mkdir(exist_ok=True)
+        sockets = directory / f"{prefix[0]}{SOCKETS}"
+        sockets.mkdir(exist_ok=True)
         os.environ["VLLM_RPC_BASE_PATH"] = str(sockets)  # otherwise they stay in the directory for temporary files
     return prefix[0]
 

@@ -180,7 +180,8 @@ class SamplingSession:
         taken = list[Group]()
         given = list[Group]()
         mine = self._engine.replica
-        while full := [replica for replica, groups in enumerate(waiting) if groups]:
+        while any(waiting):
+            full = [replica for replica, groups in enumerate(waiting) if groups]
             source = full[int(self._loads[full].argmax())]
             target = int(self._loads.argmin())
             number = waiting[source][-1]

@@ -1,6 +1,7 @@
 """The types that vLLM declares for its arguments, read from its source, as far as they are built from Python's own."""
 
 import ast
+from collections.abc import Iterator
 from functools import reduce
 from operator import or_
 from typing import Any, Literal
@@ -11,13 +12,12 @@ PLAIN: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str}
 HOLDING: dict[str, Any] = {"list": list, "set": list, "dict": dict, "Literal": Literal}  # YAML has lists, no sets
 
 
-def mismatch(name: str, value: object, declared: ast.expr) -> str | None:
-    """Return why `value` is no value of the argument `name`; None if it may be one."""
+def mismatch(name: str, value: object, declared: ast.expr) -> Iterator[str]:
+    """Yield why `value` is no value of the argument `name`, if it is none."""
     try:
         TypeAdapter(_type(declared)).validate_python(value, strict=True)
     except ValidationError:
-        return f"{name} takes {ast.unparse(declared)}, not {type(value).__name__}: correct its value"
-    return None
+        yield f"{name} takes {ast.unparse(declared)}, not {type(value).__name__}: correct its value"
 
 
 def allows_false(declared: ast.expr) -> bool:

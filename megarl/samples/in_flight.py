@@ -5,7 +5,6 @@ from the data, by their row.
 """
 
 import io
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -200,7 +199,7 @@ def _sample(row: dict[str, Any]) -> Generation:
     return replace(sample, turns=turns, stop_reason=sample.stop_reason and StopReason(sample.stop_reason))
 
 
-def _numbers(column: "array[Any] | None") -> Any:
+def _numbers(column: object) -> object:
     return None if column is None else np.asarray(column)
 
 

@@ -183,7 +183,7 @@ def write_record(path: Path, batch: Rollouts) -> None:
     A field with a number for each token becomes a list over the response. Fields that are None are left out.
     """
     asked = [batch.prompt_of(sample) for sample in range(len(batch))]
-    columns: dict[str, Any] = {
+    columns: dict[str, object] = {
         "index": [prompt.index for prompt in asked],
         "prompt": [prompt.text for prompt in asked],
         "prompt_ids": [list(prompt.token_ids) for prompt in asked],
@@ -245,7 +245,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     return scored, None if baselines.null_count else torch.from_numpy(baselines.to_numpy().copy())
 
 
-def _episodes(table: Any) -> dict[str, Any]:
+def _episodes(table: pa.Table) -> dict[str, Any]:
     """Return the fields of `Rollouts` that only episodes have."""
     return {
         "turn_rewards": _column(table["turn_rewards"], torch.float32),
@@ -255,14 +255,14 @@ def _episodes(table: Any) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> pa.Table:
     """Return the table in a file, or in all files of a directory. Raises Damage."""
     table = _merged(path) if path.is_dir() else read_own(path, CONTENT)
     check(table, file=path)
     return table
 
 
-def _merged(directory: Path) -> Any:
+def _merged(directory: Path) -> pa.Table:
     """Return the rows of all parts in a directory, in the order of the samples. Raises Damage."""
     parts = sorted(directory.glob(PARTS))
     number = int(parts[0].stem.rpartition("-")[2]) if parts else 1
@@ -278,7 +278,7 @@ def _merged(directory: Path) -> Any:
         raise Damage(directory, f"cannot be read as {CONTENT}: {detail}") from error
 
 
-def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
+def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> pa.Table:
     """Return a table with a row for each sample. The columns of a prompt are repeated."""
     of_prompts = {
         "index": [prompt.index for prompt in scored.prompts],
@@ -290,7 +290,7 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
     }
     none = [None] * len(scored)
 
-    def per_token(values: Tensor | None) -> Any:
+    def per_token(values: Tensor | None) -> pa.ListArray | list[None]:
         return none if values is None else _lists(values, scored.num_tokens)
 
     of_samples = {
@@ -318,12 +318,12 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
     return pa.Table.from_arrays([*prompts.columns, *samples.columns], names=list(COLUMNS))
 
 
-def _numbers(values: Tensor) -> Any:
+def _numbers(values: Tensor) -> pa.Array:
     """Return `[B]` float32 with null in place of NaN."""
     return pa.array(values.numpy(), from_pandas=True)
 
 
-def _lists(column: Tensor, num_tokens: Tensor) -> Any:
+def _lists(column: Tensor, num_tokens: Tensor) -> pa.ListArray:
     """Turn a column `[N]` into a list for each sample."""
     offsets = torch.nn.functional.pad(num_tokens.cumsum(0), (1, 0)).to(torch.int32)
     return pa.ListArray.from_arrays(offsets.numpy(), column.numpy())
@@ -334,7 +334,7 @@ def _arrays(rows: Tensor, counts: Tensor) -> list[bytes]:
     return [array_bytes(part) for part in rows.split(counts.tolist())]
 
 
-def _routes(cells: Any, counts: Tensor) -> Tensor | None:
+def _routes(cells: pa.ChunkedArray, counts: Tensor) -> Tensor | None:
     """Turn arrays of so many rows back into rows, end to end. None if a sample has no array.
 
     Raises:
@@ -352,7 +352,7 @@ def _routes(cells: Any, counts: Tensor) -> Tensor | None:
     return routes
 
 
-def _column(lists: Any, dtype: torch.dtype) -> Tensor | None:
+def _column(lists: pa.ChunkedArray, dtype: torch.dtype) -> Tensor | None:
     """Turn lists back into a column `[N]`. None if a sample has no list."""
     if lists.null_count:
         return None

@@ -4,8 +4,7 @@ Only a process that handles one request after another can be changed. The check 
 equal responses equal scores: a reward that varies is not checked.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from megarl.sandbox.protocol import Callee
 
@@ -15,26 +14,32 @@ MAX_CALLS = 2 * NUM_REPEATS + 1
 """Most calls of one check."""
 
 
+class Worker(Protocol):
+    """A process that calls the rules, and is made again when it has ended."""
+
+    def score_alone(self, sample: object) -> float | None:
+        """Return the score of one response; None if it has none."""
+
+    def end(self) -> None:
+        """End the process, so that the next call begins in a new one."""
+
+
 class Canary:
     """The known wrong response of one supervisor, and the score that it earned at first."""
 
-    def __init__(
-        self, rules: Callee, *, every: int, score: Callable[[Any], float | None], renew: Callable[[], None]
-    ) -> None:
+    def __init__(self, rules: Callee, worker: Worker, *, every: int) -> None:
         """Score a canary before the first request and before each request after `every` others; 0 = never.
 
         Args:
             rules: make a canary of a response.
+            worker: calls the rules.
             every: the number of requests between two checks.
-            score: calls the rules in the worker.
-            renew: ends the worker, so that the next call begins in a new one.
         """
         self._rules = rules
         self._every = every
-        self._score = score
-        self._renew = renew
+        self._worker = worker
         self._num_requests = 0
-        self._sample: Any = None
+        self._sample: object = None
         self._at_first = 0.0
 
     def fault(self, sample: object) -> str | None:
@@ -52,17 +57,17 @@ class Canary:
     def _begin(self, sample: object) -> None:
         """Take the first canary that the reward gives a score, always the same."""
         for canary in self._rules.canaries(sample):
-            first = self._score(canary)
+            first = self._worker.score_alone(canary)
             if first is not None and self._always_earns(canary, first):
                 self._sample = canary
                 self._at_first = first
                 return
 
     def _change(self) -> str | None:
-        now = self._score(self._sample)
+        now = self._worker.score_alone(self._sample)
         if now is None or now <= self._at_first or not self._always_earns(self._sample, now):
             return None
-        self._renew()
+        self._worker.end()
         if not self._always_earns(self._sample, self._at_first):
             return None
         return (
@@ -71,4 +76,4 @@ class Canary:
         )
 
     def _always_earns(self, canary: object, score: float) -> bool:
-        return all(self._score(canary) == score for _ in range(NUM_REPEATS))
+        return all(self._worker.score_alone(canary) == score for _ in range(NUM_REPEATS))

@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megarl.platform.log import printed
 from megarl.sandbox import signals
@@ -51,7 +51,7 @@ class _Task:
     """A response that waits for a process."""
 
     since: float  # by `time.monotonic`
-    arguments: Any
+    arguments: object
     result: Future[ScoringResult]
     is_alone: bool  # a call for it and others has failed
 
@@ -114,7 +114,8 @@ class Pool:
 
     def _work(self) -> None:
         supervisor = None
-        while tasks := self._next():
+        tasks = self._next()
+        while tasks:
             supervisor, results = self._call(supervisor, [task.arguments for task in tasks])
             if len(results) == len(tasks):
                 for task, result in zip(tasks, results, strict=True):
@@ -123,6 +124,7 @@ class Pool:
                 with self._changed:
                     self._waiting.extendleft(replace(task, is_alone=True) for task in reversed(tasks))
                     self._changed.notify_all()
+            tasks = self._next()
         if supervisor:
             supervisor.close()
 

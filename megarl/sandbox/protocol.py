@@ -30,5 +30,5 @@ class Callee(Protocol):
     def warm_up(self, data_source: str) -> None:
         """Import what the first call for a row of `data_source` needs."""
 
-    def canaries(self, sample: object) -> Sequence[Any]:
+    def canaries(self, sample: object) -> Sequence[object]:
         """Return packed arguments like `sample`, of responses that are wrong; none if no response runs in a call."""

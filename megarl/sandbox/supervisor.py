@@ -52,6 +52,9 @@ _THREADS = (
     "call, or set reward_model.isolation=process)"
 )
 
+Reply = dict[str, Any]
+"""A message of a process: its values by name."""
+
 
 class Supervisor:
     """Runs one worker at a time, and replaces a worker that is lost or has done its work."""
@@ -65,9 +68,9 @@ class Supervisor:
         self._worker_failed = False
         self._ids = count()
         self._started_at = 0.0  # when the worker began with the current request
-        self._canary = Canary(rules, every=limits.canary_every, score=self._score_alone, renew=self.end)
+        self._canary = Canary(rules, self, every=limits.canary_every)
 
-    def call(self, samples: Sequence[object]) -> list[dict[str, Any]]:
+    def call(self, samples: Sequence[object]) -> list[Reply]:
         """Return `numbers` and `pred` of each response, or `fault` and `detail`; always the `seconds` of the call.
 
         The first of them also has what the call `printed`.
@@ -83,13 +86,13 @@ class Supervisor:
             replies = self._try(samples)
         return replies
 
-    def _score_alone(self, sample: object) -> float | None:
+    def score_alone(self, sample: object) -> float | None:
         """Return the score of one response, and clean up after it; None if it has none."""
         replies = self._try([sample])
         self.clean()
         return replies[0].get("numbers", {}).get("score")
 
-    def _try(self, samples: Sequence[object]) -> list[dict[str, Any]]:
+    def _try(self, samples: Sequence[object]) -> list[Reply]:
         self._started_at = time.monotonic()
         try:
             replies = self._ask(self._worker or self._start(samples), samples)
@@ -148,12 +151,13 @@ class Supervisor:
     def _start(self, samples: Sequence[object]) -> ChildProcess:
         """Return a process for a request of these samples."""
         is_lent = self._limits.isolation == "response"
-        loaded = self._loaded or self._load(serve_forks if is_lent else serve)
+        loaded = self._loaded or self._load()
         self._worker = self._borrow(loaded, samples) if is_lent else loaded
         return self._worker
 
-    def _load(self, run: Callable[..., NoReturn]) -> ChildProcess:
+    def _load(self) -> ChildProcess:
         """Fork a process that loads the rules."""
+        run = serve_forks if self._limits.isolation == "response" else serve
         helper, theirs, printed = self._connected()
         supervisor = os.getpid()
         helper.pid = os.fork()
@@ -201,7 +205,7 @@ class Supervisor:
         inbox = Inbox(ours, max_bytes=MAX_REPLY_BYTES * self._limits.num_together)
         return ChildProcess(connection=ours, inbox=inbox, output=output), theirs, printed
 
-    def _ask(self, worker: ChildProcess, samples: Sequence[object]) -> list[dict[str, Any]]:
+    def _ask(self, worker: ChildProcess, samples: Sequence[object]) -> list[Reply]:
         """Return the reply for each response, or one fault of the entire call."""
         worker.printed = b""
         number = next(self._ids)
@@ -229,7 +233,7 @@ class Supervisor:
                 return [_checked(result, late_detail) for result in results]
         raise _invalid()
 
-    def _wait(self, helper: ChildProcess, late: WorkerLost, seconds: float) -> dict[str, Any]:
+    def _wait(self, helper: ChildProcess, late: WorkerLost, seconds: float) -> Reply:
         """Return the helper's next message. Raises `late` if it takes longer than `seconds`."""
         sources = select.poll()  # `select.select` takes no numbers above 1023, and a rank of many ranks has more files
         for source in (helper.connection.fileno(), helper.output, self._rank.fileno()):
@@ -257,7 +261,7 @@ class Supervisor:
                 next_look = now + _POLL_S
 
 
-def _checked(result: object, late_detail: str) -> dict[str, Any]:
+def _checked(result: object, late_detail: str) -> Reply:
     """Return the reply for a response. Raises WorkerLost if the worker sent something else."""
     match result:
         case {"late": True}:

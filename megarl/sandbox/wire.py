@@ -16,7 +16,7 @@ from typing import Any
 _LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 16
 
-_PACK: Mapping[type, Callable[[Any], Any]] = {  # a class before its base classes
+_PACK: Mapping[type, Callable[[Any], object]] = {  # a class before its base classes
     bytes: lambda value: base64.b64encode(value).decode("ascii"),
     Decimal: str,
     datetime: datetime.isoformat,
@@ -24,7 +24,7 @@ _PACK: Mapping[type, Callable[[Any], Any]] = {  # a class before its base classe
     time: time.isoformat,
     timedelta: lambda value: [value.days, value.seconds, value.microseconds],
 }
-_UNPACK: Mapping[str, Callable[[Any], Any]] = {
+_UNPACK: Mapping[str, Callable[[Any], object]] = {
     "bytes": base64.b64decode,
     "Decimal": Decimal,
     "datetime": datetime.fromisoformat,
@@ -36,7 +36,7 @@ _UNPACK: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def pack(value: object) -> Any:
+def pack(value: object) -> object:
     """Convert a value of a data row to JSON values. TypeError for a value that no column of parquet has."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -69,7 +69,7 @@ def value_of(packed: Mapping[str, Any], name: str) -> Any:
     return dict(packed["dict"])[name]
 
 
-def with_values(packed: Mapping[str, Any], **values: Any) -> Any:
+def with_values(packed: Mapping[str, Any], **values: object) -> Mapping[str, object]:
     """Return a packed mapping with other packed values of these keys."""
     return {"dict": list((dict(packed["dict"]) | values).items())}
 
@@ -114,6 +114,8 @@ class Inbox:
 
     def wait(self) -> Any:
         """Wait for the next message and return it. EOFError as of `read`, ValueError as of `take`."""
-        while (message := self.take()) is None:
+        message = self.take()
+        while message is None:
             self.read()
+            message = self.take()
         return message

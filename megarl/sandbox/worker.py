@@ -72,7 +72,7 @@ def answer(
     connection.sendall(encode({"id": request["id"], "started": process}))  # its time limit starts now
     deadline = time.monotonic() + timeout_s
     is_sound = True
-    reply = dict[str, Any]()
+    reply = dict[str, object]()
     try:
         reply["results"] = [_as_reply(outcome) for outcome in reward(samples, deadline)]
     except BaseException as error:  # sys.exit is a failure too
@@ -87,7 +87,7 @@ def answer(
     return is_sound
 
 
-def _as_reply(outcome: Outcome) -> dict[str, Any]:
+def _as_reply(outcome: Outcome) -> dict[str, object]:
     match outcome:
         case TooLateError():
             return {"late": True}

@@ -4,7 +4,6 @@ This code is the same on every rank. The implementations of the interfaces know 
 and which engine generated a sample.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -100,9 +99,10 @@ class RefAndValues:
     ref_log_probs: Tensor | None  # [n] float32; None: there is no reference
     values: Tensor | None  # [n] float32; None: there is no critic
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "RefAndValues":
-        """Return what `change` makes of each column."""
-        ref_log_probs, values = (x if x is None else change(x) for x in (self.ref_log_probs, self.values))
+    def of(self, samples: Sharded[Rewarded], rows: Tensor) -> "RefAndValues":
+        """Return the outputs on the samples at `rows`, int64 `[k]`."""
+        columns = (self.ref_log_probs, self.values)
+        ref_log_probs, values = (x if x is None else samples.tokens_of(rows, x) for x in columns)
         return RefAndValues(ref_log_probs=ref_log_probs, values=values)
 
 
@@ -183,7 +183,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
         if len(checked.rows) < len(samples):
             gradient.discard()
             gradient = None
-            others = others.map(partial(samples.tokens_of, checked.rows))
+            others = others.of(samples, checked.rows)
     else:
         with timers("old_log_prob"):
             outputs, samples = job.actor.infer_first(samples)

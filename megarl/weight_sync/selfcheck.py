@@ -108,12 +108,13 @@ class SelfCheck:
             return False
         if self._check_every > 0 and step % self._check_every == 0:
             return True
-        return len(self._checked) < NUM_WEIGHTS and self._fingerprint() not in self._checked
+        return self._unchecked() is not None
 
     def ask(self, *, step: int) -> Rollouts:
         """Generate the engine's responses right after a sync. `compare` takes them."""
         self._last_step = step
-        if len(self._checked) < NUM_WEIGHTS and (weights := self._fingerprint()) not in self._checked:
+        weights = self._unchecked()
+        if weights is not None:
             self._checked.append(weights)
         return ask(self._engine, self._prompts, max_tokens=self._num_tokens)
 
@@ -139,7 +140,8 @@ class SelfCheck:
                 raise UserError(f"{message} (more than {KEY}.logprob_stop={self._limits.probs_stop:.3g})")
             if dist.get_rank() == 0:
                 logger.warning("%s (more than %s.logprob_warn=%.3g)", message, KEY, self._limits.probs_warn)
-        if self._before and (stale := stale_replicas(self._before, seen, num_replicas=self._engine.num_replicas)):
+        stale = stale_replicas(self._before, seen, num_replicas=self._engine.num_replicas) if self._before else []
+        if stale:
             named = ", ".join(map(self._engine.name, stale))
             raise UserError(
                 f"the trainer's weights changed, but the weights that {named} computes with did not: a sync no longer "
@@ -149,10 +151,16 @@ class SelfCheck:
         self._before = seen
         return {"sync/check_probs_diff_mean": mean, "sync/check_probs_diff_max": float(largest.max())}
 
-    def _fingerprint(self) -> Fingerprint:
-        """Return the checksums of all parameters of all ranks, which identify the weights. Collective."""
+    def _unchecked(self) -> Fingerprint | None:
+        """Return the checksums of all parameters of all ranks if they are of weights that are still to be checked.
+
+        Collective.
+        """
+        if len(self._checked) >= NUM_WEIGHTS:
+            return None
         with self._actor.weights() as tensors:
-            return together(lambda: [int(checksum(tensor, tensor.dtype)) for tensor in tensors.values()])
+            weights = together(lambda: [int(checksum(tensor, tensor.dtype)) for tensor in tensors.values()])
+        return None if weights in self._checked else weights
 
     def _disagreement(self, mean: float, replica: int) -> str:
         name = self._engine.name(replica)

@@ -7,7 +7,6 @@ redirected call.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
 
@@ -76,11 +75,11 @@ def megatron_platform() -> AbstractContextManager[None]:
 @contextmanager
 def cuda_calls_on_cpu() -> Iterator[None]:
     """Answer the CUDA calls that Megatron-Core makes from the CPU. Blocks may nest."""
-    tensor_type = torch.Tensor.type
+    original: Callable[..., str | torch.Tensor] = torch.Tensor.type
 
-    def type_as_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        name = tensor_type(tensor, *args, **kwargs)
-        return f"torch.cuda.{name.rpartition('.')[2]}" if type(name) is str else name
+    def type_as_cuda(tensor: torch.Tensor, *args: object, **kwargs: object) -> str | torch.Tensor:
+        name = original(tensor, *args, **kwargs)
+        return f"torch.cuda.{name.rpartition('.')[2]}" if isinstance(name, str) else name
 
     with ExitStack() as stack:
         stack.enter_context(replaced(FACTORIES, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES.names}))
@@ -106,11 +105,11 @@ def cuda_calls_on_cpu() -> Iterator[None]:
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
-    def redirected(*args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs.pop("pin_memory", None)
-        if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cuda":
-            kwargs["device"] = CPU
-        return factory(*args, **kwargs)
+    def redirected(
+        *args: object, device: torch.device | str | int | None = None, pin_memory: bool = False, **kwargs: object
+    ) -> torch.Tensor:
+        is_cuda = torch.device(device or "cpu").type == "cuda"
+        return factory(*args, device=CPU if is_cuda else device, **kwargs)
 
     return redirected
 

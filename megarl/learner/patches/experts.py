@@ -1,7 +1,5 @@
 """Experts: counts of tokens on the CPU, and a router without Transformer Engine."""
 
-from typing import Any
-
 import torch
 
 from megarl.learner.patches.megatron import declare_megatron
@@ -26,7 +24,7 @@ ROUTER_GEMM = declare_megatron(
 def hand_out_counts_on_the_cpu() -> None:
     """Convert counts on the CPU to numpy: `all_to_all_single` does not take tensors as sizes."""
 
-    def on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     replace(COUNTS, maybe_move_tensor_to_cpu=on_host)

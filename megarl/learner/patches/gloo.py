@@ -1,6 +1,6 @@
 """Collectives with unequal parts, which gloo lacks, and collectives of one rank, which cost more than their copy."""
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,11 @@ def exchange_unequal_parts() -> None:
     reduce_scatter = UNEQUAL_PARTS.original("_reduce_scatter_along_first_dim")
 
     def gather_parts(
-        part: Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
-    ) -> Any:
+        part: Tensor,
+        group: dist.ProcessGroup,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
         if output_split_sizes is None:
             return gather(part, group, None, use_global_buffer)
         size = group.size()
@@ -45,8 +48,11 @@ def exchange_unequal_parts() -> None:
         return gathered
 
     def sum_parts(
-        parts: Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
-    ) -> Any:
+        parts: Tensor,
+        group: dist.ProcessGroup,
+        input_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
         if input_split_sizes is None:
             return reduce_scatter(parts, group, None, use_global_buffer)
         total = parts.clone()
@@ -59,8 +65,8 @@ def exchange_unequal_parts() -> None:
 def keep_buckets_of_one_rank() -> None:
     """Leave the gradients and weights of a single data-parallel rank where they are: its shard is the whole bucket."""
 
-    def unless_alone(collective: Any) -> Any:
-        def run(output: Tensor, given: Tensor, *, group: dist.ProcessGroup, **options: Any) -> Any:
+    def unless_alone(collective: Callable[..., object]) -> Callable[..., object]:
+        def run(output: Tensor, given: Tensor, *, group: dist.ProcessGroup, **options: object) -> object:
             if group.size() == 1 and output.data_ptr() == given.data_ptr():
                 return None
             return collective(output, given, group=group, **options)

@@ -1,7 +1,5 @@
 """Multi-head latent attention without Transformer Engine, and as DeepSeek computes it."""
 
-from typing import Any
-
 from megarl.learner.patches.megatron import declare_megatron
 from megarl.platform.patching import replace
 
@@ -34,7 +32,7 @@ def leave_uncompressed_queries_alone() -> None:
         return
     fused_or_default = QUERY_NORM.original("_mla_fused_linear_or_default")
 
-    def fused_or_plain(self: Any, module: Any, name: str) -> Any:
+    def fused_or_plain(self: object, module: object, name: str) -> object:
         return module if name == "linear_q_proj" else fused_or_default(self, module, name)
 
     replace(QUERY_NORM, _mla_fused_linear_or_default=fused_or_plain)

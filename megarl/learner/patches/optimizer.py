@@ -46,10 +46,12 @@ CLIPPING = declare_megatron(
 def clip_gradients_at_once() -> None:
     """Compute the norm of all gradients, and scale them, with torch's functions for lists of tensors."""
 
-    def l2_norm(chunk_size: int, overflow: Any, lists: Any, per_tensor: bool) -> tuple[torch.Tensor, None]:
+    def l2_norm(
+        chunk_size: int, overflow: object, lists: list[list[torch.Tensor]], per_tensor: bool
+    ) -> tuple[torch.Tensor, None]:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).reshape(1), None
 
-    def scale(chunk_size: int, overflow: Any, lists: Any, factor: float) -> None:
+    def scale(chunk_size: int, overflow: object, lists: list[list[torch.Tensor]], factor: float) -> None:
         torch._foreach_mul_(lists[1], factor)  # Megatron scales in place: both lists are the same
 
     replace(CLIPPING, l2_norm_impl=l2_norm, multi_tensor_scale_impl=scale)
@@ -63,7 +65,7 @@ def load_state_of_torch_optimizers() -> None:
     """
     set_from = LOADED_STATE.original("_set_main_param_and_optimizer_states")
 
-    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         set_from(self, model_param, self._get_main_param_and_optimizer_states(model_param) | tensors)
 
     replace(LOADED_STATE, _set_main_param_and_optimizer_states=set_states)
@@ -85,5 +87,5 @@ def gathered_later(states: Iterable[tuple[object, object]]) -> Iterator[None]:
         yield
 
 
-def _return(state: object, **_: object) -> Any:
+def _return(state: object, **_: object) -> object:
     return state

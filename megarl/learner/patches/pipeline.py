@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from megarl.learner.patches.megatron import declare_megatron
 from megarl.platform.patching import replaced
@@ -15,9 +14,11 @@ SHAPES = declare_megatron(
     until="the schedules take the shapes of the micro-batches",
 )
 
+Shape = tuple[int, ...]
+
 
 @contextmanager
-def shapes_told(activations: Iterable[tuple[int, ...]], gradients: Iterable[tuple[int, ...]]) -> Iterator[None]:
+def shapes_told(activations: Iterable[Shape], gradients: Iterable[Shape]) -> Iterator[None]:
     """Let this stage receive tensors of these shapes within the block, and exchange no shapes.
 
     Args:
@@ -27,7 +28,9 @@ def shapes_told(activations: Iterable[tuple[int, ...]], gradients: Iterable[tupl
     before = iter(activations)
     after = iter(gradients)
 
-    def tell(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
+    def tell(
+        self: object, send_next: object, send_prev: object, recv_prev: bool, recv_next: bool
+    ) -> tuple[Shape | None, Shape | None]:
         return next(before) if recv_prev else None, next(after) if recv_next else None
 
     with replaced(SHAPES, _communicate_shapes=tell):

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import BinaryIO
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megarl.platform.files import inside
 from megarl.platform.patching import declare, replaced
@@ -51,21 +52,21 @@ def reading_data_only() -> Iterator[None]:
             os.environ[FORCE_DATA_ONLY] = forced
 
 
-def load_index(file: Any) -> Any:
+def load_index(file: BinaryIO) -> Metadata:
     """Return the index of a sharded checkpoint, which is a pickle.
 
     Raises:
         pickle.UnpicklingError: it names something other than torch's records.
         UserError: it leads to files of other directories.
     """
-    index = _IndexUnpickler(file).load()
+    index: Metadata = _IndexUnpickler(file).load()
     for place in index.storage_data.values():
         inside(Path(), place.relative_path)
     return index
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 writes so a member of an enumeration
             return _member
         found = super().find_class(module, name) if module in INDEX_MODULES else None

@@ -1,7 +1,6 @@
 """Rotary position embeddings of packed rows."""
 
-from typing import Any
-
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.learner.patches.megatron import declare_megatron
@@ -26,9 +25,10 @@ def rotate_packed_rows_at_once() -> None:
         rotary_interleaved: bool = False,
         multi_latent_attention: bool = False,
         mscale: float = 1.0,
-        cp_group: Any = None,
+        *,
+        cp_group: dist.ProcessGroup,
         mla_rotary_interleaved: bool = False,
-    ) -> Any:
+    ) -> Tensor:
         from megarl.learner.rotary import rotate
 
         return rotate(

@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -100,16 +100,16 @@ def first_rank_failing_with_all() -> Iterator[None]:
 
     errors: list[OSError] = []
 
-    def attempt(write: Any, *args: Any) -> None:
+    def attempt(write: Callable[..., object], *args: object) -> None:
         try:
             write(*args)
         except OSError as error:
             errors.append(error)
 
-    def finish(self: Any, *args: Any) -> None:
+    def finish(self: object, *args: object) -> None:
         attempt(partial(write_index, self), *args)
 
-    def save_common(self: Any, state: Any, directory: Any) -> None:
+    def save_common(self: object, state: object, directory: str | Path) -> None:
         if dist.get_rank() == 0:
             data = io.BytesIO()
             torch.save(state, data)

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.platform.patching import replace, replaced
 from megarl.rollout.patches.releases import declare_vllm
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.worker_base import WorkerBase as Worker
 
 FREEING = declare_vllm(
     "vllm.v1.core.sched.scheduler:Scheduler",
@@ -23,11 +26,11 @@ READY = declare_vllm(
 )
 
 
-def cache_ready(call: Callable[[Any], None]) -> AbstractContextManager[Any]:
+def cache_ready(call: Callable[["Worker"], None]) -> AbstractContextManager[None]:
     """Call `call` with the worker of an engine that starts within the block, as soon as it has a KV cache."""
     original = READY.original("initialize_from_config")
 
-    def initialize(wrapper: Any, *args: Any) -> None:
+    def initialize(wrapper: Any, *args: object) -> None:
         original(wrapper, *args)
         call(wrapper.worker)
 

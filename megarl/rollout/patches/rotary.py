@@ -3,6 +3,8 @@
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from megarl.platform.patching import replace
 from megarl.rollout.patches.releases import declare_vllm
 
@@ -22,7 +24,7 @@ def rotate_heads_correctly() -> None:
     """
     kernel = ROTATION.original("forward_cpu")
 
-    def rotate(rotary: Any, positions: Any, query: Any, key: Any = None) -> Any:
+    def rotate(rotary: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> object:
         forward = rotary.forward_native if query.dim() == 3 else partial(kernel, rotary)
         return forward(positions, query, key)
 

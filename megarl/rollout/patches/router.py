@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from megarl.platform.patching import replace
 from megarl.rollout.patches.releases import declare_vllm
 
@@ -23,11 +25,13 @@ SELECTION = declare_vllm(
 )
 
 
-def note_router_logits(note: Callable[[Any], None]) -> None:
+def note_router_logits(note: Callable[[Tensor], None]) -> None:
     """Call `note` with the logits `[n, num_experts]` of a router before it tells its choice."""
     original = SELECTION.original("_select_experts")
 
-    def select_experts(router: Any, hidden_states: Any, router_logits: Any, *args: Any, **kwargs: Any) -> Any:
+    def select_experts(
+        router: object, hidden_states: Tensor, router_logits: Tensor, *args: object, **kwargs: object
+    ) -> object:
         note(router_logits)
         return original(router, hidden_states, router_logits, *args, **kwargs)
 
@@ -40,7 +44,7 @@ def choose_without_groups() -> None:
         return
     original = ROUTER.original("_compute_routing")
 
-    def compute_routing(router: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_routing(router: Any, *args: object, **kwargs: object) -> object:
         has_bias = router.scoring_func == "softmax" and router.e_score_correction_bias is not None
         if (router.scoring_func == "sigmoid" or has_bias) and not router.use_grouped_topk:
             router.use_grouped_topk = True
