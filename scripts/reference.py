@@ -12,10 +12,13 @@ from textwrap import fill
 from typing import TypeVar
 
 from megarl.config.reference import ROOTS, Key, Part, parts
-from megarl.tracking.metrics import GROUPS, TABLES, Metric
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from scripts.metrics import GROUPS, TABLES, Metric  # noqa: E402
 
 T = TypeVar("T")
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = ROOT / "docs"
 AND = ", and "
 SPREAD = ("mean", "max", "min")
 KINDS = {"true or false": "bool", "integer": "int", "number": "float", "text": "str", "mapping": "dict"}
