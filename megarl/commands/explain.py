@@ -24,9 +24,9 @@ from megarl.config.load import (
     read,
     written_keys,
 )
-from megarl.config.reference import REQUIRED, ROOTS, Key, keys_of, sections_of
+from megarl.config.reference import REQUIRED, Key, keys_of, sections_of
 from megarl.config.report import start_notes
-from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
+from megarl.config.root import COMMANDS, Config, RewardTrainConfig, SFTConfig, VerifyConfig
 from megarl.config.trial import try_out
 from megarl.platform.device import decide_device
 from megarl.platform.log import show_on_console
@@ -40,7 +40,7 @@ LOADERS: Mapping[type, Callable[..., Any]] = {
     RewardTrainConfig: load_reward_train_config,
     VerifyConfig: load_verify_config,
 }
-BY_COMMAND = {command.replace("_", "-"): root for root, (_, command) in ROOTS.items()}
+BY_COMMAND = {command: root for root, command in COMMANDS.items()}
 MOST_COLUMNS = 120
 SIMILAR = 0.6
 MOST_ALIGNED = 80
@@ -168,7 +168,7 @@ def contents(root: type) -> Iterator[str]:
     """Yield a line for each section, and for each key outside of sections."""
     keys = keys_of(root)
     sections = sections_of(root)
-    yield f"The sections of `megarl {ROOTS[root][1].replace('_', '-')}`; `megarl config SECTION` lists the keys."
+    yield f"The sections of `megarl {COMMANDS[root]}`; `megarl config SECTION` lists the keys."
     yield ""
     for path, text in sections.items():
         count = sum(key.rpartition(".")[0] == path for key in keys)
@@ -203,7 +203,7 @@ def _root_of(configuration: Sequence[str], names: Sequence[str]) -> type:
         known = sum(any(path.endswith(f".{name}") for path in paths) for name in names)
         return known + len(written_keys(root, configuration))
 
-    return max(ROOTS, key=knows)
+    return max(COMMANDS, key=knows)
 
 
 def _section(name: str, keys: Mapping[str, Key], sections: Mapping[str, str], found: Values) -> Iterator[str]:

@@ -124,14 +124,14 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
 
 def written_keys(root: type, argv: Sequence[str]) -> dict[str, str]:
     """Return the keys of `root` that the files and arguments in `argv` set, each with its last origin."""
-    schema = _schema(root)
+    schema = Schema.of(root)
     layers = read_layers(argv)[0]
     return {key: layer.origin for layer in layers for key in recognise(layer, schema).leaves if key in schema.leaves}
 
 
 def foreign_keys(root: type, argv: Sequence[str]) -> list[Remark]:
     """Return what became of the keys of other trainers in `argv` that are accepted."""
-    return [remark for layer in read_layers(argv)[0] for remark in recognise(layer, _schema(root)).remarks]
+    return [remark for layer in read_layers(argv)[0] for remark in recognise(layer, Schema.of(root)).remarks]
 
 
 def to_dict(config: Config | SupervisedConfig) -> dict[str, Any]:
@@ -147,7 +147,6 @@ def to_yaml(config: Config | SupervisedConfig) -> str:
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
-_schema: Callable[[Any], Schema] = cache(Schema.of)
 
 
 def _plain(config: Config | SupervisedConfig) -> dict[str, Any]:
@@ -173,12 +172,15 @@ def _files_of_other_commands(root: type, argv: Sequence[str]) -> Iterator[Fault]
     for layer in read_layers(argv)[0]:
         if layer.origin == COMMAND_LINE:
             continue
-        num_faults = {kind: len(recognise(layer, _schema(kind)).faults) for kind in (root, *COMMANDS)}
+        num_faults = {kind: len(recognise(layer, Schema.of(kind)).faults) for kind in COMMANDS}
         meant = min(COMMANDS, key=num_faults.__getitem__)
-        sections = [name for name in layer.tree if name in _schema(meant) and name not in _schema(root)]
+        sections = [name for name in layer.tree if name in Schema.of(meant) and name not in Schema.of(root)]
         if sections and num_faults[meant] < num_faults[root]:
-            here = f"; here it has to be one for megarl {COMMANDS[root]}" if root in COMMANDS else ""
-            yield Fault(layer.origin, f"is a file for megarl {COMMANDS[meant]}, as it has `{sections[0]}`{here}")
+            yield Fault(
+                layer.origin,
+                f"is a file for megarl {COMMANDS[meant]}, as it has `{sections[0]}`; here it has to be one for megarl "
+                f"{COMMANDS[root]}",
+            )
 
 
 def _broken(config: C, faults: Sequence[Fault], *, rules: Sequence[Rule[C]], context: CheckContext) -> Iterator[Fault]:
@@ -213,7 +215,7 @@ def try_layer(layer: Layer) -> tuple[Config, list[Fault], list[Fault]]:
 
 def _read_layers(root: type[C], layers: Sequence[Layer]) -> tuple[C, list[Fault], dict[str, str]]:
     """Return what `read` does; faults of single layers have an origin."""
-    schema = _schema(root)
+    schema = Schema.of(root)
     faults: list[Fault] = []
     remarks: list[Remark] = []
     written: dict[str, Any] = {**schema.leaves, **LINKS[root], CONFIG_NAME: _name_of(layers, schema)}

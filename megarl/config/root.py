@@ -356,8 +356,13 @@ RUN_DIRECTORY = {
     "trainer.default_local_dir": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
 }
 
-COMMANDS: Mapping[type, str] = {Config: "train", SFTConfig: "sft", RewardTrainConfig: "train-reward"}
-"""The command of each kind of run."""
+COMMANDS: Mapping[type, str] = {
+    Config: "train",
+    SFTConfig: "sft",
+    RewardTrainConfig: "train-reward",
+    VerifyConfig: "verify",
+}
+"""The command that reads each root."""
 
 LINKS: Mapping[type, Mapping[str, str]] = {
     Config: {

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
-from typing import Any, Self, get_type_hints
+from functools import cache
+from typing import Any, get_type_hints
 
 from megarl.mark import UNKNOWN, Change, Condition
 
@@ -21,12 +22,10 @@ class Schema:
     changes: dict[str, Change]  # of the leaves: what another value does to a run that resumes
     read_if: dict[str, tuple[Condition, ...]]  # of leaves and sections, the conditions of outer sections first
 
-    @classmethod
-    def of(cls, root: type) -> Self:
-        """Walk the dataclass `root`."""
-        schema = cls(leaves={}, sections=set(), changes={}, read_if={})
-        schema._walk(root, None, "", ())
-        return schema
+    @staticmethod
+    def of(root: type) -> "Schema":
+        """Return the schema of the dataclass `root`, which is walked once in a process."""
+        return _schema(root)
 
     def _walk(self, cls: type, section: object, prefix: str, outer: tuple[Condition, ...]) -> None:
         """Add the keys of `cls`; their defaults are the values of `section`, if that is an instance."""
@@ -70,6 +69,13 @@ class Schema:
             if related or 0 < len(elsewhere) <= MOST_ELSEWHERE:
                 return max(related or elsewhere, key=lambda leaf: (_shared_parts(leaf, path), _is_of_actor(leaf)))
         return None
+
+
+@cache
+def _schema(root: type) -> Schema:
+    schema = Schema(leaves={}, sections=set(), changes={}, read_if={})
+    schema._walk(root, None, "", ())
+    return schema
 
 
 def nest(leaves: Mapping[str, object]) -> dict[str, Any]:
