@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import CONFIG_FILE
@@ -26,7 +25,7 @@ from megarl.config.load import (
 )
 from megarl.config.reference import REQUIRED, Key, keys_of, sections_of
 from megarl.config.report import start_notes
-from megarl.config.root import COMMANDS, Config, RewardTrainConfig, SFTConfig, VerifyConfig
+from megarl.config.root import COMMANDS, AnyConfig, Config, RewardTrainConfig, SFTConfig, VerifyConfig
 from megarl.config.trial import try_out
 from megarl.platform.device import decide_device
 from megarl.platform.log import show_on_console
@@ -34,7 +33,7 @@ from megarl.platform.secrets import guard_output, redact, redacted
 from megarl.platform.terminal import visible
 from megarl.section import flatten
 
-LOADERS: Mapping[type, Callable[..., Any]] = {
+LOADERS: Mapping[type, Callable[..., AnyConfig]] = {
     Config: load_config,
     SFTConfig: load_sft_config,
     RewardTrainConfig: load_reward_train_config,
@@ -51,17 +50,17 @@ MOST_ALIGNED = 80
 class Values:
     """The values of a configuration, and where they are written."""
 
-    values: Mapping[str, Any]  # by dotted key, without secrets
+    values: Mapping[str, object]  # by dotted key, without secrets
     origins: Mapping[str, str]  # of the written keys
     faults: tuple[Fault, ...]
 
     @classmethod
     def read(cls, root: type, argv: Sequence[str]) -> "Values":
         """Read files and arguments."""
-        config: Any
-        config, faults, origins = read(root, argv)
         if not argv:  # nothing is written, and required keys are no faults
             return cls({}, {}, ())
+        config: AnyConfig
+        config, faults, origins = read(root, argv)
         return cls(redacted(dict(flatten(asdict(config)))), origins, tuple(faults))
 
 
@@ -88,7 +87,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     return 0
 
 
-def check(config: Any, argv: Sequence[str]) -> None:
+def check(config: AnyConfig, argv: Sequence[str]) -> None:
     """Try what a configuration names, as its command does, and print what the command would say.
 
     Raises:
@@ -101,7 +100,7 @@ def check(config: Any, argv: Sequence[str]) -> None:
         print(visible(redact(f"note: {remark}")))
 
 
-def try_here(config: Any) -> list[str]:
+def try_here(config: AnyConfig) -> list[str]:
     """Try what a configuration names, as its command does on this machine; return remarks. Raises as `check` does."""
     found = list(try_out(config))
     if isinstance(config, Config) and Path(config.actor_rollout_ref.model.path).is_dir():
@@ -225,7 +224,7 @@ def _key(path: str, key: Key, found: Values) -> Iterator[str]:
     yield ""
 
 
-def _value(path: str, found: Values) -> Any:
+def _value(path: str, found: Values) -> object:
     """Return a value; a mapping is put together from its parts."""
     if path in found.values:
         return found.values[path]

@@ -343,6 +343,11 @@ class VerifyConfig:
         yield "actor_rollout_ref.model.path", self.actor_rollout_ref.model
 
 
+RunConfig = Config | SFTConfig | RewardTrainConfig
+"""The configuration of a run that learns."""
+AnyConfig = RunConfig | VerifyConfig
+
+
 def _follow(section_path: str, leader: str) -> Iterator[tuple[str, str]]:
     for one in fields(MegatronSection):
         yield f"{section_path}.{one.name}", f"${{{leader}.{one.name}}}"

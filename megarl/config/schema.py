@@ -17,7 +17,7 @@ MANDATORY = "???"  # the mark of a key that has no value yet
 class Schema:
     """Every key under one root."""
 
-    leaves: dict[str, Any]  # dotted path -> default, or MANDATORY
+    leaves: dict[str, object]  # dotted path -> default, or MANDATORY
     sections: set[str]  # dotted paths of the sections between root and leaves
     changes: dict[str, Change]  # of the leaves: what another value does to a run that resumes
     read_if: dict[str, tuple[Condition, ...]]  # of leaves and sections, the conditions of outer sections first
@@ -78,7 +78,7 @@ def _schema(root: type) -> Schema:
     return schema
 
 
-def nest(leaves: Mapping[str, object]) -> dict[str, Any]:
+def nest(leaves: Mapping[str, object]) -> dict[str, object]:
     """Turn dotted paths into a tree."""
     tree: dict[str, Any] = {}
     for path, value in leaves.items():
@@ -90,7 +90,7 @@ def nest(leaves: Mapping[str, object]) -> dict[str, Any]:
     return tree
 
 
-def _default(key: Field[Any]) -> Any:
+def _default(key: Field[object]) -> object:
     if key.default_factory is not MISSING:
         return key.default_factory()
     return MANDATORY if key.default is MISSING else key.default
