@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from benchmarks import PROGRAM
+from benchmarks.arguments import Arguments
 from benchmarks.cases import LAYOUTS, LENGTHS, MODELS
-from megarl.platform.arguments import Arguments
 
 STEP = "The time of every phase of a step, next to vLLM and transformers on the same samples."
 SCALING = "Tokens per second of a step over growing ranks, batches and responses."

@@ -7,20 +7,43 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import TypeVar
 
-from megarl.config.reference import ROOTS, Key, Part, parts
-from megarl.tracking.metrics import GROUPS, TABLES, Metric
+from megarl.config.reference import Key, condition_of, keys_in, text_of, walk
+from megarl.config.root import COMMANDS, Config
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from scripts.metrics import GROUPS, TABLES, Metric  # noqa: E402
 
 T = TypeVar("T")
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = ROOT / "docs"
 AND = ", and "
 SPREAD = ("mean", "max", "min")
+HEADINGS = {
+    "train": "Training from rewards",
+    "sft": "Supervised fine-tuning",
+    "train-reward": "Training a reward model",
+    "verify": "Verifying the weight sync",
+}
+"""Command -> the heading of its part of the page."""
 KINDS = {"true or false": "bool", "integer": "int", "number": "float", "text": "str", "mapping": "dict"}
 """The words of a type -> the shorter ones of the page."""
 WRITTEN_BY = "<!-- Written by `python scripts/reference.py {page}`; change the code instead. -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One section of the page of keys."""
+
+    title: str
+    text: str
+    condition: str  # when the section is read; empty: always
+    twin: str | None  # the title of an earlier part with the same keys: `keys` are those that differ
+    keys: tuple[Key, ...]
 
 
 def metrics() -> Iterator[str]:
@@ -77,9 +100,8 @@ def configuration() -> Iterator[str]:
     yield (DOCS / "configuration.md").read_text(encoding="utf-8").partition(mark)[0].strip()
     yield mark
     earlier: list[Part] = []
-    for root, found in parts().items():
-        heading, command = ROOTS[root]
-        yield f"## {heading}: `{called(command)}`"
+    for command, found in parts().items():
+        yield f"## {HEADINGS[command]}: `megarl {command}`"
         whole = {part.title: like for part in found if (like := twin_of(part, earlier))}
         if whole:
             links = ", ".join(f"`{title.split()[-1]}` ({linked(like)})" for title, like in whole.items())
@@ -88,6 +110,35 @@ def configuration() -> Iterator[str]:
             if part.title not in whole:
                 yield from section(part, earlier)
                 earlier.append(part)
+
+
+def parts() -> dict[str, list[Part]]:
+    """Return the parts of the page by command; a section that several places share is written out at the first."""
+    first: dict[type, tuple[str, str, dict[str, Key]]] = {}
+    found: dict[str, list[Part]] = {command: [] for command in COMMANDS.values()}
+    for root, command in COMMANDS.items():
+        for path, cls in walk(root):
+            title = path if root is Config else f"{command.replace('-', '_')}: {path or 'the root'}"
+            keys = {key.name: key for key in keys_in(cls, path, root, within=True)}
+            twin, twin_path, known = first.setdefault(cls, (title, path, keys))
+            differ = [key for name, key in keys.items() if not is_same(key, known[name], f"{twin_path}.{name}")]
+            if keys:
+                own = twin == title
+                part = Part(
+                    title=title,
+                    text=text_of(cls),
+                    condition=condition_of(path, root),
+                    twin=None if own else twin,
+                    keys=tuple(keys.values() if own else differ),
+                )
+                found[command].append(part)
+    return found
+
+
+def is_same(key: Key, known: Key, path: str) -> bool:
+    """Return whether a key is explained as the `known` key at `path`, which it may follow."""
+    same_default = key.default in (known.default, f"follows `{path}`")
+    return same_default and key.text == known.text and key.condition in ("", known.condition)
 
 
 def twin_of(part: Part, earlier: Sequence[Part]) -> str:
@@ -177,11 +228,6 @@ def is_shared(condition: str, clauses: Sequence[frozenset[str]]) -> bool:
 def short_kind(found: re.Match[str]) -> str:
     """Return the short name of a type, and nothing for a bound at 0."""
     return KINDS.get(found[0], " " * bool(found[1]))
-
-
-def called(command: str) -> str:
-    """Return a command as its user types it."""
-    return f"megarl {command.replace('_', '-')}"
 
 
 def linked(title: str) -> str:

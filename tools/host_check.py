@@ -27,11 +27,13 @@ from torch.distributed import TCPStore
 
 from megarl.distributed.hosts import INTERFACES, addresses_of, interface_of, is_loopback, route_to
 from megarl.distributed.place import Launch, detect
-from megarl.platform.arguments import Arguments
 from megarl.platform.errors import UserError
 from megarl.platform.finding import Finding, show
 from megarl.platform.screen import Screen, plain
 from megarl.platform.secrets import guard_output
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.arguments import Arguments  # noqa: E402
 
 JOIN_S = 30.0
 """Seconds that a host waits for the others to start the same command."""

@@ -4,7 +4,6 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megarl.api.command import run_command
 from megarl.api.rows import as_json, data_files
@@ -15,7 +14,7 @@ from megarl.config.trial import Trial, call_reward, try_out
 from megarl.platform.log import show_on_console
 
 
-def check(*files: str | Path, set: Mapping[str, Any] | None = None) -> tuple[Fault, ...]:  # noqa: A002 - as of `train`
+def check(*files: str | Path, set: Mapping[str, object] | None = None) -> tuple[Fault, ...]:  # noqa: A002 - as of `train`
     """Return the faults of a configuration that `megarl train` would refuse; nothing is started.
 
     Args:
@@ -30,18 +29,18 @@ def check(*files: str | Path, set: Mapping[str, Any] | None = None) -> tuple[Fau
     return ()
 
 
-def plan(*files: str | Path, set: Mapping[str, Any] | None = None) -> dict[str, Any]:  # noqa: A002 - as of `train`
+def plan(*files: str | Path, set: Mapping[str, object] | None = None) -> dict[str, object]:  # noqa: A002 - as of `train`
     """Return batches, memory, seconds and traffic that `megarl plan --json` predicts.
 
     Raises:
         UserError: the configuration is faulty, or a model cannot be planned.
     """
-    found: dict[str, Any] = json.loads(run_command("plan", *_words(files, set), "--json", fine=(0, 1)))
+    found: dict[str, object] = json.loads(run_command("plan", *_words(files, set), "--json", fine=(0, 1)))
     return found
 
 
 def score(
-    reward: Callable[..., Any] | str | Path | None,
+    reward: Callable[..., object] | str | Path | None,
     data: object,
     *,
     prompt: str = "prompt",
@@ -61,7 +60,7 @@ def score(
         files = data_files(
             data, Path(place), prompt=prompt, answer=answer, plain=False, keep=keep, data_source=data_source
         )
-        keys: dict[str, Any] = {
+        keys: dict[str, object] = {
             "data.train_files": files["train"],
             "actor_rollout_ref.model.path": "none",
             "algorithm.adv_estimator": "grpo",
@@ -73,7 +72,7 @@ def score(
         return call_reward(load_config(_words((), keys), world_size=None, check_paths=False))
 
 
-def _words(files: tuple[str | Path, ...], keys: Mapping[str, Any] | None) -> list[str]:
+def _words(files: tuple[str | Path, ...], keys: Mapping[str, object] | None) -> list[str]:
     """Return files and keys as the words of a command."""
     written = {key: json.dumps(value, ensure_ascii=False, default=as_json) for key, value in (keys or {}).items()}
     return [*map(str, files), *(f"{key}={value}" for key, value in written.items())]

@@ -59,6 +59,7 @@ def data_files(
         words.append("--plain")
     arguments, task = read_words(words)
     files = {}
+    assert task
     for split, rows in task.build(arguments).items():
         files[split] = str(directory / f"{split}.parquet")
         write_rows(Path(files[split]), rows)
@@ -70,7 +71,7 @@ def count_rows(file: str) -> int:
     return len(Rows(file, columns=()))
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: Any) -> object:
     """Return a value of numpy, a time or a path as JSON has it, for `json.dumps(default=)`. Raises TypeError."""
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -93,7 +94,7 @@ def _first(file: str, prompt: str) -> object:
     return next(records_of([file], [prompt], {prompt: "prompt= names another"}, split="train")).values[prompt]
 
 
-def _lines(data: Any, columns: Collection[str]) -> Iterator[str]:
+def _lines(data: object, columns: Collection[str]) -> Iterator[str]:
     """Yield a line of JSON for each row; values of other columns are left out, but their names stay.
 
     Raises:
@@ -108,10 +109,10 @@ def _lines(data: Any, columns: Collection[str]) -> Iterator[str]:
             raise UserError(f"data: row {number}: {error}") from error
 
 
-def _rows(data: Any) -> Iterable[Any]:
+def _rows(data: Any) -> Iterable[object]:
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
         objects = data.astype(object)
-        rows: Iterable[Any] = objects.where(data.notna(), None).to_dict("records")
+        rows: Iterable[object] = objects.where(data.notna(), None).to_dict("records")
         return rows
     if isinstance(data, Mapping):
         raise UserError(f"data is a mapping with {', '.join(map(str, data))}, not rows: give {KINDS}, as data[NAME]")

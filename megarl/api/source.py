@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
 
 from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
@@ -15,7 +14,7 @@ from megarl.platform.files import write_whole
 REWARD_FILE = "reward.py"
 
 
-def reward_keys(reward: Callable[..., Any] | str | Path | None, directory: Path) -> dict[str, str]:
+def reward_keys(reward: Callable[..., object] | str | Path | None, directory: Path) -> dict[str, str]:
     """Return the keys that name a reward, none for the built-in ones. Raises UserError as `reward_file` does."""
     if reward is None:
         return {}
@@ -23,7 +22,7 @@ def reward_keys(reward: Callable[..., Any] | str | Path | None, directory: Path)
     return {"custom_reward_function.path": str(file)} | ({"custom_reward_function.name": name} if name else {})
 
 
-def reward_file(reward: Callable[..., Any] | str | Path, directory: Path) -> tuple[Path, str | None]:
+def reward_file(reward: Callable[..., object] | str | Path, directory: Path) -> tuple[Path, str | None]:
     """Return the file of a reward, and its name there; None is the usual name.
 
     A function of a module is loaded from the file of the module. A function of a notebook or of the main program is
@@ -50,7 +49,7 @@ def reward_file(reward: Callable[..., Any] | str | Path, directory: Path) -> tup
     return file, name
 
 
-def _parts(decorated: Callable[..., Any], known: set[str]) -> Iterator[str]:
+def _parts(decorated: Callable[..., object], known: set[str]) -> Iterator[str]:
     """Yield what a function names, and its source. `known` are the names that are written already."""
     function: FunctionType = inspect.unwrap(decorated)
     source, definition = _source(function)

@@ -5,7 +5,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -32,7 +31,7 @@ def train(
     *,
     model: str | Path,
     data: object,
-    reward: Callable[..., Any] | str | Path | None = None,
+    reward: Callable[..., object] | str | Path | None = None,
     prompt: str = "prompt",
     answer: str | None = None,
     keep: Sequence[str] = (),
@@ -40,7 +39,7 @@ def train(
     algorithm: str = "grpo",
     steps: int = 100,
     out: str | Path | None = None,
-    set: Mapping[str, Any] | None = None,  # noqa: A002 - the keys that are set
+    set: Mapping[str, object] | None = None,  # noqa: A002 - the keys that are set
 ) -> TrainingRun:
     """Start a run in a process of its own, which outlives this program; return it.
 
@@ -72,7 +71,7 @@ def train(
     plain = _is_plain(Path(model))
     files = data_files(data, inputs, prompt=prompt, answer=answer, plain=plain, keep=keep, data_source=data_source)
     num_prompts = _batch_size(count_rows(files["train"]))
-    keys: dict[str, Any] = {
+    keys: dict[str, object] = {
         "data.train_files": files["train"],
         "data.train_batch_size": num_prompts,
         "data.max_prompt_length": 512,

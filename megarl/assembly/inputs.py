@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.checkpoint.manifest import checksum
-from megarl.config.root import Config, RewardTrainConfig, SFTConfig, SupervisedConfig
+from megarl.config.root import Config, RunConfig, SupervisedConfig
 from megarl.data.template import is_template
 from megarl.models.config import CheckpointSection
 from megarl.platform.errors import UserError
@@ -39,7 +39,7 @@ BLOCK_BYTES = 1 << 16
 
 def inputs_of(config: Config | SupervisedConfig) -> Inputs:
     """Describe the files that a run reads. A warning names a file that cannot be described. Not collective."""
-    assert isinstance(config, Config | SFTConfig | RewardTrainConfig), "a run without data"
+    assert isinstance(config, RunConfig), "a run without data"
     found: Inputs = {}
     for key, name in _files(config):
         found.setdefault(key, {}).update(_describe(key, name))
@@ -48,7 +48,7 @@ def inputs_of(config: Config | SupervisedConfig) -> Inputs:
     return {key: files for key, files in found.items() if files}
 
 
-def _files(config: Config | SFTConfig | RewardTrainConfig) -> Iterator[tuple[str, str]]:
+def _files(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the data files and the chat template, each with its key."""
     data = config.data
     named = {"data.train_files": data.train_files, "data.val_files": data.val_files}
@@ -61,7 +61,7 @@ def _files(config: Config | SFTConfig | RewardTrainConfig) -> Iterator[tuple[str
         yield "data.chat_template", data.chat_template
 
 
-def _models(config: Config | SFTConfig | RewardTrainConfig) -> Iterator[tuple[str, CheckpointSection, bool]]:
+def _models(config: RunConfig) -> Iterator[tuple[str, CheckpointSection, bool]]:
     """Yield the models and tokenizers, each with its key, and whether the run keeps reading the weights."""
     frozen = ("actor_rollout_ref.ref.", "reward_model.")
     for key, section in config.checkpoints:

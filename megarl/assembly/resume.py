@@ -6,7 +6,6 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 import yaml
@@ -212,14 +211,14 @@ def checkpoint_texts(
     return texts | known_run_ids(run_dir)
 
 
-def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, Any]]:
-    sizes: dict[str, dict[str, Any]] = json.loads(
+def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, object]]:
+    sizes: dict[str, dict[str, object]] = json.loads(
         json.dumps({name: asdict(learner.architecture) | _adapters(learner) for name, learner in learners.items()})
     )
     return sizes
 
 
-def _adapters(learner: Learner) -> dict[str, Any]:
+def _adapters(learner: Learner) -> dict[str, object]:
     """Return what must stay the same of a model's adapters."""
     lora = learner.lora
     return {"lora_rank": lora.rank, "adapted": adapted_projections(learner.architecture, lora)} if lora else {}

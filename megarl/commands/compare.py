@@ -25,6 +25,9 @@ SCORES = (REWARD, *(f"{prefix}*" for prefix in VALIDATION), *LEARNT)
 """Metrics that have a best value: a loss the smallest, another the greatest."""
 HEADLINES = (*SCORES, *KL, "response_length/mean")
 
+Facts = Mapping[str, Any]
+"""Numbers of a run, or of a curve."""
+
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Print the comparison; return 1 if a directory is not that of a run."""
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     return 0
 
 
-def show(runs: Sequence[Mapping[str, Any]], differing: Mapping[str, Sequence[Any]], console: Screen) -> None:
+def show(runs: Sequence[Facts], differing: Mapping[str, Sequence[object]], console: Screen) -> None:
     """Print metrics and times, and the differences of the configurations."""
     table = _table("first -> last (best at step)", runs)
     for name in dict.fromkeys(name for run in runs for name in run["metrics"]):
@@ -62,21 +65,21 @@ def show(runs: Sequence[Mapping[str, Any]], differing: Mapping[str, Sequence[Any
     console.print(table)
 
 
-def _table(title: str, runs: Sequence[Mapping[str, Any]]) -> Table:
+def _table(title: str, runs: Sequence[Facts]) -> Table:
     table = Table()
     for name in (title, *(run["name"] for run in runs)):
         table.add_column(name, overflow="fold")  # a key or a path that is cut cannot be read
     return table
 
 
-def _cell(curve: Mapping[str, object] | None) -> str:
+def _cell(curve: Facts | None) -> str:
     if curve is None:
         return "-"
     best = "" if curve["best"] is None else f" ({curve['best']:.4g} at {curve['best_step']})"
     return f"{curve['first']:.4g} -> {curve['last']:.4g}{best}"
 
 
-def _facts(run: Run, patterns: Sequence[str]) -> dict[str, Any]:
+def _facts(run: Run, patterns: Sequence[str]) -> Facts:
     """Return a run in numbers: `seconds_per_step` is the median."""
     seconds = [value for _, value in run.points(STEP_SECONDS)]
     curves = {name: run.points(name) for name in run.names() if _is_wanted(patterns, name)}
@@ -90,7 +93,7 @@ def _facts(run: Run, patterns: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _curve(name: str, points: Points) -> dict[str, Any]:
+def _curve(name: str, points: Points) -> Facts:
     score = Score(title=name, points=points, lower_is_better="loss" in name)
     best_step, best = score.best if _is_wanted(SCORES, name) else (None, None)
     return {"first": score.first, "last": score.last, "best": best, "best_step": best_step}

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import CONFIG_FILE
@@ -24,9 +23,9 @@ from megarl.config.load import (
     read,
     written_keys,
 )
-from megarl.config.reference import REQUIRED, ROOTS, Key, keys_of, sections_of
+from megarl.config.reference import REQUIRED, Key, keys_of, sections_of
 from megarl.config.report import start_notes
-from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
+from megarl.config.root import COMMANDS, AnyConfig, Config, RewardTrainConfig, SFTConfig, VerifyConfig
 from megarl.config.trial import try_out
 from megarl.platform.device import decide_device
 from megarl.platform.log import show_on_console
@@ -34,13 +33,13 @@ from megarl.platform.secrets import guard_output, redact, redacted
 from megarl.platform.terminal import visible
 from megarl.section import flatten
 
-LOADERS: Mapping[type, Callable[..., Any]] = {
+LOADERS: Mapping[type, Callable[..., AnyConfig]] = {
     Config: load_config,
     SFTConfig: load_sft_config,
     RewardTrainConfig: load_reward_train_config,
     VerifyConfig: load_verify_config,
 }
-BY_COMMAND = {command.replace("_", "-"): root for root, (_, command) in ROOTS.items()}
+BY_COMMAND = {command: root for root, command in COMMANDS.items()}
 MOST_COLUMNS = 120
 SIMILAR = 0.6
 MOST_ALIGNED = 80
@@ -51,17 +50,17 @@ MOST_ALIGNED = 80
 class Values:
     """The values of a configuration, and where they are written."""
 
-    values: Mapping[str, Any]  # by dotted key, without secrets
+    values: Mapping[str, object]  # by dotted key, without secrets
     origins: Mapping[str, str]  # of the written keys
     faults: tuple[Fault, ...]
 
     @classmethod
     def read(cls, root: type, argv: Sequence[str]) -> "Values":
         """Read files and arguments."""
-        config: Any
-        config, faults, origins = read(root, argv)
         if not argv:  # nothing is written, and required keys are no faults
             return cls({}, {}, ())
+        config: AnyConfig
+        config, faults, origins = read(root, argv)
         return cls(redacted(dict(flatten(asdict(config)))), origins, tuple(faults))
 
 
@@ -88,7 +87,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     return 0
 
 
-def check(config: Any, argv: Sequence[str]) -> None:
+def check(config: AnyConfig, argv: Sequence[str]) -> None:
     """Try what a configuration names, as its command does, and print what the command would say.
 
     Raises:
@@ -101,7 +100,7 @@ def check(config: Any, argv: Sequence[str]) -> None:
         print(visible(redact(f"note: {remark}")))
 
 
-def try_here(config: Any) -> list[str]:
+def try_here(config: AnyConfig) -> list[str]:
     """Try what a configuration names, as its command does on this machine; return remarks. Raises as `check` does."""
     found = list(try_out(config))
     if isinstance(config, Config) and Path(config.actor_rollout_ref.model.path).is_dir():
@@ -168,7 +167,7 @@ def contents(root: type) -> Iterator[str]:
     """Yield a line for each section, and for each key outside of sections."""
     keys = keys_of(root)
     sections = sections_of(root)
-    yield f"The sections of `megarl {ROOTS[root][1].replace('_', '-')}`; `megarl config SECTION` lists the keys."
+    yield f"The sections of `megarl {COMMANDS[root]}`; `megarl config SECTION` lists the keys."
     yield ""
     for path, text in sections.items():
         count = sum(key.rpartition(".")[0] == path for key in keys)
@@ -203,7 +202,7 @@ def _root_of(configuration: Sequence[str], names: Sequence[str]) -> type:
         known = sum(any(path.endswith(f".{name}") for path in paths) for name in names)
         return known + len(written_keys(root, configuration))
 
-    return max(ROOTS, key=knows)
+    return max(COMMANDS, key=knows)
 
 
 def _section(name: str, keys: Mapping[str, Key], sections: Mapping[str, str], found: Values) -> Iterator[str]:
@@ -225,7 +224,7 @@ def _key(path: str, key: Key, found: Values) -> Iterator[str]:
     yield ""
 
 
-def _value(path: str, found: Values) -> Any:
+def _value(path: str, found: Values) -> object:
     """Return a value; a mapping is put together from its parts."""
     if path in found.values:
         return found.values[path]

@@ -6,8 +6,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
 
 import click
 
@@ -41,7 +40,7 @@ from megarl.rewards.signature import fault_in_file
 
 EXAMPLES = Path(megarl.__file__).resolve().parents[1] / "examples" / "tasks"
 """Further tasks, which only a checkout has: a file each."""
-TASKS: Mapping[str, Any] = {
+TASKS: Mapping[str, ModuleType] = {
     "countdown": countdown,
     "gsm8k": gsm8k,
     "math": math,
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
 
 
-def read_words(argv: Sequence[str]) -> tuple[SimpleNamespace, Any]:
+def read_words(argv: Sequence[str]) -> tuple[SimpleNamespace, ModuleType | None]:
     """Return the options of a check and None, or those of a task and the module of the task."""
     checked = parse(PREPARE, argv)
     name, *words = checked["words"] or (None,)
@@ -127,7 +126,7 @@ def read_words(argv: Sequence[str]) -> tuple[SimpleNamespace, Any]:
 
 
 @lru_cache(maxsize=1)
-def tasks() -> Mapping[str, Any]:
+def tasks() -> Mapping[str, ModuleType]:
     """Return the tasks of the package and those of a checkout; report an example that fails to load."""
     found = dict(TASKS)
     for file in sorted(EXAMPLES.glob("*.py")):

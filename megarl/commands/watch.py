@@ -7,7 +7,7 @@ state once.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def picture_of(directory: Path) -> RenderableType:
     return picture(run, read_mapping(directory / STATUS_FILE), time.time())
 
 
-def picture(run: Run, status: dict[str, Any], now: float) -> RenderableType:
+def picture(run: Run, status: Mapping[str, Any], now: float) -> RenderableType:
     """Return the state of a run at the Unix time `now`, drawn for a terminal."""
     return Group(
         plain(f"{run.name}  {headline(run, status, now)}", "bold"),
@@ -82,7 +82,7 @@ def picture(run: Run, status: dict[str, Any], now: float) -> RenderableType:
     )
 
 
-def headline(run: Run, status: dict[str, Any], now: float) -> str:
+def headline(run: Run, status: Mapping[str, Any], now: float) -> str:
     """Return the state, the step and the phase of a run in one line."""
     step = f"step {max(run.last_step, status.get('step', 0))}/{status.get('total_steps', '?')}"
     state = status.get("state", "unknown")

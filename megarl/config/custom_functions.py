@@ -6,7 +6,6 @@ A function is called with keywords: those of the arguments below that it takes, 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from inspect import Signature
-from typing import Any
 
 from megarl.algorithms.config import NEEDS, CustomEstimatorSection, PolicyLossSection
 from megarl.platform.functions import takes, unmet
@@ -27,7 +26,7 @@ class Call:
     path: str
     name: str
     arguments: tuple[str, ...]  # that the run computes
-    kwargs: Mapping[str, Any]
+    kwargs: Mapping[str, object]
     needs: tuple[str, ...] = ()  # the arguments that are computed for this function alone
 
     @classmethod

@@ -26,16 +26,16 @@ class ForeignRow:
     keys: list[str]  # patterns of paths
     answer: str = ""
     missing: bool = False  # whether megarl lacks what the key asks for
-    accepts: Sequence[Any] = ()  # the values without effect, of keys without a choice
+    accepts: Sequence[object] = ()  # the values without effect, of keys without a choice
     why: str = ""  # why these values change nothing
     least: Sequence[str] = ()  # the keys whose sum is the least of these values; `answer` is for smaller ones
     unless: str = ""  # the key that lets any value do if it is true; if it is not, only the sum of `least` does
-    refuses: Sequence[Any] = ()  # the values to answer, of keys that megarl has
+    refuses: Sequence[object] = ()  # the values to answer, of keys that megarl has
     group: str = ""  # of the entry points under which an installed package may offer a value
-    becomes: Mapping[Any, Any] = field(default_factory=dict)  # the values that have another name here
+    becomes: Mapping[object, object] = field(default_factory=dict)  # the values that have another name here
     to: str = ""  # the key here; {rest} is the part behind a pattern that ends in a star
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # verl's, of keys here, if this key is written
-    also: Mapping[str, Any] = field(default_factory=dict)  # the keys here that this key implies
+    defaults: Mapping[str, object] = field(default_factory=dict)  # verl's, of keys here, if this key is written
+    also: Mapping[str, object] = field(default_factory=dict)  # the keys here that this key implies
     scale: float = 1.0  # of the value here, to that there
     most: float | None = None  # the largest value here, which means the same as any larger one
 
@@ -60,7 +60,7 @@ class ForeignRow:
         rest = path[len(pattern) - 1 :] if pattern.endswith("*") else ""
         return self.to.format(owner=owner_of(path), rest=rest)
 
-    def value_here(self, value: Any) -> Any:
+    def value_here(self, value: object) -> object:
         """Return a value, or each item of a list, as it is written here. A list names no item twice by this."""
         if isinstance(value, list):
             here = [(item, self.value_here(item)) for item in value]
@@ -82,12 +82,12 @@ class Remark:
     """An accepted key of another trainer, and the key here."""
 
     written: str
-    value: Any
+    value: object
     key: str | None  # the key here; None: it was dropped
     why: str  # that it changes nothing, or how its value is written here
     row: ForeignRow | None = None  # that decided
 
-    def answer(self, values: Mapping[str, Any]) -> str | None:
+    def answer(self, values: Mapping[str, object]) -> str | None:
         """Return the answer to a value that the `values` of other keys forbid."""
         row = self.row
         if not (row and row.least) or not isinstance(self.value, int):
@@ -103,14 +103,14 @@ class Remark:
 class Reading:
     """A key and its value as megarl has them, or the reason why it does not."""
 
-    leaves: dict[str, Any] = field(default_factory=dict)
+    leaves: dict[str, object] = field(default_factory=dict)
     remark: Remark | None = None
     answer: str = ""  # what to write instead
     missing: bool = False  # whether megarl lacks what the key asks for
     known: bool = True  # whether megarl or the tables have the key
 
 
-_TABLES = parse(Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8"))
+_TABLES: Mapping[str, Any] = parse(Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8"))
 ALIASES: Mapping[str, str] = _TABLES["aliases"]
 FLAGS: Mapping[str, str] = _TABLES["flags"]
 FIXED, RENAMES, KEYS, VALUES = (
@@ -118,13 +118,13 @@ FIXED, RENAMES, KEYS, VALUES = (
 )
 ENGINES: Sequence[str] = _TABLES["engines"]
 CONFIGS: Sequence[str] = _TABLES["configs"]
-DEFAULTS: Mapping[str, Any] = _TABLES["defaults"]
+DEFAULTS: Mapping[str, object] = _TABLES["defaults"]
 ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 IS_THRESHOLD = "algorithm.rollout_correction.rollout_is_threshold"
 RS_THRESHOLD = "algorithm.rollout_correction.rollout_rs_threshold"
 
 
-def read_key(written: str, value: Any, known: Schema) -> Reading:
+def read_key(written: str, value: object, known: Schema) -> Reading:
     """Return a key and its value in the names of megarl, whose keys and sections are `known`."""
     if written in known:
         return _read_value(written, value, Reading())
@@ -147,7 +147,7 @@ def read_key(written: str, value: Any, known: Schema) -> Reading:
     return _answer(written, value, fixed)
 
 
-def _read_value(key: str, value: Any, reading: Reading) -> Reading:
+def _read_value(key: str, value: object, reading: Reading) -> Reading:
     """Add a value, in the words of megarl, to the reading of a key that megarl has."""
     remark = reading.remark
     if isinstance(value, dict):
@@ -167,11 +167,13 @@ def _read_value(key: str, value: Any, reading: Reading) -> Reading:
     return Reading(leaves={key: value}, remark=remark, answer="; ".join(found), missing=missing)
 
 
-def _read_mapping(key: str, value: dict[str, Any], remark: Remark | None) -> Reading:
+def _read_mapping(key: str, value: dict[str, object], remark: Remark | None) -> Reading:
     """Return a mapping without the keys that change nothing, and the engine's without the level of its name."""
     others = [name for name in value if name in ENGINES] if key == ENGINE_KWARGS else []
     if others:
-        own = {name: one for name, one in value.items() if name not in ENGINES} | (value.get("vllm") or {})
+        of_vllm = value.get("vllm")
+        own = {name: one for name, one in value.items() if name not in ENGINES}
+        own |= of_vllm if isinstance(of_vllm, dict) else {}
         why = f"the engine is vLLM: {', '.join(others)} is no level here, and arguments of other engines are dropped"
         return Reading(leaves={key: own}, remark=Remark(written=key, value=value, key=key, why=why))
     idle = {name: row for name in value if (row := _first(FIXED, f"{key}.{name}")) and row.drops(value[name])}
@@ -190,7 +192,7 @@ def _two_bounds(key: str, value: str) -> Reading:
     if not 1 <= len(bounds) <= 2 or min(bounds) <= 0.0:
         return Reading(leaves={key: value})  # its type is a fault
     if key == IS_THRESHOLD:
-        leaves = {key: bounds[-1], **({f"{key}_lower": bounds[0]} if len(bounds) == 2 else {})}
+        leaves: dict[str, object] = {key: bounds[-1], **({f"{key}_lower": bounds[0]} if len(bounds) == 2 else {})}
         why = f"each of the bounds {value} has a key here"
         return Reading(leaves=leaves, remark=Remark(written=key, value=value, key=key, why=why))
     upper = 1 / bounds[0] if len(bounds) == 2 else bounds[0]
@@ -200,7 +202,7 @@ def _two_bounds(key: str, value: str) -> Reading:
     return Reading(leaves=leaves, remark=Remark(written=key, value=value, key=key, why=why))
 
 
-def defaults_beside(remarks: Iterable[Remark]) -> dict[str, Any]:
+def defaults_beside(remarks: Iterable[Remark]) -> dict[str, object]:
     """Return verl's defaults that train differently from those of megarl, for a run with the keys of `remarks`."""
     return {**DEFAULTS, **{key: value for one in remarks if one.row for key, value in one.row.defaults.items()}}
 

@@ -33,14 +33,14 @@ class Layer:
     """One file, or one argument."""
 
     origin: str  # the file's name, or COMMAND_LINE
-    tree: dict[Any, Any]  # nested, links unresolved
+    tree: dict[Any, object]  # nested, links unresolved
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recognised:
     """A layer in the names of megarl."""
 
-    leaves: dict[str, Any] = field(default_factory=dict)  # by dotted key
+    leaves: dict[str, object] = field(default_factory=dict)  # by dotted key
     faults: list[Fault] = field(default_factory=list)  # of each key or value that megarl does not have
     remarks: list[Remark] = field(default_factory=list)  # on accepted keys of other trainers
 
@@ -85,7 +85,7 @@ def joined(argv: Sequence[str]) -> Iterator[str]:
         yield f"{option}={next(arguments, '')}" if option in HYDRA.values() else argument
 
 
-def _no_sections(leaves: dict[str, Any], schema: Schema) -> Iterator[Fault]:
+def _no_sections(leaves: dict[str, object], schema: Schema) -> Iterator[Fault]:
     """Yield a fault for a section that has a value instead of keys."""
     for path, value in leaves.items():
         link = LINK.fullmatch(value) if isinstance(value, str) else None
@@ -136,7 +136,7 @@ def _read_override(argument: str) -> Layer:
         raise UserError(f"its value is not valid YAML: {_say(error)}") from error
 
 
-def _flatten(node: dict[Any, Any], schema: Schema, prefix: str) -> Iterator[tuple[str, Any]]:
+def _flatten(node: dict[Any, object], schema: Schema, prefix: str) -> Iterator[tuple[str, object]]:
     for key, value in node.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and value and path not in schema.leaves:

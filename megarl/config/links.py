@@ -26,14 +26,14 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         super().__init__(stream)
         self.deep_construct = True  # so that a value within itself is an error
 
-    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, object]:
         """Return a mapping, or raise an error for a key that stands twice."""
         found = set()
         for key, _ in node.value:
             if key.tag == self.DEFAULT_SCALAR_TAG and key.value in found:
                 raise ConstructorError(None, None, f"found duplicate key {key.value}", key.start_mark)
             found.add(key.value if isinstance(key, ScalarNode) else key)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        mapping: dict[Any, object] = super().construct_mapping(node, deep)
         return mapping
 
     def construct_text(self, node: ScalarNode) -> str:
@@ -77,7 +77,7 @@ def shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def follow(path: str, values: Mapping[str, object], trail: tuple[str, ...] = ()) -> Any:
+def follow(path: str, values: Mapping[str, object], trail: tuple[str, ...] = ()) -> object:
     """Return the value at the dotted `path`, a key of `values` or a part of a mapping there, with its links followed.
 
     Raises:
@@ -100,7 +100,7 @@ def follow(path: str, values: Mapping[str, object], trail: tuple[str, ...] = ())
     return found
 
 
-def _fill(value: object, values: Mapping[str, object], trail: tuple[str, ...]) -> Any:
+def _fill(value: object, values: Mapping[str, object], trail: tuple[str, ...]) -> object:
     if isinstance(value, dict):
         return {key: _fill(item, values, trail) for key, item in value.items()}
     if isinstance(value, list):
@@ -113,7 +113,7 @@ def _fill(value: object, values: Mapping[str, object], trail: tuple[str, ...]) -
     return LINK.sub(lambda link: str(_lead(link, values, trail)), value).replace(_ESCAPE, "${")
 
 
-def _lead(link: re.Match[str], values: Mapping[str, object], trail: tuple[str, ...]) -> Any:
+def _lead(link: re.Match[str], values: Mapping[str, object], trail: tuple[str, ...]) -> object:
     """Return what a link leads to."""
     if link["key"]:
         return follow(link["key"], values, trail)

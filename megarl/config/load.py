@@ -5,14 +5,13 @@ It starts no process, imports no torch, leaves no file, and reports all faults i
 
 import math
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megarl.config import (
@@ -43,6 +42,7 @@ from megarl.config.schema import MANDATORY, Schema, nest
 from megarl.config.shared_rules import LAUNCH_RULES, POLICY_RULES, RUN_RULES
 from megarl.platform.errors import UserError
 from megarl.platform.secrets import REDACTED, redacted
+from megarl.platform.small_files import adapter
 from megarl.section import flatten
 
 SECRETS_NOTE = f"""\
@@ -124,14 +124,14 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
 
 def written_keys(root: type, argv: Sequence[str]) -> dict[str, str]:
     """Return the keys of `root` that the files and arguments in `argv` set, each with its last origin."""
-    schema = _schema(root)
+    schema = Schema.of(root)
     layers = read_layers(argv)[0]
     return {key: layer.origin for layer in layers for key in recognise(layer, schema).leaves if key in schema.leaves}
 
 
 def foreign_keys(root: type, argv: Sequence[str]) -> list[Remark]:
     """Return what became of the keys of other trainers in `argv` that are accepted."""
-    return [remark for layer in read_layers(argv)[0] for remark in recognise(layer, _schema(root)).remarks]
+    return [remark for layer in read_layers(argv)[0] for remark in recognise(layer, Schema.of(root)).remarks]
 
 
 def to_dict(config: Config | SupervisedConfig) -> dict[str, Any]:
@@ -146,12 +146,8 @@ def to_yaml(config: Config | SupervisedConfig) -> str:
     return note + yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
 
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
-_schema: Callable[[Any], Schema] = cache(Schema.of)
-
-
-def _plain(config: Config | SupervisedConfig) -> dict[str, Any]:
-    tree: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json")
+def _plain(config: Config | SupervisedConfig) -> dict[str, object]:
+    tree: dict[str, Any] = adapter(type(config)).dump_python(config, mode="json")
     return tree
 
 
@@ -173,12 +169,15 @@ def _files_of_other_commands(root: type, argv: Sequence[str]) -> Iterator[Fault]
     for layer in read_layers(argv)[0]:
         if layer.origin == COMMAND_LINE:
             continue
-        num_faults = {kind: len(recognise(layer, _schema(kind)).faults) for kind in (root, *COMMANDS)}
+        num_faults = {kind: len(recognise(layer, Schema.of(kind)).faults) for kind in COMMANDS}
         meant = min(COMMANDS, key=num_faults.__getitem__)
-        sections = [name for name in layer.tree if name in _schema(meant) and name not in _schema(root)]
+        sections = [name for name in layer.tree if name in Schema.of(meant) and name not in Schema.of(root)]
         if sections and num_faults[meant] < num_faults[root]:
-            here = f"; here it has to be one for megarl {COMMANDS[root]}" if root in COMMANDS else ""
-            yield Fault(layer.origin, f"is a file for megarl {COMMANDS[meant]}, as it has `{sections[0]}`{here}")
+            yield Fault(
+                layer.origin,
+                f"is a file for megarl {COMMANDS[meant]}, as it has `{sections[0]}`; here it has to be one for megarl "
+                f"{COMMANDS[root]}",
+            )
 
 
 def _broken(config: C, faults: Sequence[Fault], *, rules: Sequence[Rule[C]], context: CheckContext) -> Iterator[Fault]:
@@ -213,10 +212,10 @@ def try_layer(layer: Layer) -> tuple[Config, list[Fault], list[Fault]]:
 
 def _read_layers(root: type[C], layers: Sequence[Layer]) -> tuple[C, list[Fault], dict[str, str]]:
     """Return what `read` does; faults of single layers have an origin."""
-    schema = _schema(root)
+    schema = Schema.of(root)
     faults: list[Fault] = []
     remarks: list[Remark] = []
-    written: dict[str, Any] = {**schema.leaves, **LINKS[root], CONFIG_NAME: _name_of(layers, schema)}
+    written: dict[str, object] = {**schema.leaves, **LINKS[root], CONFIG_NAME: _name_of(layers, schema)}
     origins: dict[str, str] = {}
     for layer in layers:
         found = recognise(layer, schema)
@@ -241,30 +240,35 @@ def _read_layers(root: type[C], layers: Sequence[Layer]) -> tuple[C, list[Fault]
 def _name_of(layers: Sequence[Layer], schema: Schema) -> str:
     """Return the names of the files, without their suffix; without a file the default name of a run."""
     names = [Path(layer.origin).stem for layer in layers if layer.origin != COMMAND_LINE]
-    return "-".join(names) or schema.leaves["trainer.experiment_name"]
+    return "-".join(names) or str(schema.leaves["trainer.experiment_name"])
 
 
-def merged(old: object, new: object) -> Any:
+def merged(old: object, new: object) -> object:
     """Return `new`, which overrides `old`; of two dictionaries the union."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return old | {key: merged(old.get(key), value) for key, value in new.items()}
-    return new
+    return merged_trees(old, new) if isinstance(old, dict) and isinstance(new, dict) else new
 
 
-def _spread(values: Mapping[str, Any], schema: Schema) -> Iterator[tuple[str, Any]]:
+def merged_trees(old: dict[str, object], new: dict[str, object]) -> dict[str, object]:
+    """Return the union of two dictionaries, in which `new` overrides `old`."""
+    return old | {key: merged(old.get(key), value) for key, value in new.items()}
+
+
+def _spread(values: Mapping[str, object], schema: Schema) -> Iterator[tuple[str, object]]:
     """Yield the values; a section that follows a section becomes keys that follow the keys of the same names."""
     for path, value in values.items():
         if path in schema.leaves:
             yield path, value
-        elif link := LINK.fullmatch(value):
+        else:
+            link = LINK.fullmatch(str(value))
+            assert link, "a section takes no other value"
             for key in schema.leaves:
                 if key.startswith(f"{path}.") and (leader := link["key"] + key.removeprefix(path)) in schema.leaves:
                     yield key, f"${{{leader}}}"
 
 
-def _resolve(written: Mapping[str, object], schema: Schema) -> tuple[dict[str, Any], list[Fault]]:
+def _resolve(written: Mapping[str, object], schema: Schema) -> tuple[dict[str, object], list[Fault]]:
     """Return plain values by dotted key; for a key without a value, a substitute of its type and a fault."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     faults: list[Fault] = []
     for path, default in schema.leaves.items():
         try:
@@ -279,23 +283,23 @@ def _resolve(written: Mapping[str, object], schema: Schema) -> tuple[dict[str, A
 
 def _validate(root: type[C], values: Mapping[str, object], schema: Schema) -> tuple[C, list[Fault]]:
     """Return the checked configuration; for a value of the wrong type, the default and a fault."""
-    adapter = _adapter(root)
+    checked = adapter(root)
     messages: dict[str, list[str]] = {}
     try:
-        config = adapter.validate_python(nest(values))
+        config = checked.validate_python(nest(values))
     except ValidationError as error:
         for details in error.errors():
             messages.setdefault(schema.leaf(".".join(map(str, details["loc"]))), []).append(_say(details))
-        config = adapter.validate_python(nest(_sound(values, messages, schema)))
+        config = checked.validate_python(nest(_sound(values, messages, schema)))
     written = dict(flatten(values))
     for path, found in flatten(asdict(config)):
         if _counts(written.get(path), found) and (key := schema.leaf(path)) not in messages:
             messages[key] = ["should be a number"]
     faults = [Fault(path, f"{', or '.join(found)}, not {values[path]!r}") for path, found in messages.items()]
-    return (adapter.validate_python(nest(_sound(values, messages, schema))) if faults else config), faults
+    return (checked.validate_python(nest(_sound(values, messages, schema))) if faults else config), faults
 
 
-def _sound(values: Mapping[str, object], faulty: Container[str], schema: Schema) -> dict[str, Any]:
+def _sound(values: Mapping[str, object], faulty: Container[str], schema: Schema) -> dict[str, object]:
     """Return the values, with the default of each key that is faulty."""
     return {path: _stand_in(schema.leaves[path]) if path in faulty else value for path, value in values.items()}
 
@@ -307,14 +311,14 @@ def _counts(written: object, found: object) -> bool:
     return isinstance(written, bool) and isinstance(found, int | float) and not isinstance(found, bool)
 
 
-def _expand_home(value: object) -> Any:
+def _expand_home(value: object) -> object:
     """Expand `~`, which no shell sees in a file or after `key=`."""
     if isinstance(value, list):
         return [_expand_home(item) for item in value]
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
-def _stand_in(default: object) -> Any:
+def _stand_in(default: object) -> object:
     return "" if default == MANDATORY else default
 
 

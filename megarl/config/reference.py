@@ -1,24 +1,17 @@
-"""The text of docs/configuration.md and of `megarl config`: every key, with type, default, docstring and condition."""
+"""The explanation of every key, for `megarl config` and docs/configuration.md: type, default, text and condition."""
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megarl.config.links import shown
-from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, VerifyConfig
+from megarl.config.root import LINKS, VerifyConfig
 from megarl.config.schema import MANDATORY, Schema
 from megarl.config.unread import in_words
 
-ROOTS: Mapping[type, tuple[str, str]] = {
-    Config: ("Training from rewards", "train"),
-    SFTConfig: ("Supervised fine-tuning", "sft"),
-    RewardTrainConfig: ("Training a reward model", "train_reward"),
-    VerifyConfig: ("Verifying the weight sync", "verify"),
-}
-"""Root -> the heading of its part of the page, and the command that reads it."""
 REQUIRED = "required"  # instead of a default
 HUGE = 1e6  # larger bounds only catch slips of the keyboard
 WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", NoneType: "null", dict: "mapping"}
@@ -26,7 +19,7 @@ WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", No
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One row of the page."""
+    """The explanation of a key."""
 
     name: str
     kind: str
@@ -35,82 +28,44 @@ class Key:
     condition: str  # when the key is read; empty: always
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One section of the page."""
-
-    title: str
-    text: str
-    condition: str  # when the section is read; empty: always
-    twin: str | None  # the title of an earlier part with the same keys: `keys` are those that differ
-    keys: tuple[Key, ...]
-
-
-def parts() -> dict[type, list[Part]]:
-    """Return the parts of the page by root; a section that several places share is written out at the first."""
-    first: dict[type, tuple[str, str, dict[str, Key]]] = {}
-    found: dict[type, list[Part]] = {root: [] for root in ROOTS}
-    for root, (_, command) in ROOTS.items():
-        schema = Schema.of(root)
-        for path, cls in _sections(root, ""):
-            title = path if root is Config else f"{command}: {path or 'the root'}"
-            keys = {key.name: key for key in _keys(cls, f"{path}.".lstrip("."), schema, root, section=path)}
-            twin, twin_path, known = first.setdefault(cls, (title, path, keys))
-            differ = [key for name, key in keys.items() if not _is_same(key, known[name], f"{twin_path}.{name}")]
-            if keys:
-                text = " ".join((inspect.getdoc(cls) or "").split())
-                own = twin == title
-                part = Part(
-                    title=title,
-                    text=text,
-                    condition=_condition(path, root, schema),
-                    twin=None if own else twin,
-                    keys=tuple(keys.values() if own else differ),
-                )
-                found[root].append(part)
-    return found
-
-
 def keys_of(root: type) -> dict[str, Key]:
     """Return every key that can be set under a root, by its dotted path."""
-    schema = Schema.of(root)
-    return {
-        f"{path}.{key.name}".lstrip("."): key
-        for path, cls in _sections(root, "")
-        for key in _keys(cls, f"{path}.".lstrip("."), schema, root)
-    }
+    return {f"{path}.{key.name}".lstrip("."): key for path, cls in walk(root) for key in keys_in(cls, path, root)}
 
 
 def sections_of(root: type) -> dict[str, str]:
     """Return the docstring of every section under a root, by its dotted path."""
-    return {path: " ".join((inspect.getdoc(cls) or "").split()) for path, cls in _sections(root, "") if path}
+    return {path: text_of(cls) for path, cls in walk(root) if path}
 
 
-def _is_same(key: Key, known: Key, path: str) -> bool:
-    same_default = key.default in (known.default, f"follows `{path}`")
-    return same_default and key.text == known.text and key.condition in ("", known.condition)
+def text_of(section: type) -> str:
+    """Return the docstring of a section in one line."""
+    return " ".join((inspect.getdoc(section) or "").split())
 
 
-def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
+def walk(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
+    """Yield the dotted path and the class of a section and of each section in it."""
     yield path, cls
     hints = get_type_hints(cls)
     for key in fields(cls):
         if is_dataclass(hints[key.name]):
-            yield from _sections(hints[key.name], f"{path}.{key.name}".lstrip("."))
+            yield from walk(hints[key.name], f"{path}.{key.name}".lstrip("."))
 
 
-def _keys(cls: type, prefix: str, schema: Schema, root: type, *, section: str = "") -> Iterator[Key]:
+def keys_in(cls: type, path: str, root: type, *, within: bool = False) -> Iterator[Key]:
+    """Yield the keys of the section at `path` under a root; `within`: without the conditions of the section."""
+    schema = Schema.of(root)
     hints = get_type_hints(cls, include_extras=True)
     texts = _docstrings(cls)
     for field in fields(cls):
-        path = prefix + field.name
-        if path in schema.leaves:
+        key = f"{path}.{field.name}".lstrip(".")
+        if key in schema.leaves:
             yield Key(
                 name=field.name,
                 kind=_kind(hints[field.name]),
-                default=_default(path, schema, root),
+                default=_default(key, schema, root),
                 text=texts[field.name],
-                condition=_condition(path, root, schema, section=section),
+                condition=condition_of(key, root, section=path if within else ""),
             )
 
 
@@ -129,15 +84,16 @@ def _docstrings(cls: type) -> dict[str, str]:
     return found
 
 
-def _condition(path: str, root: type, schema: Schema, *, section: str = "") -> str:
+def condition_of(path: str, root: type, *, section: str = "") -> str:
     """Say when the key or section at `path` is read; empty if it always is.
 
     Conditions of the section itself are left out.
     """
     if root is VerifyConfig:  # has no remarks
         return ""
-    known = schema.read_if.get(section, ())
-    own = [condition for condition in schema.read_if.get(path, ()) if condition not in known]
+    read_if = Schema.of(root).read_if
+    known = read_if.get(section, ())
+    own = [condition for condition in read_if.get(path, ()) if condition not in known]
     never = [condition.why for condition in own if not condition.fact]
     if never:
         return f"*Not read {never[0]}.*"

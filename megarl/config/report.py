@@ -14,7 +14,7 @@ from megarl.config.foreign import Remark, defaults_beside, remarks_in_words
 from megarl.config.links import shown
 from megarl.config.load import foreign_keys, written_keys
 from megarl.config.mesh_checks import data_parallel_size
-from megarl.config.root import Config, RewardTrainConfig, SFTConfig, SupervisedConfig
+from megarl.config.root import Config, RunConfig, SupervisedConfig
 from megarl.config.unread import reasons, unread_keys
 from megarl.platform.screen import Screen, labelled
 from megarl.platform.secrets import redacted
@@ -186,7 +186,7 @@ def notes(config: Config) -> Iterator[str]:
         )
 
 
-def unsaved(config: Config | SFTConfig | RewardTrainConfig) -> Iterator[str]:
+def unsaved(config: RunConfig) -> Iterator[str]:
     """Yield a sentence for each way in which a run can lose what it has learnt."""
     trainer = config.trainer
     learns_from_rewards = isinstance(config, Config)
@@ -212,7 +212,7 @@ def unsaved(config: Config | SFTConfig | RewardTrainConfig) -> Iterator[str]:
         )
 
 
-def start_notes(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[str]) -> Iterator[str]:
+def start_notes(config: RunConfig, argv: Sequence[str]) -> Iterator[str]:
     """Yield what every kind of run says about its configuration, read from `argv`, when it starts."""
     yield from remarks_in_words(foreign_keys(type(config), argv))
     yield from unread_keys(config, argv)
@@ -221,7 +221,7 @@ def start_notes(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[s
 
 
 def other_defaults(
-    config: Config | SFTConfig | RewardTrainConfig, written: Collection[str], remarks: Sequence[Remark]
+    config: RunConfig, written: Collection[str], remarks: Sequence[Remark]
 ) -> dict[str, tuple[object, object]]:
     """Return the keys whose default trains otherwise in verl, with both values, if they are read and not `written`.
 
@@ -236,7 +236,7 @@ def other_defaults(
     return {key: (values[key], theirs) for key, theirs in defaults.items() if key not in idle and values[key] != theirs}
 
 
-def unwritten_keys(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[str]) -> Iterator[str]:
+def unwritten_keys(config: RunConfig, argv: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each key that `argv` leaves out and whose default differs from that of other trainers."""
     written, remarks = written_keys(type(config), argv), foreign_keys(type(config), argv)
     others = other_defaults(config, written, remarks) if remarks else {}

@@ -343,6 +343,11 @@ class VerifyConfig:
         yield "actor_rollout_ref.model.path", self.actor_rollout_ref.model
 
 
+RunConfig = Config | SFTConfig | RewardTrainConfig
+"""The configuration of a run that learns."""
+AnyConfig = RunConfig | VerifyConfig
+
+
 def _follow(section_path: str, leader: str) -> Iterator[tuple[str, str]]:
     for one in fields(MegatronSection):
         yield f"{section_path}.{one.name}", f"${{{leader}.{one.name}}}"
@@ -356,8 +361,13 @@ RUN_DIRECTORY = {
     "trainer.default_local_dir": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
 }
 
-COMMANDS: Mapping[type, str] = {Config: "train", SFTConfig: "sft", RewardTrainConfig: "train-reward"}
-"""The command of each kind of run."""
+COMMANDS: Mapping[type, str] = {
+    Config: "train",
+    SFTConfig: "sft",
+    RewardTrainConfig: "train-reward",
+    VerifyConfig: "verify",
+}
+"""The command that reads each root."""
 
 LINKS: Mapping[type, Mapping[str, str]] = {
     Config: {

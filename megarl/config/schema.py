@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
-from typing import Any, Self, get_type_hints
+from functools import cache
+from typing import Any, get_type_hints
 
 from megarl.mark import UNKNOWN, Change, Condition
 
@@ -16,17 +17,15 @@ MANDATORY = "???"  # the mark of a key that has no value yet
 class Schema:
     """Every key under one root."""
 
-    leaves: dict[str, Any]  # dotted path -> default, or MANDATORY
+    leaves: dict[str, object]  # dotted path -> default, or MANDATORY
     sections: set[str]  # dotted paths of the sections between root and leaves
     changes: dict[str, Change]  # of the leaves: what another value does to a run that resumes
     read_if: dict[str, tuple[Condition, ...]]  # of leaves and sections, the conditions of outer sections first
 
-    @classmethod
-    def of(cls, root: type) -> Self:
-        """Walk the dataclass `root`."""
-        schema = cls(leaves={}, sections=set(), changes={}, read_if={})
-        schema._walk(root, None, "", ())
-        return schema
+    @staticmethod
+    def of(root: type) -> "Schema":
+        """Return the schema of the dataclass `root`, which is walked once in a process."""
+        return _schema(root)
 
     def _walk(self, cls: type, section: object, prefix: str, outer: tuple[Condition, ...]) -> None:
         """Add the keys of `cls`; their defaults are the values of `section`, if that is an instance."""
@@ -72,7 +71,14 @@ class Schema:
         return None
 
 
-def nest(leaves: Mapping[str, object]) -> dict[str, Any]:
+@cache
+def _schema(root: type) -> Schema:
+    schema = Schema(leaves={}, sections=set(), changes={}, read_if={})
+    schema._walk(root, None, "", ())
+    return schema
+
+
+def nest(leaves: Mapping[str, object]) -> dict[str, object]:
     """Turn dotted paths into a tree."""
     tree: dict[str, Any] = {}
     for path, value in leaves.items():
@@ -84,7 +90,7 @@ def nest(leaves: Mapping[str, object]) -> dict[str, Any]:
     return tree
 
 
-def _default(key: Field[Any]) -> Any:
+def _default(key: Field[object]) -> object:
     if key.default_factory is not MISSING:
         return key.default_factory()
     return MANDATORY if key.default is MISSING else key.default

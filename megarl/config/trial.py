@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice, pairwise, zip_longest
-from typing import Any
 
 from megarl.config.faults import ConfigError, Fault, fault_of
-from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
+from megarl.config.root import AnyConfig, Config, RunConfig, VerifyConfig
 from megarl.config.rows_trial import check_responses, check_rows
 from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
@@ -42,7 +41,7 @@ NUM_SHOWN = 3
 class _Row:
     place: str  # file and number, for messages
     response: str
-    arguments: Any  # packed
+    arguments: object  # packed
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Trial:
         return self.result.detail if self.result.fault else None
 
 
-def try_out(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> Iterator[str]:
+def try_out(config: AnyConfig) -> Iterator[str]:
     """Try what a configuration names, as its command does before it starts; yield remarks.
 
     Raises:
@@ -86,7 +85,7 @@ def try_out(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> It
         yield from check_responses(config)
 
 
-def find_architectures(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> None:
+def find_architectures(config: AnyConfig) -> None:
     """Ask the hub for the `config.json` of each model that is a Hugging Face id, and find the targets of adapters.
 
     Raises:
@@ -101,7 +100,7 @@ def find_architectures(config: Config | SFTConfig | RewardTrainConfig | VerifyCo
                 lora_of(checkpoint, read_model(place, checkpoint.override_config)[1])
 
 
-def find_models(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> None:
+def find_models(config: AnyConfig) -> None:
     """Ask the hub for the `config.json` of each model, and for each tokenizer, that is a Hugging Face id.
 
     Raises:
@@ -120,7 +119,7 @@ def find_models(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -
                 find_tokenizer(tokenizer, with_code=False)
 
 
-def require_a_batch(config: Config | SFTConfig | RewardTrainConfig) -> None:
+def require_a_batch(config: RunConfig) -> None:
     """Count the rows of training.
 
     Raises:

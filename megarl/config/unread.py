@@ -9,14 +9,14 @@ from functools import reduce
 
 from megarl.config.links import shown
 from megarl.config.load import written_keys
-from megarl.config.root import Config, RewardTrainConfig, SFTConfig
+from megarl.config.root import RunConfig
 from megarl.config.schema import Schema
 from megarl.mark import Condition
 from megarl.platform.secrets import redact
 from megarl.section import flatten
 
 
-def unread_keys(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[str]) -> Iterator[str]:
+def unread_keys(config: RunConfig, argv: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each reason why nothing reads some keys that `argv`, the source of `config`, sets."""
     found = reasons(config, written_keys(type(config), argv))
     for reason in dict.fromkeys(found.values()):
@@ -24,7 +24,7 @@ def unread_keys(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[s
         yield f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} not read {reason}"
 
 
-def reasons(config: Config | SFTConfig | RewardTrainConfig, written: Collection[str]) -> dict[str, str]:
+def reasons(config: RunConfig, written: Collection[str]) -> dict[str, str]:
     """Return why nothing reads a key, for each of `written` that nothing reads."""
     read_if = Schema.of(type(config)).read_if
     leaves = dict(flatten(asdict(config)))

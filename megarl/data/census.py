@@ -4,9 +4,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
-from megarl.data.messages import shown
+from megarl.data.messages import Written, shown
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import together
 from megarl.platform.errors import UserError
@@ -50,7 +49,7 @@ class Census:
         self._tokenizer = tokenizer
         self.counts = Counts()
 
-    def see(self, prompt: Any, *responses: str) -> None:
+    def see(self, prompt: Written, *responses: str) -> None:
         """Count a row without faults."""
         name = self._tokenizer.spelt_in(prompt, *responses)
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"] or ""

@@ -6,7 +6,6 @@ This module needs no tokenizer, so a file can be checked before anything starts.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megarl.data.config import DataSection
 from megarl.data.messages import prompt_faults, shown
@@ -95,11 +94,11 @@ class PromptColumns:
         source = row.get(self.section.reward_fn_key)
         return NO_SOURCE if source is None else str(source)
 
-    def ground_truth(self, row: DataRow) -> Any:
+    def ground_truth(self, row: DataRow) -> object:
         """Return the ground truth; None if the row has none. Raises UserError as `as_mapping` does."""
         return as_mapping(row.get(REWARD_MODEL)).get("ground_truth")
 
-    def extra_info(self, row: DataRow) -> dict[str, Any]:
+    def extra_info(self, row: DataRow) -> dict[str, object]:
         """Return the further values that rewards receive. Raises UserError as `as_mapping` does."""
         return as_mapping(row.get(EXTRA_INFO))
 
@@ -142,7 +141,7 @@ class PromptColumns:
             )
 
 
-def as_mapping(value: object) -> dict[str, Any]:
+def as_mapping(value: object) -> dict[str, object]:
     """Return the named values of a struct, a map, the text of a JSON object, or null for none.
 
     Raises:
@@ -174,7 +173,7 @@ def first_faults(columns: PromptColumns, files: str | Sequence[str]) -> Iterator
         if not columns.needs.source:
             return
         rows = Rows(files, columns=[columns.section.reward_fn_key])
-        unknown = dict[Any, tuple[int, str]]()
+        unknown = dict[object, tuple[int, str]]()
         for index, row in enumerate(rows):
             source = repr(row[columns.section.reward_fn_key])
             if source not in unknown:

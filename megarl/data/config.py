@@ -1,7 +1,7 @@
 """The sections of the configuration for prompts, supervised examples and their tokenizer."""
 
 from dataclasses import field
-from typing import Any, Literal
+from typing import Literal
 
 from megarl.mark import MICRO, RULES, SCORES, VALIDATES, VALIDATION, Change, Effect, key, when
 from megarl.section import Count, Length, Seed, section
@@ -34,7 +34,7 @@ class TextSection:
     apply_chat_template: bool | None = None
     """true = apply the chat template to every prompt, a string being one user message; false = to none; null = to lists
     of messages, if the tokenizer has one."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}; exports keep them."""
     special_tokens_in_text: Literal["split", "allow", "error"] = "split"
     """Names of special tokens in texts are letters (split), tokens (allow, for files that a template has written), or a

@@ -8,13 +8,16 @@ ordinary letters, and a control token is written as `MARK` and its name.
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from megarl.platform.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MARK, *GUARDS = map(chr, range(0xFDD0, 0xFDF0))
 """Code points that Unicode reserves for the inside of programs; no text has them."""
@@ -30,7 +33,7 @@ class ControlTokens:
     special, because it structures what the model itself writes.
     """
 
-    def __init__(self, tokenizer: Any, *, source: str, written: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, source: str, written: Sequence[str] = ()) -> None:
         """Take the tokens of a tokenizer of transformers.
 
         Args:
@@ -96,19 +99,22 @@ class ControlTokens:
         """Return a marked text without its marks."""
         return self._marked_name.sub(r"\1", text)
 
-    def render(self, messages: Messages, render: Callable[[Messages], str]) -> str:
+    def guarded(self, messages: Messages) -> Messages:
+        """Return messages in which each name of a special token has a guard in place of its first character."""
+        guarded: Messages = self._guarded(messages)
+        return guarded
+
+    def marked(self, messages: Messages, text: str, broken: str) -> str:
         """Return the text that a template makes of messages, with `MARK` before its own control tokens.
 
-        While the template renders the messages, each name in them has a guard in place of its first character.
+        Args:
+            messages: of the conversation.
+            text: that the template makes of them.
+            broken: that the template makes of the guarded messages.
 
         Raises:
             UserError: the template changes a text that spells a special token.
         """
-        text = render(messages)
-        guarded = self._guarded(messages)
-        if guarded == messages:
-            return self.mark(text)
-        broken = render(guarded)
         if self._name.findall(text) == self._name.findall(broken):  # no name in the messages has become a token
             return self.mark(text)
         if broken.translate(self._restored) != text or {MARK, *GUARDS} & {*text}:
@@ -173,7 +179,7 @@ class ControlTokens:
         content["truncation"] = content["padding"] = None
         names = frozenset(self.names)
 
-        def renamed(name: object) -> Any:
+        def renamed(name: object) -> object:
             return MARK + name if name in names else name
 
         for token in content["added_tokens"]:

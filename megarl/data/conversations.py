@@ -6,12 +6,11 @@ the pad token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from megarl.batch import Prompt, Rollouts
-from megarl.data.messages import as_messages, plain_text
+from megarl.data.messages import Written, as_messages, plain_text
 from megarl.data.tokenizer import Tokenizer
 from megarl.platform.errors import UserError
 
@@ -24,7 +23,7 @@ class Conversations:
     pad_token_id: int | None  # of its config.json; None: the last token counts in any case
     max_length: int  # tokens
 
-    def encode(self, prompt: Any, response: str) -> list[int]:
+    def encode(self, prompt: Written, response: str) -> list[int]:
         """Return the sequence of a prompt (a list of `{role, content}`, or a text) and the assistant's response.
 
         Messages get the special tokens of the chat template alone. A text prompt is continued by the response, and gets

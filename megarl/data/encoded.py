@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -163,7 +162,7 @@ def _write(part: Path, rows: Rows, encode: Encode, census: Census, host: _Host) 
     """Encode this rank's share of the rows into a file. Return the faults."""
     share = run_of(len(rows), rank=host.rank, size=host.num_ranks)
     faults = RowFaults()
-    waiting = list[dict[str, Any]]()
+    waiting = list[dict[str, object]]()
     with explained(f"{VARIABLE}={part.parent}"):
         part.mkdir(parents=True, exist_ok=True)
         with pa.OSFile(str(part / f"{host.rank}.arrow"), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
@@ -177,6 +176,6 @@ def _write(part: Path, rows: Rows, encode: Encode, census: Census, host: _Host) 
     return faults
 
 
-def _append(writer: pa.RecordBatchFileWriter, waiting: list[dict[str, Any]]) -> None:
+def _append(writer: pa.RecordBatchFileWriter, waiting: list[dict[str, object]]) -> None:
     writer.write_batch(pa.RecordBatch.from_pylist(waiting, schema=SCHEMA))
     waiting.clear()

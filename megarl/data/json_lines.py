@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -140,7 +140,7 @@ def _skip_blanks(text: str, place: int) -> int:
     return blanks.end() if blanks else place
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> DataRow:
+def _unique(pairs: list[tuple[str, object]]) -> DataRow:
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]

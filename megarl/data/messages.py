@@ -17,6 +17,8 @@ SHOWN_CHARACTERS = 1000
 SHOWN_OF_VALUE = 200
 
 Message = dict[str, Any]
+Written = str | list[Message]
+"""A prompt as a data file has it."""
 
 
 def prompt_faults(prompt: object) -> Iterator[str]:
@@ -65,12 +67,12 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_OF_VALUE else f"{text[:SHOWN_OF_VALUE]}..."
 
 
-def plain_text(prompt: str | list[Message]) -> str:
+def plain_text(prompt: Written) -> str:
     """Return a text as it is, or the contents of messages, joined by line breaks."""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] or "" for message in prompt)
 
 
-def as_messages(prompt: Any, tokenizer: "Tokenizer") -> list[Message] | None:
+def as_messages(prompt: Written, tokenizer: "Tokenizer") -> list[Message] | None:
     """Return the messages for the chat template of `tokenizer`; None if the prompt is read as a text.
 
     Raises:
@@ -83,7 +85,7 @@ def as_messages(prompt: Any, tokenizer: "Tokenizer") -> list[Message] | None:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def encode_prompt(prompt: Any, tokenizer: "Tokenizer") -> list[int]:
+def encode_prompt(prompt: Written, tokenizer: "Tokenizer") -> list[int]:
     """Return the ids of a text, or of messages `{role, content}`, as `tokenizer` is configured to read them.
 
     Raises:
@@ -99,7 +101,7 @@ def encode_prompt(prompt: Any, tokenizer: "Tokenizer") -> list[int]:
     return token_ids
 
 
-def frame(prompt: object, token_ids: Sequence[int], tokenizer: "Tokenizer") -> tuple[int, int]:
+def frame(prompt: Written, token_ids: Sequence[int], tokenizer: "Tokenizer") -> tuple[int, int]:
     """Return how many tokens of an encoded prompt begin a sequence, and how many begin the response.
 
     They are 1 for a beginning-of-sequence token, else 0, and the length of the template's generation prompt.
@@ -112,7 +114,7 @@ def frame(prompt: object, token_ids: Sequence[int], tokenizer: "Tokenizer") -> t
     return begin, len(token_ids) - len(commonprefix([list(token_ids), complete]))
 
 
-def as_read(what: str, prompt: object, token_ids: Sequence[int], tokenizer: "Tokenizer") -> str:
+def as_read(what: str, prompt: Written, token_ids: Sequence[int], tokenizer: "Tokenizer") -> str:
     """Describe how the model reads `what`: its text with special tokens, cut in the middle.
 
     Args:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +14,7 @@ from megarl.platform.files import replacing
 from megarl.platform.small_files import Damage, naming, open_file
 
 
-def read_own(path: Path, what: str) -> Any:
+def read_own(path: Path, what: str) -> pa.Table:
     """Return the table in a file that megarl wrote, with its checksums verified.
 
     Raises:
@@ -47,7 +46,7 @@ class ParquetTable:
 
     name: str
     num_rows: int
-    columns: Mapping[str, Any]  # of Arrow, by name
+    columns: Mapping[str, pa.ChunkedArray]  # by name
 
     @classmethod
     def read(cls, location: Location, wanted: WantedColumns) -> "ParquetTable":

@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any
 
 from megarl.data.json_lines import JsonTable, holds_json
 from megarl.data.parquet import ParquetTable
@@ -106,7 +105,7 @@ def _is_deep(value: object) -> bool:
     return True
 
 
-def _inside(value: object) -> Iterable[Any]:
+def _inside(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list | tuple) else ()

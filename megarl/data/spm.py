@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+from sentencepiece import SentencePieceProcessor
+from sentencepiece.sentencepiece_model_pb2 import ModelProto, NormalizerSpec, TrainerSpec
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
@@ -32,16 +32,7 @@ other blanks."""
 PROBES = ("3 apples", "it is 1234", " and", "two  blanks", "a\nb", "a ")
 """Converters of SentencePiece models differ on these texts."""
 MOST_NAMED = 5  # pieces
-# the enumerations of sentencepiece_model.proto
-NORMAL = 1
-UNKNOWN = 2
-CONTROL = 3
-USER_DEFINED = 4
-UNUSED = 5
-BYTE = 6
-UNIGRAM = 1
-BPE = 2
-CHAR = 4
+Piece = ModelProto.SentencePiece
 
 
 def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
@@ -50,7 +41,7 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     Encoding adds the beginning-of-sequence token if the model has one. Raises UserError for a file that is not such a
     model or cannot be converted exactly.
     """
-    model = sentencepiece_model_pb2.ModelProto()
+    model = ModelProto()
     try:
         model.ParseFromString(path.read_bytes())
     except Exception as error:  # protobuf's DecodeError changes its module between versions
@@ -66,17 +57,17 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
         for role in ("bos", "eos", "pad", "unk")
         if (index := getattr(model.trainer_spec, f"{role}_id")) >= 0
     }
-    is_unigram = model.trainer_spec.model_type == UNIGRAM
+    is_unigram = model.trainer_spec.model_type == TrainerSpec.UNIGRAM
     fast = FastTokenizer(_unigram(model) if is_unigram else _bpe(model, path))
     fast.normalizer = _normalizer(model, table)
-    cuts = [] if is_unigram else _longest_first(_pieces(model, USER_DEFINED))
-    if _pieces(model, BYTE) and (cuts or is_unigram):
+    cuts = [] if is_unigram else _longest_first(_pieces(model, Piece.USER_DEFINED))
+    if _pieces(model, Piece.BYTE) and (cuts or is_unigram):
         cuts.append("<(?=0x[0-9A-F]{2}>)")
     if cuts:
         fast.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(cuts)), "isolated")
     fast.decoder = _decoder(model)
     fast.add_special_tokens(
-        [AddedToken(piece, special=True, normalized=False) for piece in _pieces(model, UNKNOWN, CONTROL)]
+        [AddedToken(piece, special=True, normalized=False) for piece in _pieces(model, Piece.UNKNOWN, Piece.CONTROL)]
     )
     bos = special.get("bos_token")
     if bos:
@@ -102,7 +93,7 @@ def first_difference(path: Path, encode: Callable[[str], list[int]]) -> str:
     return ""
 
 
-def _pieces(model: Any, *kinds: int) -> list[str]:
+def _pieces(model: ModelProto, *kinds: int) -> list[str]:
     return [piece.piece for piece in model.pieces if piece.type in kinds]
 
 
@@ -111,7 +102,7 @@ def _longest_first(symbols: list[str]) -> list[str]:
     return list(map(re.escape, sorted(symbols, key=len, reverse=True)))
 
 
-def _table(model: Any, path: Path) -> normalizers.Normalizer:
+def _table(model: ModelProto, path: Path) -> normalizers.Normalizer:
     table = model.normalizer_spec.precompiled_charsmap
     if not table:
         return normalizers.Sequence([])
@@ -119,42 +110,42 @@ def _table(model: Any, path: Path) -> normalizers.Normalizer:
         return table_normalizer(table)
 
 
-def _check(model: Any, table: normalizers.Normalizer, path: Path) -> None:
-    if model.trainer_spec.model_type not in (UNIGRAM, BPE, CHAR):
+def _check(model: ModelProto, table: normalizers.Normalizer, path: Path) -> None:
+    if model.trainer_spec.model_type not in (TrainerSpec.UNIGRAM, TrainerSpec.BPE, TrainerSpec.CHAR):
         raise UserError(f"{path}: only SentencePiece models of type unigram, bpe and char are supported, not word")
-    if _pieces(model, UNUSED) or model.trainer_spec.treat_whitespace_as_suffix:
+    if _pieces(model, Piece.UNUSED) or model.trainer_spec.treat_whitespace_as_suffix:
         raise UserError(
             f"{path}: unused pieces and treat_whitespace_as_suffix have no counterpart in a fast tokenizer; "
             "train the SentencePiece model without them"
         )
-    rewritten = [piece for piece in _pieces(model, USER_DEFINED) if _is_rewritten(piece, model, table)]
+    rewritten = [piece for piece in _pieces(model, Piece.USER_DEFINED) if _is_rewritten(piece, model, table)]
     if rewritten:
         raise UserError(
             f"{path}: its normalisation rewrites the user-defined symbols {rewritten}; "
             "train it with normalization_rule_name=identity"
         )
-    if model.trainer_spec.model_type == UNIGRAM and (tied := _overlapping(model)):
+    if model.trainer_spec.model_type == TrainerSpec.UNIGRAM and (tied := _overlapping(model)):
         raise UserError(
             f"{path}: the user-defined symbols {tied} overlap, and which of them a unigram model takes depends on the "
             "rounding of scores; train it with model_type=bpe, or without these symbols"
         )
-    if _pieces(model, BYTE) and (halved := list(filter(_is_cut, _pieces(model, USER_DEFINED)))):
+    if _pieces(model, Piece.BYTE) and (halved := list(filter(_is_cut, _pieces(model, Piece.USER_DEFINED)))):
         raise UserError(
             f"{path}: a fast tokenizer would confuse the user-defined symbols {halved} with bytes; train the "
             "SentencePiece model without them"
         )
 
 
-def _is_rewritten(symbol: str, model: Any, table: normalizers.Normalizer) -> bool:
+def _is_rewritten(symbol: str, model: ModelProto, table: normalizers.Normalizer) -> bool:
     """Return whether the table rewrites a user-defined symbol, or its start together with what is before it."""
     later = later_characters(model.normalizer_spec.precompiled_charsmap)
     return symbol[0] in later or table.normalize_str(symbol) != symbol
 
 
-def _overlapping(model: Any) -> list[str]:
+def _overlapping(model: ModelProto) -> list[str]:
     """Return the user-defined symbols with a beginning or an end in common with the other side of a symbol."""
     escapes = model.normalizer_spec.escape_whitespaces  # then no symbol with a blank is found in a text
-    symbols = [symbol for symbol in _pieces(model, USER_DEFINED) if not (escapes and " " in symbol)]
+    symbols = [symbol for symbol in _pieces(model, Piece.USER_DEFINED) if not (escapes and " " in symbol)]
     starts = {symbol[:cut] for symbol in symbols for cut in range(1, len(symbol))}
     ends = {symbol[cut:] for symbol in symbols for cut in range(1, len(symbol))}
     return [
@@ -168,25 +159,25 @@ def _is_cut(symbol: str) -> bool:
     return re.search(r"<0(?:x|\Z)", symbol) is not None
 
 
-def _unigram(model: Any) -> models.Unigram:
-    best = max(0.0, *(piece.score for piece in model.pieces if piece.type == NORMAL))
+def _unigram(model: ModelProto) -> models.Unigram:
+    best = max(0.0, *(piece.score for piece in model.pieces if piece.type == Piece.NORMAL))
     vocab = [
         # SentencePiece prefers a user-defined symbol to its parts
-        (piece.piece, len(piece.piece.encode()) * best - 0.1 if piece.type == USER_DEFINED else piece.score)
+        (piece.piece, len(piece.piece.encode()) * best - 0.1 if piece.type == Piece.USER_DEFINED else piece.score)
         for piece in model.pieces
     ]
     return models.Unigram(vocab, unk_id=model.trainer_spec.unk_id, byte_fallback=model.trainer_spec.byte_fallback)
 
 
-def _bpe(model: Any, path: Path) -> models.BPE:
+def _bpe(model: ModelProto, path: Path) -> models.BPE:
     """Convert the pieces to merges: SentencePiece merges the pair whose union has the best score.
 
     So every split of a piece is a merge with the rank of that piece. Merges of different pieces have different ranks.
     Raises UserError if equal scores matter, or if a model with user-defined symbols has pieces that merges miss.
     """
     ids = {piece.piece: index for index, piece in enumerate(model.pieces)}
-    normal = set(_pieces(model, NORMAL))
-    by_score = sorted((piece for piece in model.pieces if piece.type == NORMAL), key=lambda piece: -piece.score)
+    normal = set(_pieces(model, Piece.NORMAL))
+    by_score = sorted((piece for piece in model.pieces if piece.type == Piece.NORMAL), key=lambda piece: -piece.score)
     merges = [
         (left, right)
         for piece in by_score
@@ -206,7 +197,7 @@ def _bpe(model: Any, path: Path) -> models.BPE:
             f"{path}: several of its pieces have the same score, and a fast tokenizer, which cannot rank them equally, "
             f"reads {apart!r} otherwise; give each a score of its own, or name a directory with tokenizer.json"
         )
-    symbols = _pieces(model, USER_DEFINED)
+    symbols = _pieces(model, Piece.USER_DEFINED)
     if symbols:
         any_symbol = re.compile("|".join(_longest_first(symbols)))
         lost = [piece for piece in normal if len(bpe.tokenize(piece)) > 1 and not any_symbol.search(piece)]
@@ -219,7 +210,7 @@ def _bpe(model: Any, path: Path) -> models.BPE:
     return bpe
 
 
-def _ranked_otherwise(model: Any, bpe: models.BPE, merged: set[str]) -> str:
+def _ranked_otherwise(model: ModelProto, bpe: models.BPE, merged: set[str]) -> str:
     """Return a text in which pieces of equal scores overlap, and which `bpe` reads unlike the library; '' if none.
 
     Of two merges with the same score the library takes the first in the text.
@@ -231,10 +222,9 @@ def _ranked_otherwise(model: Any, bpe: models.BPE, merged: set[str]) -> str:
     tied = [pieces for pieces in by_score.values() if len(pieces) > 1]
     if not tied:
         return ""
-    plain = sentencepiece_model_pb2.ModelProto.FromString(model.SerializeToString())
-    plain.normalizer_spec.Clear()
-    plain.normalizer_spec.MergeFrom(
-        type(plain.normalizer_spec)(name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False)
+    plain = ModelProto.FromString(model.SerializeToString())
+    plain.normalizer_spec.CopyFrom(
+        NormalizerSpec(name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False)
     )
     library = SentencePieceProcessor(model_proto=plain.SerializeToString())
     texts = (text for pieces in tied for pair in product(pieces, pieces) for text in _overlaps(*pair))
@@ -247,14 +237,14 @@ def _overlaps(first: str, second: str) -> list[str]:
     return [first + second[cut:] for cut in cuts]
 
 
-def _normalizer(model: Any, table: normalizers.Normalizer) -> normalizers.Normalizer:
+def _normalizer(model: ModelProto, table: normalizers.Normalizer) -> normalizers.Normalizer:
     """Write a text as SentencePiece does before it looks for pieces.
 
     The longest user-defined symbol at a place is a unit: the table rewrites no part of it, and no blanks vanish from it
     but those at its start after another blank. So its end is cut from what follows, and its blanks have stand-ins.
     """
     spec = model.normalizer_spec
-    symbols = _pieces(model, USER_DEFINED)
+    symbols = _pieces(model, Piece.USER_DEFINED)
     spaced = [symbol for symbol in symbols if " " in symbol and spec.remove_extra_whitespaces]
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(PREFIX)] if spec.add_dummy_prefix else []
     is_cut = bool(spaced or (symbols and spec.precompiled_charsmap))
@@ -272,11 +262,11 @@ def _normalizer(model: Any, table: normalizers.Normalizer) -> normalizers.Normal
     return normalizers.Sequence(steps)
 
 
-def _space(spec: Any) -> str:
+def _space(spec: NormalizerSpec) -> str:
     return SPACE if spec.escape_whitespaces else " "
 
 
-def _decoder(model: Any) -> decoders.Decoder:
+def _decoder(model: ModelProto) -> decoders.Decoder:
     steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " ")]
     if model.trainer_spec.byte_fallback:
         steps.append(decoders.ByteFallback())

@@ -144,17 +144,18 @@ class Tokenizer:
         `encode_rendered` encodes the text or a part of it, and `without_marks` removes the marks. Raises what `chat`
         does.
         """
-
-        def rendered(messages: Messages) -> str:
-            return self._rendered(messages, add_generation_prompt=not is_complete)
-
         conversation = [dict(message) for message in messages]
+        text = self._rendered(conversation, add_generation_prompt=not is_complete)
         if self.spelling == "allow":
-            return rendered(conversation)
+            return text
         name = self._control.first_in(conversation)
         if name:
             self._refuse(name)
-        return self._control.render(conversation, rendered)
+        guarded = self._control.guarded(conversation)
+        broken = text
+        if guarded != conversation:
+            broken = self._rendered(guarded, add_generation_prompt=not is_complete)
+        return self._control.marked(conversation, text, broken)
 
     def encode_rendered(self, text: str) -> list[int]:
         """Return the ids of a part of what `render` returns. Raises UserError as `encode` does."""

@@ -137,7 +137,7 @@ class _Trials:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._rows: dict[int, list[int]] = {}  # digest of rule and truth -> the first row, and the number of rows
-        self._pending = deque[tuple[int, str, Any, Future[ScoringResult]]]()
+        self._pending = deque[tuple[int, str, object, Future[ScoringResult]]]()
         self._messages: dict[int, tuple[Kind, str]] = {}
 
     def add(self, columns: PromptColumns, row: DataRow, rules: Sequence[str], index: int) -> None:

@@ -2,9 +2,10 @@
 
 import zlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pyarrow.fs import FSSpecHandler
+import pyarrow as pa
+from pyarrow.fs import FileSystem, FSSpecHandler
 
 from megarl.platform.errors import UserError
 from megarl.platform.uri import open_filesystem, out_of_reach
@@ -26,11 +27,11 @@ class Location:
     """A file that can be opened repeatedly, for reading at any position."""
 
     name: str  # as the user wrote it
-    filesystem: Any
+    filesystem: FileSystem
     path: str
 
-    def open(self) -> Any:
-        """Open the file as a `pyarrow.NativeFile`. Raises UserError if it is missing or unreachable."""
+    def open(self) -> pa.NativeFile:
+        """Open the file. Raises UserError if it is missing or unreachable."""
         try:
             return self.filesystem.open_input_file(self.path)
         except FileNotFoundError as error:

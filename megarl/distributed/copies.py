@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl.distributed.nodes import once_a_node
-from megarl.platform.cache import ReportProgress, copy_of
-from megarl.platform.remote import RemoteDirectory
+from megarl.platform.cache import copy_of
+from megarl.platform.remote import RemoteDirectory, ReportProgress
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
-from megarl.platform.cache import ReportProgress
+from megarl.platform.remote import ReportProgress
 
 TURN_S = 1.0
 """Seconds between two exchanges of progress among the ranks."""

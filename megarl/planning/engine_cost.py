@@ -25,7 +25,7 @@ SAMPLES = (1, 128)
 TOKENS = (8, 40)  # of a response; the difference leaves out the prompt
 REPEATS = 5
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # vLLM reads them
-TINY: dict[str, Any] = {
+TINY: dict[str, object] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "tie_word_embeddings": False,

@@ -282,7 +282,7 @@ def _duration(seconds: float) -> str:
     return f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.0f} days"
 
 
-def _sync_to_dict(traffic: SyncTraffic) -> dict[str, Any]:
+def _sync_to_dict(traffic: SyncTraffic) -> dict[str, object]:
     return {**asdict(traffic), "ratio": traffic.ratio if math.isfinite(traffic.ratio) else None}
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -25,7 +25,7 @@ from uuid import uuid4
 
 from megarl.platform.errors import UserError
 from megarl.platform.files import explained, file_error, sync_directory, write_whole
-from megarl.platform.remote import Described, RemoteDirectory
+from megarl.platform.remote import Described, RemoteDirectory, ReportProgress
 from megarl.platform.uri import WAITS_S, out_of_reach, persist
 
 VARIABLE = "MEGARL_CACHE"  # D136
@@ -36,9 +36,6 @@ SETTLED_S = 2
 """The times of copied files are set back by this many seconds, so that a later write to a file changes its time."""
 ROUND_S = 0.2
 MD5 = re.compile(r'"?([0-9a-f]{32})"?')
-
-ReportProgress = Callable[[int], None]
-"""A function that is given how many more bytes, or other units, are done."""
 
 
 def cache_directory() -> Path:

@@ -11,7 +11,7 @@ import logging
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 from megarl.platform.terminal import visible
 
@@ -29,14 +29,14 @@ printed.setLevel(logging.INFO)
 printed.propagate = False
 
 
-class _Console(logging.StreamHandler[Any]):
+class _Console(logging.StreamHandler[TextIO]):
     """Writes to what is standard error at the time of the record: a progress bar replaces it while it is shown."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
-    def stream(self) -> Any:
+    def stream(self) -> TextIO:
         return sys.stderr
 
     @stream.setter

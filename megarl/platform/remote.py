@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
-from pyarrow.fs import FileInfo, FileSelector, FileType, FSSpecHandler
+from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType, FSSpecHandler
 
 from megarl.platform.errors import UserError
 from megarl.platform.secrets import redact
@@ -26,6 +25,9 @@ WITH_TAGS = ("abfs", "gcs", "s3")
 TAGS = ("ETag", "etag", "md5Hash", "checksum", "blob_id")
 MARKS = (*TAGS, "Last-Modified", "LastModified", "mtime", "updated", "created")
 """Attributes of files in file systems of fsspec that change with the content, the best first."""
+
+ReportProgress = Callable[[int], None]
+"""A function that is given how many more bytes, or other units, are done."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class RemoteDirectory:
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
-        self._read: dict[str, bytes | Exception] = {}
+        self._read: dict[str, bytes | dict[str, int] | Exception] = {}
 
     def __str__(self) -> str:
         links = redact(self.uri).split("::")
@@ -78,7 +80,7 @@ class RemoteDirectory:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """The sizes in bytes of the files directly in the directory."""
-        listed = self._once("", self._list)
+        listed = self._once("")
         assert isinstance(listed, dict)
         return listed
 
@@ -86,7 +88,7 @@ class RemoteDirectory:
         """Return the content of a small file. Raise FileNotFoundError if it does not exist."""
         if name not in self.sizes:
             raise FileNotFoundError(f"{self} has no {name}")
-        content = self._once(name, lambda: self._content(name))
+        content = self._once(name)
         assert isinstance(content, bytes)
         return content
 
@@ -105,7 +107,7 @@ class RemoteDirectory:
         except Exception as error:  # each file system has errors of its own
             raise out_of_reach(str(self), error) from error
 
-    def download(self, name: str, file: Path, report: Callable[[int], None]) -> str:
+    def download(self, name: str, file: Path, report: ReportProgress) -> str:
         """Copy a remote file to the disk, report the bytes of each part, and return the MD5. Raise all errors."""
         filesystem, root = self._opened
         digest = hashlib.md5(usedforsecurity=False)
@@ -119,23 +121,23 @@ class RemoteDirectory:
         return digest.hexdigest()
 
     @cached_property
-    def _opened(self) -> tuple[Any, str]:
+    def _opened(self) -> tuple[FileSystem, str]:
         why = why_unopened(self.uri)
         if why:
             raise UserError(f"{self} cannot be opened: {why}")
         filesystem, path = open_filesystem(self.uri)
         return filesystem, path.rstrip("/")
 
-    def _once(self, key: str, work: Callable[[], Any]) -> Any:
-        """Return the result of `work`, or raise its error, from the first call with this key."""
-        if key not in self._read:
+    def _once(self, name: str) -> bytes | dict[str, int]:
+        """Return the content of a file, or for '' the listing, as the first call found it. Raise the error of that."""
+        if name not in self._read:
             try:
-                self._read[key] = work()
+                self._read[name] = self._content(name) if name else self._list()
             except (UserError, FileNotFoundError) as error:
-                self._read[key] = error
+                self._read[name] = error
             except Exception as error:  # each file system has errors of its own
-                self._read[key] = out_of_reach(str(self), error)
-        found = self._read[key]
+                self._read[name] = out_of_reach(str(self), error)
+        found = self._read[name]
         if isinstance(found, Exception):
             raise found
         return found

@@ -52,7 +52,7 @@ def beginning(text: str, length: int) -> str:
 def redacted(values: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return nested plain values redacted; below a key with a secret name only None, booleans and '' remain."""
 
-    def clean(value: object, *, hidden: bool) -> Any:
+    def clean(value: object, *, hidden: bool) -> object:
         if isinstance(value, Mapping):
             return {key: clean(inner, hidden=hidden or _hides(str(key))) for key, inner in value.items()}
         if isinstance(value, list | tuple):

@@ -20,6 +20,9 @@ T = TypeVar("T")
 MAX_BYTES = 64 << 20
 """The largest small file: the manifest of a checkpoint by 100,000 ranks has 20 MB."""
 
+adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+"""Returns pydantic's checker of a type."""
+
 
 class Damage(UserError):  # noqa: N818 - the state of a file
     """A file that differs from what the run wrote. The message begins with the file."""
@@ -92,13 +95,10 @@ def parse_json(content: bytes, shape: type[T], *, file: object) -> T:
         Damage: `file` has no JSON, deeper nesting or longer numbers than pydantic reads, or another type.
     """
     try:
-        found: T = _adapter(shape).validate_json(content, strict=True, extra="forbid")
+        found: T = adapter(shape).validate_json(content, strict=True, extra="forbid")
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         cause = f"{place[:80]}: {first['msg']}" if place else first["msg"]
         raise Damage.in_content(file, cause) from None
     return found
-
-
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 from fsspec import available_protocols, get_filesystem_class
@@ -92,7 +92,7 @@ def persist(work: Callable[[], T], waits: Sequence[float] = WAITS_S) -> T:
     return work()
 
 
-def open_filesystem(name: str) -> tuple[Any, str]:
+def open_filesystem(name: str) -> tuple[FileSystem, str]:
     """Return the `pyarrow.fs.FileSystem` of a path or URI, and the path in it; read no file yet.
 
     The path of a URI is taken as it is written: no character in it is a fragment, a query or a code.

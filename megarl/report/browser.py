@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from megarl.platform.files import write_whole
 from megarl.platform.terminal import visible
@@ -56,7 +55,7 @@ def _script(value: object) -> str:
     return json.dumps(value).replace("<", "\\u003c")
 
 
-def _group(rows: Sequence[Row], text_of: TextOf | None) -> dict[str, Any]:
+def _group(rows: Sequence[Row], text_of: TextOf | None) -> dict[str, object]:
     first = rows[0]
     return {
         "prompt": visible(first["prompt"]),
@@ -65,8 +64,8 @@ def _group(rows: Sequence[Row], text_of: TextOf | None) -> dict[str, Any]:
     }
 
 
-def _sample(row: Row, text_of: TextOf | None) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _sample(row: Row, text_of: TextOf | None) -> dict[str, object]:
+    found: dict[str, object] = {
         "facts": _facts(row, FACTS),
         "response": visible(row["response"]),
     }
@@ -78,7 +77,7 @@ def _sample(row: Row, text_of: TextOf | None) -> dict[str, Any]:
     return found
 
 
-def _facts(row: Row, names: Sequence[str]) -> dict[str, Any]:
+def _facts(row: Row, names: Sequence[str]) -> dict[str, object]:
     """Return the columns that have a value; control characters in texts are escaped."""
     found = {name: row[name] for name in names if row[name] is not None}
     return {name: visible(value) if isinstance(value, str) else value for name, value in found.items()}

@@ -9,6 +9,8 @@ from megarl.report.read import Points, Run
 from megarl.tracking.names import REWARD, STEP_SECONDS, TIMING, VALIDATION, WITHIN_GEN
 
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#9f6b53", "#787774", "#d44c47", "#c29343", "#3a5a98")
+Figure = dict[str, Any]
+"""A part of a figure, as Plotly has it in JSON."""
 DASHES = ("solid", "dot", "dash", "dashdot")
 MOST_POINTS = 1000  # of a line; a longer curve is drawn by means of neighbouring steps
 LEAST_SMOOTHED = 10  # points that a running mean needs
@@ -143,7 +145,7 @@ CHARTS = (
 )
 
 
-def figures(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+def figures(runs: Sequence[Run]) -> Iterator[Figure]:
     """Yield title, expectation and Plotly figure of each chart that a run has metrics for."""
     for chart in CHARTS:
         traces = [trace for number, run in enumerate(runs) for trace in _traces(chart, run, number, len(runs))]
@@ -178,7 +180,7 @@ def running_mean(points: Points) -> Points:
     return means
 
 
-def _traces(chart: Chart, run: Run, number: int, num_runs: int) -> Iterator[dict[str, Any]]:
+def _traces(chart: Chart, run: Run, number: int, num_runs: int) -> Iterator[Figure]:
     """Yield the lines of one run: a colour for each metric, or for each run if there are several."""
     for place, name in enumerate(chart.names(run, is_alone=num_runs == 1)):
         points = run.points(name)
@@ -193,7 +195,7 @@ def _traces(chart: Chart, run: Run, number: int, num_runs: int) -> Iterator[dict
         yield line | ({"stackgroup": f"{number}", "mode": "lines"} if chart.stacked and num_runs == 1 else {})
 
 
-def _line(points: Points, title: str, colour: str, dash: str) -> dict[str, Any]:
+def _line(points: Points, title: str, colour: str, dash: str) -> Figure:
     steps, values = zip(*thin(points), strict=True) if points else ((), ())
     return {
         "type": "scatter",

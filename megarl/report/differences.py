@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megarl.checkpoint.differences import value_at
 from megarl.config.links import shown
@@ -42,7 +42,7 @@ def from_default(config: Mapping[str, object]) -> Iterator[Difference]:
             yield Difference(key, shown(value), REQUIRED if usual == MANDATORY else shown(usual))
 
 
-def between(configs: Sequence[Mapping[str, object]]) -> dict[str, list[Any]]:
+def between(configs: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
     """Return the values of each key that differs between resolved configurations, in their order.
 
     Keys that one configuration lacks, because they belong to another command or version, are left out. So are the keys
@@ -58,10 +58,10 @@ def _root_of(config: Mapping[str, object]) -> type:
     return next((root for key, root in ROOTS.items() if key in config), SFTConfig)
 
 
-def _values(config: Mapping[str, object]) -> dict[str, Any]:
+def _values(config: Mapping[str, object]) -> dict[str, object]:
     """Return the values of a resolved configuration. A mapping that a user fills (`reward_kwargs`) is one value."""
     leaves = Schema.of(_root_of(config)).leaves
-    found = dict[str, Any]()
+    found = dict[str, object]()
     for key, value in flatten(config):
         above = accumulate(key.split("."), "{}.{}".format)
         leaf = next((path for path in above if path in leaves), None)
@@ -69,7 +69,7 @@ def _values(config: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def _follow(config: Mapping[str, object], default: object) -> Any:
+def _follow(config: Mapping[str, object], default: object) -> object:
     """Return a default as a file has it, with the values of the keys that it names."""
     if isinstance(default, tuple):
         return list(default)

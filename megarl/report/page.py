@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from megarl.platform.files import write_whole
 from megarl.report.browser import BROWSER_FILE
@@ -65,7 +64,7 @@ def _ending(run: Run) -> str:
     return "not finished" if event in ("start", "resume") else event
 
 
-def _summary(run: Run) -> dict[str, Any]:
+def _summary(run: Run) -> dict[str, object]:
     score = score_of(run)
     seconds = sum(value for _, value in run.points(STEP_SECONDS))
     return {

@@ -1,7 +1,6 @@
 """The templates of the pages: texts are escaped as HTML, and their control characters are shown as escapes."""
 
 from functools import cache
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
@@ -21,6 +20,6 @@ def template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def _shown(value: object) -> Any:
+def _shown(value: object) -> object:
     """Return a text with escapes for control characters; the template's own markup stays as it is."""
     return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput, LoggedModelStatus
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput, LoggedModelStatus, Run
 from mlflow.exceptions import MlflowException
 
 from megarl.platform.safe_names import MLFLOW_LONGEST, mlflow_key, with_digest
@@ -79,7 +79,7 @@ def _model_of(params: Mapping[str, object]) -> str | None:
     return flat.get("actor_rollout_ref.model.path") or flat.get("model.path")
 
 
-def log_inputs(client: MlflowClient, run: Any, params: Mapping[str, Any]) -> None:
+def log_inputs(client: MlflowClient, run: Run, params: Mapping[str, object]) -> None:
     """Give a run its data and its model, unless it has them. A server that knows neither costs a warning."""
     run_id = run.info.run_id
     datasets = list(_data_of(params))

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, urlencode
 
 from mlflow import MlflowClient
@@ -174,12 +173,12 @@ class Store:
         self._folded.add(key.casefold())
         return key
 
-    def _log(self, run_id: str, kind: str, items: Sequence[object], size: int) -> None:
+    def _log(self, run_id: str, kind: str, items: Sequence[Metric | Param], size: int) -> None:
         """Log metrics or parameters in batches. A record that the store refuses is lost alone, with one warning."""
         for batch in _batches(items, size):
             self._log_batch(run_id, kind, batch)
 
-    def _log_batch(self, run_id: str, kind: str, items: Sequence[Any]) -> None:
+    def _log_batch(self, run_id: str, kind: str, items: Sequence[Metric | Param]) -> None:
         try:
             self._client.log_batch(run_id, **{kind: items})
         except MlflowException as error:
@@ -256,7 +255,7 @@ def _status(error: Exception) -> int:
     return error.get_http_status_code() if isinstance(error, MlflowException) else 500
 
 
-def _batches(items: Sequence[object], size: int) -> Iterator[list[Any]]:
+def _batches(items: Sequence[Metric | Param], size: int) -> Iterator[list[Metric | Param]]:
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch

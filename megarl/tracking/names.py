@@ -1,4 +1,4 @@
-"""The names of the metrics that the console and the plots show; `metrics` describes all metrics."""
+"""The names of the metrics that the console and the plots show; `scripts/metrics.py` describes all metrics."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal

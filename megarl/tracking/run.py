@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +12,7 @@ class TrackedRun:
     run_dir: Path
     project: str
     experiment: str
-    params: Mapping[str, Any]  # the resolved configuration
+    params: Mapping[str, object]  # the resolved configuration
     resume_step: int | None = None  # None: a new run, which replaces the records in `run_dir`
     resume_metrics: Mapping[str, float] | None = None  # of that step, recorded unless the records have that step
     mlflow_tracking_uri: str | None = None  # None: that of the environment, or the file of the project

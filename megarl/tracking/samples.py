@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megarl.tracking.protocol import Row
 
@@ -27,7 +26,7 @@ class Pair:
             return 0.0
         return self.score_now - self.score_before
 
-    def cells(self) -> dict[str, Any]:
+    def cells(self) -> dict[str, object]:
         """Return the columns of a table for people."""
         return {
             "prompt": self.prompt,
@@ -65,9 +64,9 @@ def is_sample(row: Row) -> bool:
     return all(isinstance(text, str) for text in texts) and (score is None or is_number)
 
 
-def _numbered(rows: Sequence[Row]) -> Iterator[tuple[tuple[Any, int], Row]]:
+def _numbered(rows: Sequence[Row]) -> Iterator[tuple[tuple[object, int], Row]]:
     """Yield each row with its prompt and the number of the response to it."""
-    seen: Counter[Any] = Counter()
+    seen: Counter[object] = Counter()
     for row in filter(is_sample, rows):
         yield (row["prompt"], seen[row["prompt"]]), row
         seen[row["prompt"]] += 1

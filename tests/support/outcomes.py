@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from megarl.checkpoint.contents import RANDOM_STATES
 from megarl.samples.store import PLACE
 from megarl.tracking.jsonl import read_jsonl
-from megarl.tracking.metrics import describe
+from scripts.metrics import describe
 
 PASSING = ("time", "timing_s/", "perf/", "sync/check", "reward/slowest_s")
 """Prefixes of metrics that differ between equal runs: those of the clock, and of the checks when a run starts."""

@@ -15,11 +15,11 @@ from megarl.platform.device import decide_device
 torch.set_num_threads(1)  # a thread would not survive the fork
 decide_device("cpu")
 
-import megarl.config.load  # noqa: E402
 import megarl.learner.imported  # noqa: E402
 import megarl.report.page  # noqa: E402
 import megarl.rollout.imported  # noqa: E402
 from megarl.config.root import Config  # noqa: E402
+from megarl.platform.small_files import adapter  # noqa: E402
 
 USED = (  # by a job of a few steps; each would be imported in every rank
     "alembic.command",
@@ -38,7 +38,7 @@ for name in USED:
     with suppress(ModuleNotFoundError):  # torch 2.11 has no monitor
         import_module(name)
 
-megarl.config.load._adapter(Config)
+adapter(Config)
 megarl.report.page.library()
 current_platform = import_module("vllm.platforms").current_platform
 if current_platform.is_cpu() and (register := current_platform.register_triton_kernel_overrides):  # None in 0.26

@@ -17,8 +17,7 @@ import megarl
 from megarl.__main__ import main
 from megarl.commands.cli import version
 from megarl.commands.cli.command import parse
-from megarl.commands.cli.table import COMMANDS, EXPORT, PLAN, TRAIN
-from megarl.commands.cli.table import megarl as megarl_command
+from megarl.commands.cli.table import COMMANDS, EXPORT, MEGARL, PLAN, TRAIN
 from megarl.commands.evaluate import as_configuration, with_best
 from megarl.commands.plan import main as plan
 from megarl.commands.prepare import tasks
@@ -152,7 +151,7 @@ def test_options_mix_with_keys_and_unknown_options_pass() -> None:
 
 def completions(*words: str) -> list[tuple[str, str]]:
     """Return the kinds and values that complete the last word of a command line."""
-    shell = ShellComplete(megarl_command(version.line), {}, "megarl", "_MEGARL_COMPLETE")
+    shell = ShellComplete(MEGARL, {}, "megarl", "_MEGARL_COMPLETE")
     return [(item.type, item.value) for item in shell.get_completions(list(words[:-1]), words[-1])]
 
 

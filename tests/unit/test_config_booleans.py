@@ -2,14 +2,15 @@
 
 import pytest
 
-from megarl.config.load import _schema, read
+from megarl.config.load import read
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
+from megarl.config.schema import Schema
 
 
 @pytest.mark.parametrize("root", [Config, SFTConfig, RewardTrainConfig, VerifyConfig])
 @pytest.mark.parametrize("word", ["true", "false"])
 def test_no_key_of_a_number_takes_a_bool(root: type, word: str) -> None:
-    numbers = [path for path, value in _schema(root).leaves.items() if type(value) in (int, float)]
+    numbers = [path for path, value in Schema.of(root).leaves.items() if type(value) in (int, float)]
     assert len(numbers) > 10
     _, faults, _ = read(root, [f"{path}={word}" for path in numbers])
     said = {fault.path: fault.message for fault in faults}

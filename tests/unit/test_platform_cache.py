@@ -13,7 +13,7 @@ import pytest
 
 from megarl.platform import cache
 from megarl.platform.cache import RECORD, cache_directory, copy_of
-from megarl.platform.remote import RemoteDirectory
+from megarl.platform.remote import RemoteDirectory, ReportProgress
 from tests.support.programs import ROOT
 
 FILES = {"config.json": b"{}", "a.safetensors": b"a" * 100_000, "b.safetensors": b"b" * 200_000, "other.bin": b"pickle"}
@@ -194,7 +194,7 @@ def test_a_cache_that_cannot_be_written_is_named(there: Path, here: Path) -> Non
 def test_truncated_download_is_named(there: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = RemoteDirectory.download
 
-    def short(self: RemoteDirectory, name: str, file: Path, count: cache.ReportProgress) -> str:
+    def short(self: RemoteDirectory, name: str, file: Path, count: ReportProgress) -> str:
         digest = download(self, name, file, count)
         if name == "b.safetensors":
             os.truncate(file, 5)

@@ -27,7 +27,7 @@ from megarl.report.tracker import REPORT_FILE, ReportTracker
 from megarl.tracking import lines
 from megarl.tracking.history import History
 from megarl.tracking.jsonl import Jsonl, read_jsonl
-from megarl.tracking.metrics import describe
+from scripts.metrics import describe
 from tests.support.browsers import BROWSER, browse
 from tests.support.runs import config_of, write_run
 

@@ -12,11 +12,11 @@ import torch
 
 from megarl.algorithms.correction import mismatch_means, mismatch_sums
 from megarl.algorithms.groups import statistics
-from megarl.tracking.metrics import GROUPS, TABLES, describe
+from scripts.metrics import GROUPS, TABLES, describe
 
 ROOT = Path(__file__).parents[2]
-OTHER_TABLES = {ROOT / "megarl" / "tracking" / "metrics.py", ROOT / "megarl" / "rewards" / "__init__.py"}
-PATHS = [path for path in (ROOT / "megarl").rglob("*.py") if path not in OTHER_TABLES]
+OTHER_TABLE = ROOT / "megarl" / "rewards" / "__init__.py"
+PATHS = [path for path in (ROOT / "megarl").rglob("*.py") if path != OTHER_TABLE]
 NODES = [node for path in PATHS for node in ast.walk(ast.parse(path.read_text()))]
 NAMES = [metric.name for group in GROUPS.values() for metric in group]
 

@@ -1,7 +1,5 @@
 """Completion of configuration keys and of files, for the shells that click knows."""
 
-from collections.abc import Callable
-
 import click
 from click.shell_completion import BashComplete, CompletionItem, ZshComplete, add_completion_class
 
@@ -35,21 +33,22 @@ class Zsh(ZshComplete):
     )
 
 
-def of(command: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Return a function that completes keys of a command's configuration, or else files."""
+class ConfigurationKey(click.types.UnprocessedParamType):
+    """Any word; a shell completes it to a key of a command's configuration, or else to a file."""
 
-    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        del ctx, param
-        words = [f"{key}=" for key in keys(command) if incomplete and key.startswith(incomplete)]
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the keys that begin with a word, each with its sign of equality."""
+        words = [f"{key}=" for key in keys(self.command) if incomplete and key.startswith(incomplete)]
         return [CompletionItem(word) for word in words] or [CompletionItem(incomplete, type="file")]
-
-    return complete
 
 
 def keys(command: str) -> list[str]:
     """Return the dotted keys that a command reads."""
-    from megarl.config.reference import ROOTS
+    from megarl.config.root import COMMANDS
     from megarl.config.schema import Schema
 
-    root = next(root for root, (_, name) in ROOTS.items() if name == command)
+    root = next(root for root, name in COMMANDS.items() if name == command)
     return sorted(Schema.of(root).leaves)

@@ -1,8 +1,8 @@
 """The values that options accept, from their texts. A text that is none raises `click.BadParameter`."""
 
+import os
 import re
 from pathlib import Path
-from typing import Any
 
 import click
 import yaml
@@ -46,22 +46,21 @@ def peak_tflops(text: str) -> dict[int | None, float]:
     return {None: float(first[1]), **{int(match[1]): float(match[2]) for match in others}}
 
 
-def engine_milliseconds(text: str) -> tuple[float, float, float]:
+def engine_milliseconds(text: str) -> tuple[float, ...]:
     """Parse the cost of an engine step on the host: `9.1,0.25,0.18`."""
-    match = re.fullmatch(",".join([r"\s*(\d+\.?\d*)\s*"] * 3), text)
-    if not match:
-        raise click.BadParameter(f"{text!r} is not STEP,LAYER,SAMPLE, three numbers of milliseconds such as 9,0.2,0.2")
-    step, layer, sample = map(float, match.groups())
-    return step, layer, sample
+    return _numbers(text, 3, "STEP,LAYER,SAMPLE, three numbers of milliseconds such as 9,0.2,0.2")
 
 
-def link_microseconds(text: str) -> tuple[float, float]:
+def link_microseconds(text: str) -> tuple[float, ...]:
     """Parse the time of a message of no size, to a rank of the same domain and to another: `2,15`."""
-    match = re.fullmatch(",".join([r"\s*(\d+\.?\d*)\s*"] * 2), text)
+    return _numbers(text, 2, "INSIDE,BETWEEN, two numbers of microseconds such as 2,15")
+
+
+def _numbers(text: str, count: int, meant: str) -> tuple[float, ...]:
+    match = re.fullmatch(",".join([r"\s*(\d+\.?\d*)\s*"] * count), text)
     if not match:
-        raise click.BadParameter(f"{text!r} is not INSIDE,BETWEEN, two numbers of microseconds such as 2,15")
-    inside, between = map(float, match.groups())
-    return inside, between
+        raise click.BadParameter(f"{text!r} is not {meant}")
+    return tuple(map(float, match.groups()))
 
 
 def values_of_key(text: str) -> tuple[str, dict[str, str]]:
@@ -107,7 +106,7 @@ class RunDirectory(click.Path):
     def __init__(self) -> None:
         super().__init__(file_okay=False, path_type=Path)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Return the directory; fail with the most similar one if there is none."""
         path = Path(value)
         if not path.is_dir():

@@ -1,11 +1,10 @@
 """The table of all commands. Everything here is a declaration; the modules that it names do the work."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from megarl.commands.cli import completion
+from megarl.commands.cli import completion, version
 from megarl.commands.cli.command import CONTEXT, Command, Commands, Tasks
 from megarl.commands.cli.kinds import (
     RunDirectory,
@@ -17,6 +16,7 @@ from megarl.commands.cli.kinds import (
     peak_tflops,
     values_of_key,
 )
+from megarl.data.prepare.options import option
 from megarl.platform.log import LEVELS, set_level
 
 TRAINS = "Train"
@@ -42,10 +42,13 @@ def configuration(root: str, *, first: str = "CONFIG.yaml", required: bool = Tru
         ["configuration"],
         nargs=-1,
         required=required,
-        type=click.UNPROCESSED,
+        type=completion.ConfigurationKey(root),
         metavar=f"{first} [MORE.yaml] [a.b.c=value ...]",
-        shell_complete=completion.of(root),
     )
+
+
+def _flag(name: str, text: str) -> click.Option:
+    return click.Option([name], is_flag=True, help=text)
 
 
 def _json(instead: str) -> click.Option:
@@ -53,29 +56,27 @@ def _json(instead: str) -> click.Option:
 
 
 def _log_level() -> click.Option:
-    return click.Option(
-        ["--log-level"],
+    return option(
+        "--log-level",
         type=click.Choice(LEVELS),
         default="info",
-        show_default=True,
         expose_value=False,
         callback=lambda context, option, level: set_level(level),
         help="Least level of the records that the log shows.",
     )
 
 
-DETACH = click.Option(
-    ["--detach"],
-    is_flag=True,
-    help="Check the configuration, then train in a process that outlives this terminal; prints into "
+DETACH = _flag(
+    "--detach",
+    "Check the configuration, then train in a process that outlives this terminal; prints into "
     "RUN_DIR/log/console.txt.",
 )
-BEST = click.Option(["--best"], is_flag=True, help="Take the run's checkpoint with the best validation.")
+BEST = _flag("--best", "Take the run's checkpoint with the best validation.")
 TRAIN = Command(
     "train",
     configuration("train"),
-    click.Option(
-        ["--replay"],
+    option(
+        "--replay",
         type=PATH,
         metavar="DIR_OR_FILE",
         help="Learn again from samples that a run kept in trainer.rollout_data_dir: from a file, or from all files of "
@@ -103,7 +104,7 @@ SFT = Command(
 )
 TRAIN_REWARD = Command(
     "train-reward",
-    configuration("train_reward"),
+    configuration("train-reward"),
     DETACH,
     _log_level(),
     module="megarl.commands.train_reward",
@@ -116,22 +117,20 @@ TRAIN_REWARD = Command(
 SWEEP = Command(
     "sweep",
     configuration("train"),
-    click.Option(
-        ["--over"],
+    option(
+        "--over",
         multiple=True,
         type=values_of_key,
         metavar="KEY=VALUE,VALUE...",
-        shell_complete=completion.of("train"),
+        shell_complete=completion.ConfigurationKey("train").shell_complete,
         help="A key and its values, the items of a YAML list; may repeat, for all combinations.",
     ),
-    click.Option(
-        ["--seeds"], type=click.IntRange(min=1), metavar="N", help="Run each combination with the seeds 1 to N."
+    option("--seeds", type=click.IntRange(min=1), metavar="N", help="Run each combination with the seeds 1 to N."),
+    option(
+        "--out", type=PATH, metavar="DIR", help="Place of the runs' directories  [default: trainer.default_local_dir]"
     ),
-    click.Option(
-        ["--out"], type=PATH, metavar="DIR", help="Place of the runs' directories  [default: trainer.default_local_dir]"
-    ),
-    click.Option(["--slurm"], is_flag=True, help="Write a script for sbatch instead: an array of jobs, one a run."),
-    click.Option(["--dry-run"], is_flag=True, help="Check all runs, print their commands and start none."),
+    _flag("--slurm", "Write a script for sbatch instead: an array of jobs, one a run."),
+    _flag("--dry-run", "Check all runs, print their commands and start none."),
     module="megarl.commands.sweep",
     section=TRAINS,
     text="Run `megarl train` with several values of keys, one run after another, and compare the runs.\n\nChecks all "
@@ -162,22 +161,20 @@ EXPORT = Command(
     click.Argument(["checkpoint"], type=checkpoint),
     click.Argument(["out"], type=PATH),
     BEST,
-    click.Option(["--adapter"], is_flag=True, help="Write the adapters alone, a directory that PEFT and vLLM load."),
-    click.Option(
-        ["--base"],
+    _flag("--adapter", "Write the adapters alone, a directory that PEFT and vLLM load."),
+    option(
+        "--base",
         metavar="DIR_OR_ID",
         help="The model that the adapters belong to, if its place has changed.",
     ),
-    click.Option(
-        ["--license"], metavar="ID", help="The licence on the model card, such as apache-2.0  [default: the base's]"
-    ),
-    click.Option(
-        ["--push-to"],
+    option("--license", metavar="ID", help="The licence on the model card, such as apache-2.0  [default: the base's]"),
+    option(
+        "--push-to",
         metavar="OWNER/NAME",
         help="Upload OUT to this repository of the Hugging Face hub; needs HF_TOKEN or `hf auth login`.",
     ),
-    click.Option(["--private"], is_flag=True, help="Let only you and your organisation see the repository."),
-    click.Option(["--trust-remote-code"], is_flag=True, help="Let a tokenizer's own Python code run."),
+    _flag("--private", "Let only you and your organisation see the repository."),
+    _flag("--trust-remote-code", "Let a tokenizer's own Python code run."),
     _log_level(),
     module="megarl.commands.export",
     section=USES,
@@ -190,19 +187,16 @@ EXPORT = Command(
 PLAN = Command(
     "plan",
     configuration("train"),
-    click.Option(
-        ["--device"],
+    option(
+        "--device",
         type=click.Choice(["auto", "here", "h100", "h200", "b200"]),
         default="auto",
-        show_default=True,
         help="The device of a rank. here: this machine's GPU, or a share of its CPU, which is measured in seconds. "
         "auto: here, if trainer.device=cpu, if this machine has GPUs, or if the run has one rank; else h100.",
     ),
-    click.Option(
-        ["--gpu-memory"], type=amount, metavar="AMOUNT", help="Memory of a device  [default: as --device says]"
-    ),
-    click.Option(
-        ["--host-memory"],
+    option("--gpu-memory", type=amount, metavar="AMOUNT", help="Memory of a device  [default: as --device says]"),
+    option(
+        "--host-memory",
         type=amount,
         metavar="AMOUNT",
         help="Host memory of a node  [default: this machine's, if the run has one node that fits this machine]",
@@ -212,60 +206,56 @@ PLAN = Command(
         type=int,
         help="Ranks that share a node's links  [default: trainer.n_gpus_per_node]",
     ),
-    click.Option(
-        ["--intra-node-bandwidth"],
+    option(
+        "--intra-node-bandwidth",
         type=amount,
         default="400GB/s",
-        show_default=True,
         metavar="AMOUNT",
         help="Bandwidth from a rank to the ranks of its NVLink domain, per direction.",
     ),
-    click.Option(
-        ["--inter-node-bandwidth"],
+    option(
+        "--inter-node-bandwidth",
         type=amount,
         default="45GB/s",
-        show_default=True,
         metavar="AMOUNT",
         help="Bandwidth from a rank to other domains, per direction.",
     ),
-    click.Option(
-        ["--nvlink-domain"],
+    option(
+        "--nvlink-domain",
         type=click.IntRange(min=1),
         metavar="RANKS",
         help="Neighbouring ranks that NVLink connects, also over nodes: 72 of a GB200 NVL72  [default: a node's]",
     ),
-    click.Option(
-        ["--latency-us"],
+    option(
+        "--latency-us",
         type=link_microseconds,
         default="2,15",
-        show_default=True,
         metavar="INSIDE,BETWEEN",
         help="Time of a message of no size within a domain, and between domains: assumed, not measured.",
     ),
-    click.Option(
-        ["--lengths"],
+    option(
+        "--lengths",
         type=mean_lengths,
         metavar="PROMPT,RESPONSE[,LONGEST]",
         help="Mean tokens, and those of the longest response, for the time  [default: the most]",
     ),
-    click.Option(
-        ["--peak-tflops"],
+    option(
+        "--peak-tflops",
         type=peak_tflops,
         metavar="TFLOPS[,WIDTH:TFLOPS...]",
         help="Speed of a device at products of matrices; on CPUs also that of narrow models, by their hidden size "
         "(megarl doctor --peaks measures)  [default: as --device says]",
     ),
-    click.Option(
-        ["--memory-bandwidth"],
+    option(
+        "--memory-bandwidth",
         type=amount,
         metavar="AMOUNT",
         help="Bandwidth of a device's own memory  [default: as --device says]",
     ),
-    click.Option(
-        ["--engine-ms"],
+    option(
+        "--engine-ms",
         type=engine_milliseconds,
         default="0,0,0",
-        show_default=True,
         metavar="STEP,LAYER,SAMPLE",
         help="Cost of an engine step on the host, and of each layer and sample in it (megarl doctor --peaks measures).",
     ),
@@ -284,8 +274,8 @@ VERIFY = Command(
     click.Argument(
         ["overrides"],
         nargs=-1,
+        type=completion.ConfigurationKey("verify"),
         metavar="[a.b.c=value ...]",
-        shell_complete=completion.of("verify"),
     ),
     _json("a table"),
     _log_level(),
@@ -300,8 +290,8 @@ VERIFY = Command(
 )
 DOCTOR = Command(
     "doctor",
-    click.Option(["--peaks"], is_flag=True, help="Measure the greatest speed of the devices too."),
-    click.Option(["--patches"], is_flag=True, help="List the code of other libraries that megarl replaces too."),
+    _flag("--peaks", "Measure the greatest speed of the devices too."),
+    _flag("--patches", "List the code of other libraries that megarl replaces too."),
     module="megarl.commands.doctor",
     section=PLANS,
     text="Show what this machine has for training, and what it lacks.\n\nExit code 1: training cannot work here.",
@@ -309,50 +299,47 @@ DOCTOR = Command(
 )
 PREPARE = Tasks(
     "prepare",
-    click.Option(
-        ["--check"],
+    option(
+        "--check",
         type=click.Path(),
         metavar="FILE",
         help="List the faults of a parquet or JSON file of prompts, supervised pairs or preference pairs, by row.",
     ),
-    click.Option(
-        ["--kind"],
+    option(
+        "--kind",
         type=click.Choice(["rl", "sft", "preference"]),
         help="The use of the checked file, in place of the one that its columns tell: rl for megarl train, sft for "
         "megarl sft, preference for megarl train-reward.",
     ),
-    click.Option(
-        ["--prompt-key"],
+    option(
+        "--prompt-key",
         default="prompt",
-        show_default=True,
         help="Column of the prompts of the checked file (data.prompt_key).",
     ),
-    click.Option(
-        ["--reward-fn-key"],
+    option(
+        "--reward-fn-key",
         default="data_source",
-        show_default=True,
         help="Column of the checked file that picks the built-in reward.",
     ),
-    click.Option(
-        ["--custom-reward-function"],
+    option(
+        "--custom-reward-function",
         type=click.Path(),
         metavar="FILE",
         help="Python file whose function or class scores instead of built-in rewards; its signature is checked.",
     ),
-    click.Option(
-        ["--custom-reward-name"],
+    option(
+        "--custom-reward-name",
         default="compute_score",
-        show_default=True,
         metavar="NAME",
         help="Name of the function or class in that file (custom_reward_function.name).",
     ),
-    click.Option(
-        ["--reward-kwarg"],
+    option(
+        "--reward-kwarg",
         multiple=True,
         metavar="NAME",
         help="Name of a further argument of it (custom_reward_function.reward_kwargs); may be repeated.",
     ),
-    click.Option(["--reward-model"], is_flag=True, help="A reward model scores alone."),
+    _flag("--reward-model", "A reward model scores alone."),
     module="megarl.commands.prepare",
     section=STARTS,
     text="Make the files of a known task or of your own rows, or check a file.",
@@ -366,19 +353,17 @@ CONFIG = Command(
     click.Argument(
         ["words"],
         nargs=-1,
-        type=click.UNPROCESSED,
+        type=completion.ConfigurationKey("train"),
         metavar="[SECTION|KEY ...] [RUN_DIR|CONFIG.yaml ...] [a.b.c=value ...]",
-        shell_complete=completion.of("train"),
     ),
-    click.Option(
-        ["--of"],
+    option(
+        "--of",
         type=click.Choice(["train", "sft", "train-reward", "verify"]),
         help="The command that reads the keys  [default: the command that knows most of them]",
     ),
-    click.Option(
-        ["--check"],
-        is_flag=True,
-        help="Check what the command checks before it starts: keys, places, models, all rows, the reward on a few of "
+    _flag(
+        "--check",
+        "Check what the command checks before it starts: keys, places, models, all rows, the reward on a few of "
         "them, and the device. Imports torch only for trainer.device=cuda.",
     ),
     module="megarl.commands.explain",
@@ -395,13 +380,13 @@ CONFIG = Command(
 CHAT = Command(
     "chat",
     click.Argument(["model"], type=PATH),
-    click.Option(["--prompt"], multiple=True, metavar="TEXT", help="Respond to this text and end; may be repeated."),
-    click.Option(["--system"], metavar="TEXT", help="The system message of the conversation."),
-    click.Option(["--plain"], is_flag=True, help="Continue texts as they are, also if the model has a chat template."),
-    click.Option(["--temperature"], type=click.FloatRange(0), default=0.7, show_default=True, help="0 is greedy."),
-    click.Option(["--max-tokens"], type=click.IntRange(1), default=512, show_default=True, help="Of a response."),
+    option("--prompt", multiple=True, metavar="TEXT", help="Respond to this text and end; may be repeated."),
+    option("--system", metavar="TEXT", help="The system message of the conversation."),
+    _flag("--plain", "Continue texts as they are, also if the model has a chat template."),
+    option("--temperature", type=click.FloatRange(0), default=0.7, help="0 is greedy."),
+    option("--max-tokens", type=click.IntRange(1), default=512, help="Of a response."),
     click.Option(["--seed"], type=int, help="Of the responses."),
-    click.Option(["--trust-remote-code"], is_flag=True, help="Let a tokenizer's own Python code run."),
+    _flag("--trust-remote-code", "Let a tokenizer's own Python code run."),
     module="megarl.commands.chat",
     section=USES,
     text="Talk to a model, in one process.\n\nMODEL is an exported model, a run or a checkpoint. A checkpoint is "
@@ -413,8 +398,8 @@ CHAT = Command(
 COMPARE = Command(
     "compare",
     click.Argument(["runs"], nargs=-1, required=True, type=RunDirectory(), metavar="RUN_DIR..."),
-    click.Option(
-        ["--metric"], multiple=True, metavar="NAME", help="A further metric, or a pattern such as actor/*; may repeat."
+    option(
+        "--metric", multiple=True, metavar="NAME", help="A further metric, or a pattern such as actor/*; may repeat."
     ),
     _json("tables"),
     module="megarl.commands.compare",
@@ -436,16 +421,15 @@ WATCH = Command(
 REPORT = Command(
     "report",
     click.Argument(["runs"], nargs=-1, required=True, type=RunDirectory(), metavar="RUN_DIR..."),
-    click.Option(
-        ["--out"],
+    option(
+        "--out",
         type=PATH,
         metavar="FILE",
         help="The page  [default: report.html in RUN_DIR, or here for several runs]",
     ),
-    click.Option(
-        ["--samples"],
-        is_flag=True,
-        help="Write samples.html in RUN_DIR too: all samples that the run kept in trainer.rollout_data_dir.",
+    _flag(
+        "--samples",
+        "Write samples.html in RUN_DIR too: all samples that the run kept in trainer.rollout_data_dir.",
     ),
     module="megarl.commands.report",
     section=USES,
@@ -457,24 +441,21 @@ REPORT = Command(
 NEW = Command(
     "new",
     click.Argument(["directory"], type=PATH),
-    click.Option(
-        ["--task"],
+    option(
+        "--task",
         type=click.Choice(["own", "countdown", "gsm8k"]),
         default="own",
-        show_default=True,
         help="own: rows of yours, with 64 to begin with.",
     ),
-    click.Option(
-        ["--model"],
+    option(
+        "--model",
         default="Qwen/Qwen2.5-0.5B-Instruct",
-        show_default=True,
         metavar="DIR_OR_ID",
         help="The model to train.",
     ),
-    click.Option(
-        ["--tiny"],
-        is_flag=True,
-        help="Make a random model of 1 M parameters for this machine's CPU too; needs no network.",
+    _flag(
+        "--tiny",
+        "Make a random model of 1 M parameters for this machine's CPU too; needs no network.",
     ),
     module="megarl.commands.new.__main__",
     section=STARTS,
@@ -507,29 +488,27 @@ COMMANDS = (
 """All commands, in the order of the help. A new command is declared above and named here."""
 
 
-def megarl(version: Callable[[], str]) -> Commands:
-    """Return the command `megarl`; `version` makes the line of `--version`."""
+def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        click.echo(version.line())
+        ctx.exit()
 
-    def show(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-        del param
-        if value and not ctx.resilient_parsing:
-            click.echo(version())
-            ctx.exit()
 
-    return Commands(
-        "megarl",
-        commands=COMMANDS,
-        context_settings=CONTEXT,
-        help="Reinforcement-learning post-training of language models.\n\n`megarl COMMAND --help` explains a command.",
-        epilog=completion.SETUP,
-        params=[
-            click.Option(
-                ["-V", "--version"],
-                is_flag=True,
-                is_eager=True,
-                expose_value=False,
-                callback=show,
-                help="Show version, commit and engine.",
-            )
-        ],
-    )
+MEGARL = Commands(
+    "megarl",
+    commands=COMMANDS,
+    context_settings=CONTEXT,
+    help="Reinforcement-learning post-training of language models.\n\n`megarl COMMAND --help` explains a command.",
+    epilog=completion.SETUP,
+    params=[
+        click.Option(
+            ["-V", "--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_version,
+            help="Show version, commit and engine.",
+        )
+    ],
+)
+"""The command `megarl`."""

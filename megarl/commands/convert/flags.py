@@ -17,7 +17,7 @@ from megarl.commands.convert.launch import Launched
 from megarl.config.foreign import ANY, Remark
 from megarl.config.layers import UNREADABLE
 from megarl.config.links import parse, shown
-from megarl.config.load import merged
+from megarl.config.load import merged_trees
 from megarl.config.schema import nest
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TABLES = Path(megarl.config.__file__).with_name("trainers")
 PER_PROMPT = "actor_rollout_ref.rollout.n"
-Meaning = Mapping[str, Any] | str
+Meaning = Mapping[str, object] | str
 """Keys of megarl with values, "{value}" for that of the flag and "{0}" for its first item; or the reason for none."""
 
 
@@ -39,11 +39,13 @@ class Flags:
     programs: Sequence[str]  # patterns of the program
     needs: Sequence[str] = ()  # flags that identify a launch, if the name of its program does not
     roots: Sequence[str] = ()  # sections that only its YAML files have
-    sets: Mapping[str, Any] = field(default_factory=dict)  # the defaults of the trainer that train differently
+    sets: Mapping[str, object] = field(default_factory=dict)  # the defaults of the trainer that train differently
     older: Mapping[str, str] = field(default_factory=dict)  # a former name of a flag -> its name in the tables
     same: Mapping[str, str] = field(default_factory=dict)  # a flag -> the key here, or key[1] for an item of its list
     sections: Mapping[str, str] = field(default_factory=dict)  # a section of flags -> the key here, a mapping
-    cases: Mapping[str, Mapping[Any, Meaning]] = field(default_factory=dict)  # a flag -> a value -> what it means here
+    cases: Mapping[str, Mapping[object, Meaning]] = field(
+        default_factory=dict
+    )  # a flag -> a value -> what it means here
     samples: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
     """A size in prompts here -> the flags whose product it is in samples there, with their defaults."""
     quotients: Mapping[str, Sequence[str]] = field(default_factory=dict)  # a key here -> a flag and that of its divisor
@@ -52,7 +54,7 @@ class Flags:
     file: str = ""  # the flag of a YAML file, whose flags the others override
     default_files: Mapping[str, str] = field(default_factory=dict)
     """A pattern of programs -> the file that counts without this flag."""
-    idle: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # a flag -> the values that ask for nothing
+    idle: Mapping[str, Sequence[object]] = field(default_factory=dict)  # a flag -> the values that ask for nothing
     dropped: Mapping[str, str] = field(default_factory=dict)  # a pattern of flags -> why they change nothing
     unused: Mapping[str, str] = field(default_factory=dict)  # a pattern of flags -> the switch that they would need
     decide: Mapping[str, str] = field(default_factory=dict)  # a pattern -> what there is to decide about other values
@@ -67,7 +69,7 @@ class Flags:
         return next((table for table in fitting if not table.needs or flags & set(table.needs)), None)
 
     @classmethod
-    def of_file(cls, tree: Mapping[str, Any]) -> Self | None:
+    def of_file(cls, tree: Mapping[str, object]) -> Self | None:
         """Return the table for a YAML file; None for verl and what is like it."""
         return next((table for table in cls.tables() if tree.keys() & set(table.roots)), None)
 
@@ -93,7 +95,7 @@ class Flags:
         given.pop(self.file, None)
         found.dropped[f"{self.file}={links(name).replace(UNKNOWN, '$(...)')}"] = "its keys are in this file"
         for flag, text in given.items():
-            tree = merged(tree, nest({flag: _parsed(links(text))}))  # links of the file lead to them
+            tree = merged_trees(tree, nest({flag: _parsed(links(text))}))  # links of the file lead to them
         return [*words_of(tree), *(f"--{flag}={text}" for flag, text in given.items())]
 
     def fill(self, found: "Converted", words: Sequence[str]) -> None:
@@ -122,7 +124,7 @@ class Flags:
             if self.older.get(flag, flag) not in counted:
                 found.decisions[f"{flag}={texts[flag]}".replace(UNKNOWN, "$(...)")] = why
 
-    def meaning(self, flag: str, value: Any) -> Meaning | None:
+    def meaning(self, flag: str, value: object) -> Meaning | None:
         """Return what a flag means here; None if that is to be decided."""
         text = shown(value)
         if text in map(shown, self.idle.get(flag, ())):
@@ -192,7 +194,7 @@ class Flags:
                 counted.add(flag)
         return counted
 
-    def _adapted(self, given: Mapping[str, Any]) -> "Flags":
+    def _adapted(self, given: Mapping[str, object]) -> "Flags":
         """Return the tables as the flags that change the meaning of others have them."""
         tables: dict[str, Any] = {}
         written = {f"{flag}={shown(value)}" for flag, value in given.items()}
@@ -214,7 +216,7 @@ def find_file(name: str, base: Path) -> Path | None:
     return next((folder / known for folder in folders if known and (folder / known).is_file()), None)
 
 
-def _tree_of(path: Path) -> dict[str, Any] | None:
+def _tree_of(path: Path) -> dict[str, object] | None:
     try:
         tree = read_tree(path)
     except (*UNREADABLE, OSError):
@@ -230,7 +232,7 @@ def _first(table: Mapping[str, str], flag: str) -> str | None:
     return next((text for pattern, text in table.items() if fnmatchcase(flag, pattern)), None)
 
 
-def _keep(found: "Converted", key: str, value: Any, flag: str) -> None:
+def _keep(found: "Converted", key: str, value: object, flag: str) -> None:
     """Add a key, or an item of its list."""
     key, _, index = key.partition("[")
     if index:
@@ -242,7 +244,7 @@ def _keep(found: "Converted", key: str, value: Any, flag: str) -> None:
     found.keep({key: value}, [Remark(written=flag, value=value, key=key, why="")])
 
 
-def _inserted(template: Any, value: Any) -> Any:
+def _inserted(template: object, value: Any) -> object:
     """Return a value of a case, with the value of the flag or an item of it."""
     if isinstance(template, dict):
         return {key: _inserted(one, value) for key, one in template.items()}
@@ -253,7 +255,7 @@ def _inserted(template: Any, value: Any) -> Any:
     return value[int(match[1])] if is_item else value
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     try:
         return parse(text)
     except UNREADABLE:
@@ -278,6 +280,6 @@ def pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             flag, values = key[2:].replace("-", "_"), [value] if is_given else []
 
 
-def words_of(tree: Mapping[str, Any]) -> list[str]:
+def words_of(tree: Mapping[str, object]) -> list[str]:
     """Return the leaves of a YAML file as words."""
     return [f"--{key}={value if UNKNOWN in str(value) else json.dumps(value)}" for key, value in resolved(tree)]

@@ -3,12 +3,11 @@
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megarl.commands.convert.expand import UNKNOWN
 from megarl.config.layers import YAML
 from megarl.config.links import follow, parse
-from megarl.config.load import merged
+from megarl.config.load import merged_trees
 from megarl.platform.errors import UserError
 from megarl.section import flatten, listed
 
@@ -16,26 +15,26 @@ _RELATIVE = re.compile(r"\$\{(\.+)(\w)")
 _VARIABLE = "${oc.env:"
 
 
-def read_tree(path: Path, above: tuple[Path, ...] = ()) -> Any:
+def read_tree(path: Path, above: tuple[Path, ...] = ()) -> object:
     """Return a YAML file merged over those that its `defaults` name; the names of absent ones stay there."""
     tree = parse(path.read_text(encoding="utf-8"), lenient=True)
     if not isinstance(tree, dict) or not isinstance(tree.get("defaults"), str | list):
         return tree
-    base: dict[str, Any] = {}
+    base: dict[str, object] = {}
     absent = []
     for name in listed(tree["defaults"]):
         file = path.parent / str(name)
         is_there = file.suffix in YAML and file.is_file() and file.resolve() not in above
         parent = read_tree(file, (*above, path.resolve())) if is_there else None
         if isinstance(parent, dict):
-            base = merged(base, parent)
+            base = merged_trees(base, parent)
         else:
             absent.append(name)
     own = {key: value for key, value in tree.items() if key != "defaults"}
-    return {**merged(base, own), **({"defaults": absent} if absent else {})}
+    return {**merged_trees(base, own), **({"defaults": absent} if absent else {})}
 
 
-def resolved(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def resolved(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the leaves of a tree with their links followed; `UNKNOWN` for a value that no link leads to."""
     values = {key: _absolute(key, value) for key, value in flatten(tree)}
     for key, value in values.items():
@@ -49,7 +48,7 @@ def resolved(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield key, UNKNOWN if isinstance(found, str) and "${" in found else found
 
 
-def _absolute(key: str, value: Any) -> Any:
+def _absolute(key: str, value: object) -> object:
     """Return a text with `${.name}`, a key of the same section, as `${section.name}`."""
     if not isinstance(value, str):
         return value

@@ -33,7 +33,7 @@ class Converted:
     decisions: dict[str, str] = field(default_factory=dict)  # a key with its value -> what there is to decide
     remarks: list[Remark] = field(default_factory=list)  # on keys of verl
 
-    def keep(self, leaves: Mapping[str, Any], remarks: Sequence[Remark]) -> None:
+    def keep(self, leaves: Mapping[str, object], remarks: Sequence[Remark]) -> None:
         """Add keys of megarl, which override those before, and what is said about them."""
         for key, value in leaves.items():
             self.leaves[key] = merged(self.leaves.get(key), value)
@@ -151,9 +151,9 @@ def _parents(key: str) -> Iterator[str]:
     return (".".join(parts[:end]) for end in range(1, len(parts)))
 
 
-def _at(tree: Mapping[str, Any], path: str) -> object:
+def _at(tree: Mapping[Any, object], path: str) -> object:
     """Return the value at a dotted path of a tree."""
-    node: Any = tree
+    node: object = tree
     for part in path.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     return node

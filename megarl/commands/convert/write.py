@@ -1,7 +1,6 @@
 """A converted configuration as YAML: a comment for each key that has another name, was dropped, or is to be decided."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import yaml
 
@@ -41,7 +40,7 @@ def _nested(keys: list[str], found: Converted) -> Iterator[str]:
         yield f"{indent}{_plain(name)}: {_plain(found.leaves[key])}"
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """Return a value in one line of YAML."""
     text = yaml.safe_dump(value, default_flow_style=True, width=_MOST_COLUMNS, allow_unicode=False)
     return text.removesuffix("...\n").strip()

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from megarl.data.columns import BY_SOURCE, REWARD_MODEL, Needs, PromptColumns
 from megarl.data.config import DataSection
@@ -12,6 +12,7 @@ from megarl.data.messages import prompt_faults, text_faults
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.data.truths import KINDS, TruthFindings, look
+from megarl.data.truths import Kind as TruthKind
 from megarl.platform.errors import UserError
 
 Kind = Literal["rl", "sft", "preference"]
@@ -111,7 +112,7 @@ def _examine_prompts(file: str, columns: PromptColumns, report: CheckReport) -> 
         lines.extend(_lines(found, kind))
 
 
-def _lines(found: TruthFindings, kind: Any) -> Iterator[str]:
+def _lines(found: TruthFindings, kind: TruthKind) -> Iterator[str]:
     shown = found.shown.get(kind, [])
     for finding in shown:
         yield f"{finding.place}{_others(finding.num_rows)}, {finding.message}"

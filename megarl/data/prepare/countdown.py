@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from types import SimpleNamespace
-from typing import Any
 
 import click
 
@@ -154,7 +153,7 @@ def draw(rng: random.Random, *, num_numbers: int, max_number: int, operators: st
 
 def _distinct(arguments: SimpleNamespace, total: int) -> Iterator[Problem]:
     rng = random.Random(arguments.seed)
-    seen: set[Any] = set()
+    seen: set[object] = set()
     tries = 0
     while len(seen) < total and tries < MAX_TRIES:
         tries += 1

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import click
 import pyarrow as pa
@@ -92,7 +91,7 @@ def problems_of(file: Path) -> Iterator[tuple[int, DataRow]]:
         yield index, problem
 
 
-def _json(file: Path) -> list[Any]:
+def _json(file: Path) -> list[object]:
     with pa.input_stream(str(file)) as source:  # decompresses
         text = source.read().decode()
     if ".jsonl" in file.suffixes:

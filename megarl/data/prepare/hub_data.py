@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -94,7 +93,7 @@ class HubData:
             raise UserError(f"{self.name} has the splits {', '.join(splits)}, but no split {split!r}")
         return splits.get(split, [])
 
-    def _configs(self) -> list[Mapping[str, Any]]:
+    def _configs(self) -> list[Mapping[str, object]]:
         from huggingface_hub.repocard import metadata_load  # takes half a second
 
         card = snapshot(self.name, [CARD_FILE], "dataset") / CARD_FILE
@@ -105,7 +104,7 @@ class HubData:
         return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
 
 
-def _splits(data_files: Any) -> Iterator[tuple[str, list[str]]]:
+def _splits(data_files: object) -> Iterator[tuple[str, list[str]]]:
     """Yield the splits in the `data_files` of a configuration, with their patterns: files alone are for training."""
     parts = data_files if isinstance(data_files, list) else [data_files]
     files = [part for part in parts if isinstance(part, str)]

@@ -7,7 +7,6 @@ of the hub, OWNER/NAME[:CONFIG] or hf://datasets/OWNER/NAME[@REVISION][/FILE].
 import random
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import click
 
@@ -80,7 +79,7 @@ def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
     return {"train": train[: arguments.train], "val": val} if val else {"train": train[: arguments.train]}
 
 
-def _divide(rows: list[DataRow], num_val: int | None, *, seed: int) -> tuple[list[Any], list[Any]]:
+def _divide(rows: list[DataRow], num_val: int | None, *, seed: int) -> tuple[list[DataRow], list[DataRow]]:
     """Divide rows at random into those to learn from and those to validate with; both keep their order."""
     count = min(len(rows) // VALIDATION_SHARE, MOST_VALIDATION_ROWS) if num_val is None else num_val
     if not 0 <= count < len(rows):
@@ -114,7 +113,7 @@ def _rows(arguments: SimpleNamespace, files: Sequence[str], split: str, hub_spli
 
 
 def _row(arguments: SimpleNamespace, record: Record, split: str, index: int) -> DataRow:
-    prompt: Any = as_usual(record.values[arguments.prompt])
+    prompt: object = as_usual(record.values[arguments.prompt])
     place = f"{record.place}, column {arguments.prompt}"
     for fault in prompt_faults(prompt):
         raise UserError(f"{place}: {fault}")

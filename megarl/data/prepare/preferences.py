@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from megarl.data.prepare.files import rows_of, source_options
 from megarl.data.prepare.options import option
@@ -45,7 +45,7 @@ def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
     return hold_out(splits["train"], arguments.held_out, arguments.seed, key=lambda row: repr(row["prompt"]))
 
 
-def hold_out(rows: list[DataRow], number: int, seed: int, *, key: Callable[[DataRow], Any]) -> dict[str, list[DataRow]]:
+def hold_out(rows: list[DataRow], number: int, seed: int, *, key: Callable[[DataRow], str]) -> dict[str, list[DataRow]]:
     """Divide `rows` into `train` and `val`: at least `number` rows for validation, equal `key`s in one split.
 
     Raises UserError if no rows are left for training.

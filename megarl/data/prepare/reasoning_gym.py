@@ -5,7 +5,6 @@ NAME is the name of the task in reasoning-gym.
 
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import click
 
@@ -52,7 +51,7 @@ def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
     }
 
 
-def _settings(words: list[str]) -> dict[str, Any]:
+def _settings(words: list[str]) -> dict[str, object]:
     settings = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -63,7 +62,7 @@ def _settings(words: list[str]) -> dict[str, Any]:
     return settings
 
 
-def _row(problem: DataRow, name: str, config: dict[str, Any], split: str, index: int) -> DataRow:
+def _row(problem: DataRow, name: str, config: dict[str, object], split: str, index: int) -> DataRow:
     row = {
         "data_source": SOURCE_PREFIX + name,
         "prompt": [{"role": "user", "content": _TASK.format(question=problem["question"])}],
@@ -80,7 +79,7 @@ def _row(problem: DataRow, name: str, config: dict[str, Any], split: str, index:
     return row
 
 
-def _check(row: DataRow, problem: DataRow, name: str, config: dict[str, Any]) -> None:
+def _check(row: DataRow, problem: DataRow, name: str, config: dict[str, object]) -> None:
     """Check that the row gets the same score as the problem: JSON changes the metadata of some tasks."""
     answer = _answer(problem)
     expected = float(load_task(name, json.dumps(config)).score_answer(answer, problem))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv
@@ -79,7 +79,7 @@ def _files_of(name: str, split: str) -> list[str]:
     raise UserError(f"{name} has no .arrow file of a saved data set, and no .parquet, .jsonl, .json or .csv file")
 
 
-def _read_texts(file: str, separator: str) -> Any:
+def _read_texts(file: str, separator: str) -> pa.Table:
     """Read a table whose values are all texts: a column of answers such as 007 is no column of numbers."""
     block = min(Path(file).stat().st_size + 1, MOST_BYTES)
     how = {
@@ -92,7 +92,7 @@ def _read_texts(file: str, separator: str) -> Any:
     return pyarrow.csv.read_csv(file, convert_options=texts, **how)
 
 
-def _read_arrow(file: str) -> Any:
+def _read_arrow(file: str) -> pa.Table:
     """Read an Arrow file in either of its formats: Hugging Face writes the one for streams."""
     with pa.memory_map(file) as source:
         try:

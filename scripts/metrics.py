@@ -1,4 +1,4 @@
-"""Every metric and table that a run can record, with its unit and meaning; `scripts/reference.py` writes the page.
+"""Every metric and table that a run can record, with its unit and meaning; `reference.py` writes the page.
 
 A word in capitals is a part that differs from run to run: `val/test_score/SOURCE`.
 """

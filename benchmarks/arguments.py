@@ -1,4 +1,4 @@
-"""A parser of command-line options whose help reads like that of `megarl`, for commands with commands of their own."""
+"""A parser of command-line options whose help reads like that of `megarl`."""
 
 import argparse
 from difflib import get_close_matches
