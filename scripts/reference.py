@@ -28,12 +28,11 @@ def metrics() -> Iterator[str]:
     yield "# Metrics"
     yield WRITTEN_BY.format(page="metrics")
     yield fill(
-        "A run records these in `metrics.jsonl`, on the console, and in MLflow, TensorBoard and W&B "
-        "(`trainer.logger`). SOURCE is a data source, N the number of responses to a prompt, K a power of two up to N. "
-        "Metrics of an update are means over its mini-batches. A metric without a condition is recorded in every step. "
-        "MLflow writes `@` as `_at_`. A name that a store refuses keeps its readable part, and a digest follows. "
-        "MLflow's tab of system metrics has processor, memory, disk, network and GPUs of the first rank's host, "
-        "sampled every ten seconds, unless MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING is false.",
+        "A run records these in `metrics.jsonl`, on the console, and in the trackers of `trainer.logger`. SOURCE is a "
+        "data source, N the number of responses to a prompt, K a power of two up to N. Metrics of an update are means "
+        "over its mini-batches. A metric without a condition is recorded in every step. MLflow writes `@` as `_at_`, "
+        "and samples the first rank's host for its tab of system metrics, unless MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING "
+        "is false.",
         width=120,
         break_on_hyphens=False,
     )

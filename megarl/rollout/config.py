@@ -52,10 +52,9 @@ class SyncSection:
     two_level: bool = False
     """Send data that several ranks of a node need to the node once."""
     check_every: CountFromZero = 0
-    """Steps between self-checks; 0 = only the first two syncs of different weights, after a start and after a
-    resume."""
+    """Steps between self-checks; 0 = only the first two syncs of different weights of a start."""
     logprob_warn: Fraction | None = None
-    """Mean difference of token probabilities between engine and trainer above which a self-check warns; null = half of
+    """Mean difference of probabilities of engine and trainer above which a self-check warns; null = half of
     logprob_stop."""
     logprob_stop: Fraction | None = None
     """The difference above which a self-check stops the run; null = 0.0625 in bfloat16, 0.00024 if both compute in
@@ -66,7 +65,7 @@ class SyncSection:
     mismatch_growth: Annotated[float, Field(ge=1.0, le=1e9)] = key(10.0, read_if=COMPARES)
     """The run also stops above this multiple of the median mismatch of its first 8 steps."""
     mismatch_share: Fraction = key(0.05, read_if=COMPARES)
-    """Share of a step's samples that may be left out for their own mismatch before the run stops."""
+    """Share of a step's samples that may be left out for their mismatch before the run stops."""
 
 
 @section(SAMPLES)
@@ -76,12 +75,10 @@ class PartialSection:
     enable: bool = False
     """End a step before its slowest responses end; they continue in the next step."""
     max_staleness: Count = 4
-    """Most steps between the weights that drew a token and the step that learns from it; a step waits for responses
-    that would exceed it."""
+    """Largest age of the weights that drew a token, in steps; a step waits for responses that would exceed it."""
     stop_when: Annotated[float, Field(ge=0.5, le=1.0)] | Annotated[int, Field(ge=2, le=1_000_000)] = 0.8
-    """A step ends when this share of the prompts being drawn is complete (0.5 to 1.0; the engine draws
-    data.train_batch_size / stop_when prompts at once), or after this number of engine steps (2 or more; it learns from
-    the complete prompts)."""
+    """A step ends when this share of the prompts being drawn is complete (0.5 to 1.0), or after this number of engine
+    steps (2 or more)."""
 
     @property
     def num_engine_steps(self) -> int | None:
@@ -116,7 +113,7 @@ class RolloutSection:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the engine's weights; should be the actor's."""
     gpu_memory_utilization: Share = key(0.5, ENGINE)
-    """Share of a device's memory for the engine's weights and KV cache."""
+    """Share of a device's memory for the engine."""
     enforce_eager: bool | None = key(None, ENGINE)
     """Run without CUDA graphs and compilation; null = on CPU only."""
     free_cache_engine: bool = key(True, ENGINE, read_if=OFF_CPU)
@@ -132,8 +129,7 @@ class RolloutSection:
     enable_prefix_caching: bool = key(True, ENGINE)
     """Compute a prompt once for its n responses."""
     log_prob_micro_batch_size: Count | None = key(None, MICRO)
-    """Most sequences per forward pass for the actor's old log-probabilities; null = the token budget
-    alone."""
+    """Most sequences per forward pass for old log-probabilities; null = the token budget alone."""
     calculate_log_probs: bool = key(True, NO_CHOICE)
     """Compare the engine's log-probabilities with the trainer's in every step."""
     seed: Seed = 1
@@ -143,13 +139,12 @@ class RolloutSection:
     val_kwargs: SamplingSection = key(SamplingSection, read_if=VALIDATES)
     """Sampling in validation."""
     routing_replay: RoutingReplay = key("none", ROUTES)
-    """engine: the trainer gives each token to the experts that the engine chose (R3), so that both compute with the
-    same ones; engine_scores: the actor also takes the engine's scores of these experts; none: each chooses for itself.
-    For mixtures of experts."""
+    """engine: the trainer gives each token to the experts that the engine chose (R3); engine_scores: the actor also
+    takes the engine's scores of them; none: each chooses for itself."""
     partial: PartialSection = key(PartialSection, read_if=when(".partial.enable", True))
     """Responses that continue under the weights of the next step."""
     keep_complete: bool = key(False, ENGINE)
-    """Keep complete responses of a running step in files, so that a killed run draws only the others."""
+    """Keep complete responses of a running step, so that a killed run draws only the others."""
     sync: SyncSection = field(default_factory=SyncSection)
     """The transfer of weights to the engine, and its checks."""
 
