@@ -109,6 +109,7 @@ def section(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
     condition = "" if part.condition in outer else part.condition
     words = f"{text} {condition}" if part.twin is None else f"{condition} {text}"
     yield fill(words.strip(), width=120, break_on_hyphens=False, break_long_words=False)
+    of_twin = {key.name: key.text for other in earlier if other.title == part.twin for key in other.keys}
     same: dict[str, list[str]] = {}
     own = []
     for key in part.keys:
@@ -126,20 +127,21 @@ def section(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
                 yield "\n".join(items)
             yield f"*Only if {shared}:*"
             items = []
-        items += [item(key, condition) for condition, key in found]
+        items += [item(key, condition, is_known=of_twin.get(key.name) == key.text) for condition, key in found]
     if items:
         yield "\n".join(items)
 
 
-def item(key: Key, condition: str) -> str:
-    """Return the item of a key."""
+def item(key: Key, condition: str, *, is_known: bool) -> str:
+    """Return the item of a key, without the meaning if that is known from a section before."""
     kind = re.sub(r" >=? 0\b(?!\.)(, )?|" + "|".join(KINDS), short_kind, key.kind)
     default, *further = ["empty"] if key.default == "``" else key.default.splitlines()
     if default == "`null`":
         kind = kind.removesuffix(" or null")
     kind = "" if kind == implied(default) else f"{kind}; "
     only = f" *Only if {condition}.*" * bool(condition)
-    return f"- **`{key.name}`** ({kind}{default}{' ...`' * bool(further)}): {key.text}{only}"
+    meaning = "" if is_known else f": {key.text}"
+    return f"- **`{key.name}`** ({kind}{default}{' ...`' * bool(further)}){meaning}{only}"
 
 
 def implied(default: str) -> str:

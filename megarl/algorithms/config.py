@@ -119,10 +119,9 @@ class FilterGroupsSection:
     """`algorithm.filter_groups.*`: sample until a full batch of prompts has responses that differ (DAPO)."""
 
     enable: bool = False
-    """Replace prompts whose responses all score the same by further prompts."""
+    """Replace prompts whose responses all score the same."""
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = "acc"
-    """The number that must differ: the reward's acc (else its score), its score, or the score with the length
-    penalty."""
+    """The number that must differ (docs/algorithms.md)."""
     max_num_gen_batches: CountFromZero = 10
     """Most batches of a step, else the run stops; 0 = no limit."""
 

@@ -45,7 +45,7 @@ class UpdateSection:
     ppo_mini_batch_size: Count = 256
     """Prompts per optimizer step."""
     ppo_micro_batch_size: Count | None = key(None, MICRO)
-    """Most sequences per forward pass of the update; null = the token budget alone."""
+    """Most sequences per forward pass; null = the token budget alone."""
     ppo_epochs: Count = 1
     """Passes over the samples of a step."""
     grad_clip: Bound = key(1.0, OPTIMIZER)
@@ -59,7 +59,7 @@ class ActorSection(UpdateSection):
     """`actor_rollout_ref.actor.*`: the update of the policy."""
 
     use_dynamic_bsz: bool = key(True, MICRO)
-    """Fill micro-batches up to a token budget; false = ppo_micro_batch_size sequences each."""
+    """Fill micro-batches up to a token budget; false = ppo_micro_batch_size each."""
     ppo_max_token_len_per_gpu: Length = key(16384, MICRO, read_if=BUDGET)
     """Token budget of a micro-batch."""
     clip_ratio: Fraction = key(0.2, read_if=(CLIPS, ONE_CLIP))
@@ -76,17 +76,15 @@ class ActorSection(UpdateSection):
     policy_loss: PolicyLossSection = field(default_factory=PolicyLossSection)
     """The policy loss."""
     routing_replay: Literal["none", "recompute"] = "none"
-    """recompute: all updates of a step use the experts that the actor chose before the first (R2); none: each chooses
-    anew."""
+    """recompute: all updates of a step use the actor's first choice of experts (R2)."""
     entropy_coeff: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.001
     """Weight of the entropy bonus; negative = a penalty."""
     use_kl_loss: bool = False
-    """Add the divergence from the reference to the loss, as GRPO does."""
+    """Add the divergence from the reference to the loss."""
     kl_loss_coef: Weight = key(0.001, read_if=IN_LOSS)
     """Weight of the divergence in the loss."""
     kl_loss_type: KLEstimator = key("low_var_kl", read_if=IN_LOSS)
-    """Estimator: k1 = kl, k2 = mse, k3 = low_var_kl; + = with the gradient of k2; full, full_forward and full_js are
-    exact."""
+    """Estimator (docs/algorithms.md): k1 = kl, k2 = mse, k3 = low_var_kl; + = with the gradient of k2."""
     kl_loss_k3_bound: Bound | None = key(10.0, read_if=(IN_LOSS, when(".kl_loss_type", *K3)))
     """Largest estimate of a token, in nats; a larger one has no gradient. null = no bound."""
     kl_loss_js_beta: Mixture = key(0.5, read_if=(IN_LOSS, when(".kl_loss_type", "full_js")))

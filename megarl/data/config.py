@@ -25,18 +25,18 @@ class TextSection:
     tokenizer: str | None = None
     """Hugging Face directory or id, SentencePiece `.model`, or a URI; null = the model's."""
     prompt_key: str = "prompt"
-    """Column with the prompt: a list of messages {role, content}, or a plain string."""
+    """Column with the prompt."""
     shuffle: bool = True
     """A new order of the rows in every epoch."""
     chat_template: str | None = None
-    """Jinja file or string that replaces the tokenizer's chat template."""
+    """Jinja file or text instead of the tokenizer's chat template."""
     apply_chat_template: bool | None = None
-    """Prompts that the chat template applies to: true = all, a string being one user message; false = none; null =
-    lists of messages, if the tokenizer has one."""
+    """Prompts that the chat template applies to: true = all; false = none; null = lists of messages, if the tokenizer
+    has one."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as {enable_thinking: false}; exports keep them."""
+    """Variables of the chat template, such as {enable_thinking: false}."""
     special_tokens_in_text: Literal["split", "allow", "error"] = "split"
-    """Names of special tokens in texts are letters (split), tokens (allow), or a fault of a file (error)."""
+    """Special tokens' names in texts are letters (split), tokens (allow), or a fault (error)."""
 
 
 @section(DATA)
@@ -58,13 +58,13 @@ class DataSection(TextSection):
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `max_prompt_length`."""
     seed: Seed = key(1, read_if=DRAWS)
-    """Seed of the order of rows, samples and supervised pairs."""
+    """Seed of these orders."""
     reward_fn_key: str = "data_source"
-    """Column with the data source, which picks the built-in reward."""
+    """Column with the data source."""
     prompt_id_key: str | None = key(None, Change(Effect.NONE, "names of prompts in records"))
-    """Column with an id of the prompt for logs and kept samples."""
+    """Column with an id of the prompt."""
     max_prompt_id_length: Length | None = None
-    """Longest id, in characters; a longer id is an error."""
+    """Longest id, in characters."""
     return_raw_chat: bool = key(False, read_if=RULES)
     """Pass the prompt to reward functions as `extra_info["raw_chat"]`."""
     return_raw_input_ids: bool = key(False, read_if=RULES)

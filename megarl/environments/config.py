@@ -18,7 +18,7 @@ class EnvironmentSection:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class."""
     run_code: bool = key(False, Change(Effect.NONE, "whether programs of the policy may run"))
-    """Allow name=python to run the policy's programs, with all rights of the run's user."""
+    """Allow name=python to run the policy's programs."""
     max_turns: Count = 8
     """Most turns of the policy in an episode."""
     max_observation_length: Length = 512
@@ -32,7 +32,6 @@ class EnvironmentSection:
     max_memory_gb: Bound = 8.0
     """Memory of a process of environments, in 10^9 bytes."""
     on_failure: Literal["mask", "score", "stop"] = "mask"
-    """An episode whose environment fails or takes too long is ignored (mask), ends with default_score (score), or stops
-    the run (stop)."""
+    """A failed episode is ignored (mask), ends with default_score (score), or stops the run (stop)."""
     default_score: Score = 0.0
-    """Reward of a turn that reaches data.max_response_length, and of a failed turn with on_failure=score."""
+    """Reward of a turn that reaches data.max_response_length, and of a failed turn."""

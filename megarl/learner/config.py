@@ -42,17 +42,17 @@ class MegatronSection:
     use_distributed_optimizer: bool = key(True, SPLIT)
     """Shard the optimizer state over the data-parallel ranks."""
     param_offload: bool = key(False, OFFLOAD, read_if=OFF_CPU)
-    """Keep the parameters in host memory between phases; if the model learns, with use_distributed_optimizer only."""
+    """Keep the parameters in host memory between phases; needs use_distributed_optimizer if the model learns."""
     grad_offload: bool = key(False, OFFLOAD, read_if=OFF_CPU)
     """Free the gradients between phases."""
     optimizer_offload: bool = key(False, OFFLOAD, read_if=OFF_CPU)
     """Keep the optimizer state in host memory between phases."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type of parameters and activations; the optimizer works in float32."""
+    """Type of parameters and activations; the optimizer works in float32."""
     seed: Seed = 1
-    """Seed of new parameters (the head of the critic) and of dropout."""
+    """Seed of new parameters and of dropout."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig, such as attention_backend."""
+    """Fields of Megatron's TransformerConfig."""
 
     @property
     def has_dropout(self) -> bool:

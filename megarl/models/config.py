@@ -52,7 +52,7 @@ class CheckpointSection:
     external_lib: str | list[str] | None = None
     """Modules to import first, to register models or tokenizers."""
     override_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of config.json to replace, e.g. {attention_dropout: 0.0, num_hidden_layers: 4}."""
+    """Fields of config.json to replace, such as {num_hidden_layers: 4}."""
     trust_remote_code: bool = key(False, Change(Effect.NONE, "which code may be loaded"))
     """Allow a checkpoint's own Python code to run."""
 
@@ -116,5 +116,4 @@ class RewardCheckpointSection(CheckpointSection):
     path: Annotated[str, BeforeValidator(_empty_if_none)] = ""
     """Hugging Face directory, its URI or id; required."""
     input_tokenizer: str | None = None
-    """Tokenizer of the tokens that the model receives, which are decoded and encoded anew; null = the model reads the
-    tokens as they are."""
+    """Tokenizer of the tokens that the model receives; null = it reads them as they are."""

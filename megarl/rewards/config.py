@@ -48,8 +48,8 @@ class JudgeSection:
     model: str = ""
     """Name of the model on the server."""
     template: str = JUDGE_TEMPLATE
-    """Question to the judge, with {prompt}, {solution_str} (the response), {ground_truth}, {data_source} or
-    {extra_info[KEY]}; other braces are doubled."""
+    """Question, with {prompt}, {solution_str}, {ground_truth}, {data_source} or {extra_info[KEY]}; other braces are
+    doubled."""
     pattern: str = r"[*_# ]*(?i:score)[*_ ]*:[*_ ]*([^\s*_]+?)[*_. ]*"
     """Regular expression for the complete last non-empty line of the reply; its one group is the number."""
     lowest: Score = 0.0
@@ -57,9 +57,9 @@ class JudgeSection:
     highest: Score = 1.0
     """Greatest score; a greater number is no verdict."""
     api_key_variable: str | None = key(None, Change(Effect.NONE, "the variable that holds the judge's key"))
-    """Environment variable with the server's key; null = none."""
+    """Environment variable with the server's key."""
     request: dict[str, Any] = field(default_factory=dict)
-    """Further fields of each request, such as {max_tokens: 512}; temperature is 0 unless given."""
+    """Further fields of each request; temperature is 0 unless given."""
     attempt_s: Seconds = 60.0
     """Seconds of a request; reward_model.timeout_s limits all requests for a response."""
     num_attempts: Count = 4
@@ -73,13 +73,12 @@ class RulesSection:
     """`reward_model.*`, without the model: the rewards of a response, and the limits for computing them."""
 
     weights: dict[str, Score] | None = None
-    """Rules whose weighted sum is the score: built-in names, `custom`, `judge`, `data_source` or `model`. null = the
-    first that there is of model, custom, judge and data_source."""
+    """Rules with their weights: built-in names, `custom`, `judge`, `data_source` or `model`. null = the first that
+    there is of model, custom, judge and data_source."""
     judge: JudgeSection = key(JudgeSection, read_if=when(".judge.url"))
     """A language model behind a server."""
     isolation: Literal["response", "process"] = key("response", read_if=(*OF_RULES, OF_FUNCTION))
-    """response = a process scores one response, or one batch, and ends; process = it scores one after another, so that
-    a response may change later scores."""
+    """response = a process scores one response, or one batch, and ends; process = it scores one after another."""
     canary_every: CountFromZero = key(
         100,
         Change(Effect.NONE, "how often a reward is checked, not its scores"),
@@ -97,8 +96,7 @@ class RulesSection:
     max_memory_gb: Bound = key(8.0, read_if=OF_RULES)
     """Memory of a process that calls rules, in 10^9 bytes."""
     on_failure: Literal["mask", "score", "stop"] = key("mask", read_if=OF_RULES)
-    """A response whose rules fail or take too long is ignored (mask), gets default_score (score), or stops the run
-    (stop)."""
+    """A failed response is ignored (mask), gets default_score (score), or stops the run (stop)."""
     default_score: Score = key(0.0, read_if=(RULES, when(".on_failure", "score"), NO_ENVIRONMENT))
     """Score of a response whose rules fail."""
     show_prints: bool = key(False, Change(Effect.NONE, "what the console shows"), read_if=OF_RULES)

@@ -60,7 +60,7 @@ class TrainerSection:
     nnodes: Count = key(1, SPLIT)
     """Machines."""
     n_gpus_per_node: Count = key(8, SPLIT)
-    """Processes per machine, on CPU too."""
+    """Ranks per machine, on CPU too."""
     save_freq: Interval = key(-1, RECORDS)
     """Steps between checkpoints; -1 or 0 = none but those of save_last and save_best."""
     save_last: bool = key(True, RECORDS)
@@ -72,11 +72,11 @@ class TrainerSection:
     val_before_train: bool = key(True, VALIDATION, read_if=when("data.val_files"))
     """Validate before the first step."""
     val_only: bool = key(False, VALIDATION)
-    """Validate, show the scores and stop; the run's records stay as they are."""
+    """Validate, show the scores and stop."""
     critic_warmup: CountFromZero = key(0, Change(Effect.CURVE, "when the actor starts to learn"))
     """First steps; only the critic learns in them."""
     balance_batch: bool = key(True, SPLIT)
-    """Spread the samples over the data-parallel ranks by length."""
+    """Spread samples over ranks by length."""
     default_hdfs_dir: str | None = key(None, RECORDS)
     """Mirror of the checkpoints of this run, a directory or URI."""
     default_local_dir: Annotated[str, AfterValidator(_local)] = key("checkpoints", RECORDS)
@@ -89,9 +89,9 @@ class TrainerSection:
     max_ckpt_to_keep: Count | None = key(3, RECORDS)
     """Newest checkpoints kept, besides the best; null = all."""
     save_huggingface: bool = key(False, RECORDS)
-    """Write Hugging Face weights into each checkpoint (huggingface/, huggingface_critic/)."""
+    """Write Hugging Face weights into each checkpoint."""
     async_save: bool = key(False, RECORDS)
-    """Write checkpoints during training, from copies in host memory."""
+    """Write checkpoints during training."""
     log_val_generations: CountFromZero = key(8, RECORDS, read_if=VALIDATES)
     """Validation samples recorded in tables."""
     rollout_data_dir: Annotated[str | None, AfterValidator(_local)] = key(None, RECORDS)
