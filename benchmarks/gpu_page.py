@@ -29,7 +29,7 @@ Results = Mapping[str, Mapping[str, Any]]  # of the stages that ran, by name
 
 def page(results: Results, *, num_devices: int) -> str:
     """Return the page, with the floors and with what was measured so far."""
-    parts = (_head(results, num_devices), _training(results, num_devices), _hypothesis(), _rest(results))
+    parts = (_head(results, num_devices), _training(results, num_devices), _rest(results))
     return "\n\n".join(chain.from_iterable(parts)) + "\n"
 
 
@@ -76,10 +76,9 @@ def _head(results: Results, num_devices: int) -> Iterator[str]:
     yield f"    {COMMAND}"
     yield _paragraph(
         "checks a machine in stages. A call takes 470 seconds (`--budget-s`), and the same command runs the remaining "
-        "stages; `--stages NAME,...` chooses. OUT gets results, logs, traces and this page. The machine needs the "
-        "packages of `requirements/gpu.lock`, and no network. `--rehearse` runs every stage with tiny models on the "
-        "CPU, and `--hollow` on the [hollow device](../hollow.md). Results on GPUs also go to "
-        "`docs/benchmarks/gpu.json`, which this page shows."
+        "stages; `--stages NAME,...` chooses. OUT gets results, logs, traces and this page; results on GPUs also go to "
+        "`docs/benchmarks/gpu.json`. The machine needs the packages of `requirements/gpu.lock`, and no network. "
+        "`--rehearse` runs all stages with tiny models on the CPU, `--hollow` on the [hollow device](../hollow.md)."
     )
 
 
@@ -117,18 +116,6 @@ def _training(results: Results, num_devices: int) -> Iterator[str]:
             ("phase, seconds", *names),
             [(phase, *(f"{found.get(phase, 0.0):.2f}" for found in _trained(results))) for phase in phases],
         )
-
-
-def _hypothesis() -> Iterator[str]:
-    """Yield what a machine of eight GPUs is expected to reach."""
-    yield "## A hypothesis to test"
-    yield _paragraph(
-        "**Not run on a GPU: nothing here is measured.** GRPO with a reference of Qwen2.5-7B on eight H100, tensor 1 "
-        "or 2, one update, 1,024 samples of 256 + 1,000 tokens: a step takes 35 to 45 s. That is 3,600 to 4,600 "
-        "tokens/s for each GPU, and 2,800 to 3,700 of them are of responses. The update and the reference take 25 s "
-        "of it at 40 % of the peak. Generation takes 8 s if all lengths are equal. NeMo-RL publishes 1,562 to 3,052 "
-        "tokens/s for each H100 with an 8B model."
-    )
 
 
 def _measured(found: Mapping[str, Any] | None, least: float) -> tuple[str, ...]:

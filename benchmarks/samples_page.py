@@ -41,9 +41,9 @@ def markdown(found: Found) -> str:
         "# The samples of a step, outside of models",
         "<!-- Written by `python -m benchmarks samples --page`; change benchmarks/samples_page.py instead. -->",
         _paragraph(
-            "Ranks take the loop's own step with samples that engines have drawn: a record, the exchange with the "
-            "ranks that learn, the gate, the advantages, metrics and mini-batches. Models answer at once. Processor "
-            "time is that of the busiest rank, because ranks share the cores."
+            "Ranks take a step of the loop with samples that engines have drawn: a record, the exchange with the "
+            "ranks that learn, the gate, advantages, metrics and mini-batches, but no model. Processor time is that of "
+            "the busiest rank."
         ),
     ]
     parts = [
@@ -63,7 +63,8 @@ def markdown(found: Found) -> str:
 def show(found: Found, console: Screen) -> None:
     """Print the tables, and below them how they were measured."""
     console.width = max(console.width, report.WIDTH)
-    for each in tables(found):
+    parts = [_spots(found["simulated"])] if found["simulated"] else []
+    for each in [*tables(found), *parts]:
         table = Table(*each.columns, title=each.title)
         for row in each.rows:
             table.add_row(*row)
@@ -84,7 +85,6 @@ def tables(found: Found) -> Iterator[Rows]:
         yield _exchange(found["exchange"])
     if found["simulated"]:
         yield _simulated(found["simulated"])
-        yield _spots(found["simulated"])
     if "peer" in found:
         yield _peer(found["peer"])
 
@@ -121,22 +121,21 @@ def _exchange(exchanges: Sequence[Found]) -> Rows:
         for each in exchanges
     ]
     text = (
-        "Each replica is one rank and has finished 4 samples, which find their groups. The first time is the median of "
-        "an exchange; ranks that outnumber the cores wait for a core in it. The processor time is that of the busiest "
-        "rank."
+        "Each replica is one rank and has finished 4 samples, which find their groups. The first time is the median, "
+        "with the waits for a core if ranks outnumber the cores."
     )
     return Rows("An exchange of counts", text, columns, rows)
 
 
 def _simulated(ranks: Sequence[Found]) -> Rows:
     columns = (
-        *("ranks", "rank", "estimator", "step s", "ns a token of the share", "MB sent", "MB received", "messages"),
-        *("index MB", "us an exchange"),
+        *("ranks", "estimator", "step s", "ns a token of the share", "MB sent", "MB received", "messages", "index MB"),
+        "us an exchange",
     )
+    busiest = {(each["num_ranks"], each["estimator"]): each for each in ranks}  # measured after the first rank
     rows = [
         (
             str(each["num_ranks"]),
-            str(each["rank"]),
             each["estimator"],
             f"{each['seconds']:.3f}",
             f"{each['ns_per_token_of_share']:.0f}",
@@ -146,12 +145,11 @@ def _simulated(ranks: Sequence[Found]) -> Rows:
             f"{each['index_bytes'] / 1e6:.2f}",
             f"{each['us_per_exchange']:.0f}",
         )
-        for each in ranks
+        for each in busiest.values()
     ]
     text = (
-        "The first rank and the busiest one, each alone, with as many samples a rank as above and ragged responses. "
-        "Messages are counted instead of sent. So the processor time is that of the code: processes above share caches "
-        "and memory, and their time grows with their number for that reason too."
+        "The busiest rank alone, with as many samples a rank as above and ragged responses. Messages are counted "
+        "instead of sent. So the processor time is that of the code; processes above also share caches and memory."
     )
     return Rows("Many ranks, simulated", text, columns, rows)
 
@@ -176,8 +174,9 @@ def _peer(peer: Found) -> Rows:
         for name, key in (("megarl", "megarl"), ("TransferQueue", "transferqueue"))
     ]
     text = (
-        f"One rank gives {peer['bytes'] / 1e6:.0f} MB of samples to another: point to point over gloo; by a put and a "
-        "get of SimpleStorage with Ray. Memory is the rise of all processes, without the samples that are given."
+        f"One rank gives {peer['bytes'] / 1e6:.0f} MB of samples to another: megarl point to point over gloo, "
+        "TransferQueue by a put and a get of SimpleStorage. The peak is the rise of all processes without these "
+        "samples."
     )
     return Rows("Compared with TransferQueue", text, ("way", "GB/s", "peak / samples"), rows)
 

@@ -37,11 +37,9 @@ def _learning(prefix: str) -> list[Metric]:
     return [
         Metric(f"{prefix}grad_norm", "-", "Norm of the gradient before clipping", "an update was not skipped"),
         Metric(f"{prefix}lr", "-", "Learning rate of this step"),
-        Metric(
-            f"{prefix}skipped_updates", "mini-batches", "Updates skipped because loss or gradient was NaN or infinite"
-        ),
-        Metric(f"{prefix}empty_minibatches", "mini-batches", "Mini-batches without a response token, left out"),
-        Metric(f"{prefix}idle_minibatches", "mini-batches", "Mini-batches whose gradient is 0, which change nothing"),
+        Metric(f"{prefix}skipped_updates", "mini-batches", "Updates skipped because loss or gradient was not finite"),
+        Metric(f"{prefix}empty_minibatches", "mini-batches", "Mini-batches without a response token"),
+        Metric(f"{prefix}idle_minibatches", "mini-batches", "Mini-batches whose gradient is 0"),
     ]
 
 
@@ -77,26 +75,24 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric(
             "actor/entropy_loss",
             "nats per token",
-            "Entropy in the update, aggregated by `loss_agg_mode`",
+            "Entropy in the update",
             "`entropy_coeff` is not 0",
         ),
         Metric("actor/pg_clipfrac", "0-1", "Share of tokens that the loss clips or drops"),
         Metric("actor/pg_clipfrac_lower", "0-1", "Share of tokens that `clip_ratio_c` clips"),
         Metric("actor/ppo_kl", "nats per token", "KL of the policy before and in the update, estimated"),
-        Metric(
-            "actor/kl_loss", "nats per token", "KL to the reference in the loss, before its weight", "`use_kl_loss`"
-        ),
+        Metric("actor/kl_loss", "nats per token", "KL to the reference in the loss", "`use_kl_loss`"),
         Metric(
             "actor/ptx_loss",
             "nats per token",
-            "Cross-entropy of the supervised pairs, before its weight",
+            "Cross-entropy of the supervised pairs",
             "`actor.ptx_files`",
         ),
         Metric("actor/entropy", "nats per token", "Entropy of the policy before the update"),
         Metric(
             "actor/router_agreement",
             "0-1",
-            "Share of the replayed choices of experts that the actor's routers make too, in the update",
+            "Share of the replayed choices of experts that the actor's routers make too",
             "`routing_replay` is not none",
         ),
         Metric("actor/reward_kl_penalty", "nats per token", "Mean KL penalty of a response's tokens", _IN_KL),
@@ -118,7 +114,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         *_spread("prompt_length", "tokens", "length of a prompt"),
     ],
     "Reward": [
-        Metric("reward/masked_rate", "0-1", "Share of responses without a score, which teach nothing"),
+        Metric("reward/masked_rate", "0-1", "Share of responses without a score"),
         Metric("reward/timeout_rate", "0-1", "Share of responses whose reward exceeded `timeout_s`", "rules"),
         Metric("reward/error_rate", "0-1", "Share of responses whose reward raised an error or died", "rules"),
         Metric("reward/slowest_s", "s", "Longest time to score a response", "rules"),
@@ -128,16 +124,16 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric(
             "reward/NAME/mean",
             "your own",
-            "Mean of the number NAME of your reward function, over the responses that have it",
+            "Mean of the number NAME of your reward function",
             "the reward returns a dictionary",
         ),
     ],
     "Dynamic sampling": [
         Metric("train/num_gen_batches", "batches", "Sampled batches of prompts", _FILTER),
         Metric("train/num_groups_kept", "prompts", "Prompts to learn from", _FILTER),
-        Metric("train/num_groups_alike", "prompts", "Prompts dropped because their responses score alike", _FILTER),
+        Metric("train/num_groups_alike", "prompts", "Prompts whose responses score alike", _FILTER),
         Metric("train/num_groups_surplus", "prompts", "Prompts with differing scores beyond the batch", _FILTER),
-        Metric("train/sampled_score/mean", "reward", "Mean score of all sampled responses, kept or dropped", _FILTER),
+        Metric("train/sampled_score/mean", "reward", "Mean score of all sampled responses", _FILTER),
     ],
     "Generation": [
         Metric("episode/turns/mean", "turns", "Mean number of turns", _EPISODES),
@@ -145,7 +141,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric(
             "episode/observed_tokens/mean",
             "tokens",
-            "Mean number of observed tokens of an episode",
+            "Mean number of observed tokens",
             _EPISODES,
         ),
         Metric(
@@ -154,12 +150,12 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
             "Share of episodes that end by REASON: `done`, `turns`, `tokens`, `timeout` or `failed`",
             _EPISODES,
         ),
-        Metric("rollout/occupancy", "0-1", "Share of the engine's slots that drew a training sample, over all steps"),
-        Metric("rollout/staleness/mean", "steps", "Mean age of the weights that drew a response token", _PARTIAL),
-        Metric("rollout/staleness/max", "steps", "Largest age of the weights that drew a response token", _PARTIAL),
+        Metric("rollout/occupancy", "0-1", "Share of the engine's slots that drew a sample"),
+        Metric("rollout/staleness/mean", "steps", "Mean age of the weights of a token", _PARTIAL),
+        Metric("rollout/staleness/max", "steps", "Largest age of the weights of a token", _PARTIAL),
         Metric("rollout/complete_prompts", "prompts", "Prompts that the step learns from", _PARTIAL),
         Metric("rollout/carried_share", "0-1", "Share of prompts that continue in the next step", _PARTIAL),
-        Metric("rollout/recomputed_tokens", "tokens", "Response tokens whose keys were computed again", _PARTIAL),
+        Metric("rollout/recomputed_tokens", "tokens", "Tokens whose keys were computed again", _PARTIAL),
         Metric("rollout/wasted_tokens", "tokens", "Response tokens dropped for their age", _PARTIAL),
     ],
     "Agreement of engine and trainer": [
@@ -192,20 +188,20 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric(
             "rollout_corr/rollout_is_mean",
             "-",
-            "Mean importance weight, after bounds and before normalisation",
+            "Mean importance weight before normalisation",
             "`rollout_is`",
         ),
         Metric(
             "rollout_corr/rollout_is_ratio_fraction_high",
             "0-1",
-            "Share of tokens whose ratio is above the largest weight",
+            "Share of tokens above the largest weight",
             "`rollout_is`",
         ),
         Metric("rollout_corr/rollout_rs_masked_fraction", "0-1", "Share of tokens that are rejected", "`rollout_rs`"),
         Metric(
             "sync/check_probs_diff_mean",
             "probability",
-            "Mean difference of a token's probability, in the replica with the largest mean",
+            "Mean difference of a token's probability",
             "the sync is checked",
         ),
         Metric(
@@ -239,14 +235,14 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric(
             "val/archive/failures",
             "0 or 1",
-            "1 if the disk did not take the validation samples",
+            "1 if the disk refused the samples",
             "`trainer.rollout_data_dir`",
         ),
     ],
     "Time and throughput": [
         Metric("timing_s/step", "s", "The whole step"),
         Metric("timing_s/gen", "s", "Generation, with the sync"),
-        Metric("timing_s/sync", "s", "Transfer of the actor's weights to the engine, part of `gen`"),
+        Metric("timing_s/sync", "s", "The sync, part of `gen`"),
         Metric("timing_s/sync_check", "s", "Check of the sync, part of `gen`", "the sync is checked"),
         Metric("timing_s/gen_max", "s", "Greedy responses, part of `gen`", "`adv_estimator=remax`"),
         Metric("timing_s/reward", "s", "Wait for the reward after generation"),
@@ -258,17 +254,15 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric("timing_s/update_critic", "s", "Updates of the critic", _CRITIC),
         Metric("timing_s/update_actor", "s", "Updates of the actor", "after `critic_warmup`"),
         Metric("timing_s/testing", "s", "Validation", _HELD_OUT),
-        Metric(
-            "timing_s/save_checkpoint", "s", "Saving; with `async_save` only the copy to host memory", "a save is due"
-        ),
-        Metric("perf/total_num_tokens", "tokens", "Prompt and response tokens of the step, over all ranks"),
+        Metric("timing_s/save_checkpoint", "s", "Saving; with `async_save` the copy alone", "a save is due"),
+        Metric("perf/total_num_tokens", "tokens", "Tokens of the step, over all ranks"),
         Metric("perf/throughput", "tokens/s per rank", "`perf/total_num_tokens` per second and rank"),
-        Metric("perf/tflop", "TFLOP", "Work of the models in the step, over all ranks, without recomputation"),
+        Metric("perf/tflop", "TFLOP", "Work of the models, over all ranks, without recomputation"),
         Metric("perf/mfu", "0-1", "`perf/tflop` over the peak of all devices in the step", _PEAK),
         Metric(
             "perf/mfu/actor",
             "0-1",
-            "`perf/mfu` of the actor's updates, with the passes of an exact divergence",
+            "`perf/mfu` of the actor's updates",
             _PEAK,
         ),
         Metric("perf/mfu/critic", "0-1", "`perf/mfu` of the critic's updates", f"{_PEAK}, and {_CRITIC}"),
@@ -282,7 +276,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric(
             "perf/time_lost_to_stragglers",
             "s",
-            "Mean wait of a rank for the slowest, after generation, scoring, passes and updates",
+            "Mean wait of a rank for the slowest",
             "several ranks",
         ),
     ],
@@ -292,9 +286,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric("checkpoint/mirror_bytes", "bytes", "Size of that upload", _MIRROR),
         Metric("checkpoint/mirror_s", "s", "Time of that upload", _MIRROR),
         Metric("checkpoint/mirror_failures", "uploads", "Failed uploads of this job", _MIRROR),
-        Metric(
-            "archive/failures", "0 or 1", "1 if the disk did not take the step's samples", "`trainer.rollout_data_dir`"
-        ),
+        Metric("archive/failures", "0 or 1", "1 if the disk refused the samples", "`trainer.rollout_data_dir`"),
     ],
     "Supervised fine-tuning": [
         Metric("sft/loss", "nats per token", "Cross-entropy of the response tokens"),
@@ -302,8 +294,8 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
     ],
     "Training of a reward model": [
         Metric("reward_model/loss", "nats", "Bradley-Terry loss"),
-        Metric("reward_model/accuracy", "0-1", "Share of pairs whose preferred response scores higher"),
-        Metric("reward_model/margin/mean", "reward", "Mean score of the preferred less that of the rejected response"),
+        Metric("reward_model/accuracy", "0-1", "Share of pairs in the right order"),
+        Metric("reward_model/margin/mean", "reward", "Mean difference of the two scores"),
         Metric("reward_model/score/mean", "reward", "Mean score of all responses"),
         Metric("val/accuracy", "0-1", "As `reward_model/accuracy`, over the held-out pairs", _HELD_OUT),
         Metric("val/margin/mean", "reward", "As `reward_model/margin/mean`, over the held-out pairs", _HELD_OUT),

@@ -51,12 +51,11 @@ def metrics() -> Iterator[str]:
     yield "# Metrics"
     yield WRITTEN_BY.format(page="metrics")
     yield fill(
-        "A run records these in `metrics.jsonl`, on the console, and in MLflow, TensorBoard and W&B "
-        "(`trainer.logger`). SOURCE is a data source, N the number of responses to a prompt, K a power of two up to N. "
-        "Metrics of an update are means over its mini-batches. A metric without a condition is recorded in every step. "
-        "MLflow writes `@` as `_at_`. A name that a store refuses keeps its readable part, and a digest follows. "
-        "MLflow's tab of system metrics has processor, memory, disk, network and GPUs of the first rank's host, "
-        "sampled every ten seconds, unless MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING is false.",
+        "A run records these in `metrics.jsonl`, on the console, and in the trackers of `trainer.logger`. SOURCE is a "
+        "data source, N the number of responses to a prompt, K a power of two up to N. Metrics of an update are means "
+        "over its mini-batches. A metric without a condition is recorded in every step. MLflow writes `@` as `_at_`, "
+        "and samples the first rank's host for its tab of system metrics, unless MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING "
+        "is false.",
         width=120,
         break_on_hyphens=False,
     )
@@ -161,6 +160,7 @@ def section(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
     condition = "" if part.condition in outer else part.condition
     words = f"{text} {condition}" if part.twin is None else f"{condition} {text}"
     yield fill(words.strip(), width=120, break_on_hyphens=False, break_long_words=False)
+    of_twin = {key.name: key.text for other in earlier if other.title == part.twin for key in other.keys}
     same: dict[str, list[str]] = {}
     own = []
     for key in part.keys:
@@ -178,20 +178,21 @@ def section(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
                 yield "\n".join(items)
             yield f"*Only if {shared}:*"
             items = []
-        items += [item(key, condition) for condition, key in found]
+        items += [item(key, condition, is_known=of_twin.get(key.name) == key.text) for condition, key in found]
     if items:
         yield "\n".join(items)
 
 
-def item(key: Key, condition: str) -> str:
-    """Return the item of a key."""
+def item(key: Key, condition: str, *, is_known: bool) -> str:
+    """Return the item of a key, without the meaning if that is known from a section before."""
     kind = re.sub(r" >=? 0\b(?!\.)(, )?|" + "|".join(KINDS), short_kind, key.kind)
     default, *further = ["empty"] if key.default == "``" else key.default.splitlines()
     if default == "`null`":
         kind = kind.removesuffix(" or null")
     kind = "" if kind == implied(default) else f"{kind}; "
     only = f" *Only if {condition}.*" * bool(condition)
-    return f"- **`{key.name}`** ({kind}{default}{' ...`' * bool(further)}): {key.text}{only}"
+    meaning = "" if is_known else f": {key.text}"
+    return f"- **`{key.name}`** ({kind}{default}{' ...`' * bool(further)}){meaning}{only}"
 
 
 def implied(default: str) -> str:

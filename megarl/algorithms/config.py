@@ -105,7 +105,7 @@ class KLControlSection:
     """`algorithm.kl_ctrl.*`: the coefficient of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """A constant, or a controller that steers the divergence towards target_kl."""
+    """A constant, or a controller that steers towards target_kl."""
     kl_coef: Weight = 0.005
     """The coefficient, or its first value."""
     horizon: Length = key(10000, read_if=when(".type", "adaptive"))
@@ -119,12 +119,11 @@ class FilterGroupsSection:
     """`algorithm.filter_groups.*`: sample until a full batch of prompts has responses that differ (DAPO)."""
 
     enable: bool = False
-    """Replace prompts whose responses all score the same by further prompts."""
+    """Replace prompts whose responses all score the same."""
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = "acc"
-    """The number that must differ: the reward's acc (or else its score), its score, or the score with the length
-    penalty."""
+    """The number that must differ (docs/algorithms.md)."""
     max_num_gen_batches: CountFromZero = 10
-    """Most batches of a step; a step that needs more stops the run. 0 = no limit."""
+    """Most batches of a step, else the run stops; 0 = no limit."""
 
 
 @section(ALGORITHM)
@@ -146,19 +145,17 @@ class RolloutCorrectionSection:
     """`algorithm.rollout_correction.*`: correct for engine probabilities that differ from the trainer's."""
 
     bypass_mode: bool = False
-    """Take the ratios of an update from the engine's probabilities, instead of the trainer's before the update."""
+    """Take the ratios of an update from the engine's probabilities."""
     rollout_is: Literal["token", "sequence"] | None = None
     """Weight the policy gradient by the probability ratio of each token or sequence."""
     rollout_is_threshold: Bound = key(2.0, read_if=BOUNDED)
     """Largest weight."""
     rollout_is_threshold_lower: Bound | None = key(None, read_if=when(".rollout_is"))
-    """Smallest weight; a ratio that is not between the two counts 0 (IcePop). null = a larger ratio counts as the
-    largest weight."""
+    """Smallest weight; a ratio that is not between the two counts 0 (IcePop). null = ratios are only bounded above."""
     rollout_is_batch_normalize: bool = key(False, read_if=when(".rollout_is"))
-    """Divide the weights by their mean over the tokens, or over the sequences, of the batch."""
+    """Divide the weights by their mean over the batch."""
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None
-    """Drop tokens by their ratio, or sequences by their ratio or by its geometric mean per token, from the policy
-    gradient."""
+    """Drop tokens by their ratio, or sequences by their ratio or its geometric mean, from the policy gradient."""
     rollout_rs_threshold: Bound | None = key(None, read_if=when(".rollout_rs"))
     """Largest ratio that is kept; null = rollout_is_threshold."""
     rollout_rs_threshold_lower: Fraction | None = key(None, read_if=when(".rollout_rs"))
@@ -177,13 +174,12 @@ class CustomEstimatorSection:
     path: str | None = None
     """Python file that defines the estimator."""
     name: str = "compute_advantages"
-    """Function of any of token_rewards, scores, mask and `needs` that returns advantages, or advantages and the
-    critic's returns."""
+    """The function (docs/custom_algorithms.md)."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, by name."""
     needs: list[Need] = field(default_factory=list)
-    """Further tensors for the function: a critic's values, groups of responses to one prompt, scores of greedy
-    responses (baselines)."""
+    """Further tensors for the function: a critic's values, groups of responses to one prompt, greedy responses' scores
+    (baselines)."""
 
 
 @section(ALGORITHM)
@@ -205,7 +201,7 @@ class AlgorithmSection:
     kl_penalty: KLEstimator = key("kl", read_if=PENALISED)
     """Estimator of the divergence, as `actor.kl_loss_type`."""
     kl_penalty_k3_bound: Bound | None = key(10.0, read_if=(*PENALISED, when(".kl_penalty", *K3)))
-    """Largest k3 estimate of a token, in nats; null = no bound."""
+    """As `actor.kl_loss_k3_bound`."""
     kl_penalty_js_beta: Mixture = key(0.5, read_if=(*PENALISED, when(".kl_penalty", "full_js")))
     """full_js: the share of the reference in the mixture."""
     kl_ctrl: KLControlSection = key(KLControlSection, read_if=IN_REWARD)
@@ -215,7 +211,7 @@ class AlgorithmSection:
     overlong_buffer: OverlongBufferSection = key(OverlongBufferSection, read_if=when(".overlong_buffer.enable", True))
     """Penalty for long responses."""
     mask_truncated_completions: bool = False
-    """Leave responses at the length limit out of updates; they still count in their group."""
+    """Leave responses at the length limit out of updates, but not out of their group."""
     rollout_correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
     """Importance weights between engine and trainer."""
 
@@ -237,7 +233,7 @@ class PolicyLossSection:
     path: str | None = key(None, read_if=when(".loss_mode", "custom"))
     """Python file that defines the loss."""
     name: str = key("compute_policy_loss", read_if=when(".loss_mode", "custom"))
-    """Function of any of log_probs, old_log_probs, advantages and mask that returns a PolicyLoss."""
+    """The function (docs/custom_algorithms.md)."""
     kwargs: dict[str, Any] = key(dict, read_if=when(".loss_mode", "custom"))
     """Further arguments of the function, by name."""
     tau_pos: Sharpness = key(1.0, read_if=when(".loss_mode", "sapo"))

@@ -45,7 +45,7 @@ class UpdateSection:
     ppo_mini_batch_size: Count = 256
     """Prompts per optimizer step."""
     ppo_micro_batch_size: Count | None = key(None, MICRO)
-    """Most sequences per forward pass of the update; null = the token budget alone."""
+    """Most sequences per forward pass; null = the token budget alone."""
     ppo_epochs: Count = 1
     """Passes over the samples of a step."""
     grad_clip: Bound = key(1.0, OPTIMIZER)
@@ -59,12 +59,12 @@ class ActorSection(UpdateSection):
     """`actor_rollout_ref.actor.*`: the update of the policy."""
 
     use_dynamic_bsz: bool = key(True, MICRO)
-    """Fill micro-batches up to a token budget; false = ppo_micro_batch_size sequences each."""
+    """Fill micro-batches up to a token budget; false = ppo_micro_batch_size each."""
     ppo_max_token_len_per_gpu: Length = key(16384, MICRO, read_if=BUDGET)
     """Token budget of a micro-batch."""
     clip_ratio: Fraction = key(0.2, read_if=(CLIPS, ONE_CLIP))
-    """Policy ratios outside [1 - clip_ratio, 1 + clip_ratio] give no gradient. geo_mean bounds the log of the ratio;
-    dppo_tv and dppo_kl bound a divergence."""
+    """Ratios outside [1 - clip_ratio, 1 + clip_ratio] give no gradient (geo_mean: the log of the ratio; dppo_tv,
+    dppo_kl: a divergence)."""
     clip_ratio_low: Fraction | None = key(None, read_if=CLIPS)
     """Distance of the lower bound; null = clip_ratio."""
     clip_ratio_high: Annotated[float, Field(ge=0.0, le=1e30)] | None = key(None, read_if=CLIPS)
@@ -72,29 +72,27 @@ class ActorSection(UpdateSection):
     clip_ratio_c: Annotated[float, Field(gt=1.0, le=1e30)] = key(
         3.0, read_if=when(".policy_loss.loss_mode", "vanilla", *DPPO)
     )
-    """Dual clip: largest ratio that counts if the advantage is negative; dppo_tv and dppo_kl: for all advantages."""
+    """Dual clip: largest ratio that counts for negative advantages (dppo_tv and dppo_kl: for all)."""
     policy_loss: PolicyLossSection = field(default_factory=PolicyLossSection)
     """The policy loss."""
     routing_replay: Literal["none", "recompute"] = "none"
-    """recompute: updates give each token to the experts that the actor chose before the first of them (R2); none: each
-    update chooses anew. For mixtures of experts without rollout.routing_replay."""
+    """recompute: all updates of a step use the actor's first choice of experts (R2)."""
     entropy_coeff: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.001
     """Weight of the entropy bonus; negative = a penalty."""
     use_kl_loss: bool = False
-    """Add the divergence from the reference to the loss, as GRPO does."""
+    """Add the divergence from the reference to the loss."""
     kl_loss_coef: Weight = key(0.001, read_if=IN_LOSS)
     """Weight of the divergence in the loss."""
     kl_loss_type: KLEstimator = key("low_var_kl", read_if=IN_LOSS)
-    """Estimator of the divergence: k1 = kl, k2 = mse, k3 = low_var_kl; + = with the gradient of k2; full, full_forward
-    and full_js are exact."""
+    """Estimator (docs/algorithms.md): k1 = kl, k2 = mse, k3 = low_var_kl; + = with the gradient of k2."""
     kl_loss_k3_bound: Bound | None = key(10.0, read_if=(IN_LOSS, when(".kl_loss_type", *K3)))
-    """Largest k3 estimate of a token, in nats; a larger one has no gradient. null = no bound."""
+    """Largest estimate of a token, in nats; a larger one has no gradient. null = no bound."""
     kl_loss_js_beta: Mixture = key(0.5, read_if=(IN_LOSS, when(".kl_loss_type", "full_js")))
     """full_js: the share of the reference in the mixture."""
     ptx_coef: Weight = 0.0
     """Weight of the loss of supervised pairs (PPO-ptx)."""
     ptx_files: str | list[str] | None = None
-    """File or files with the pairs: prompts in the column data.prompt_key, responses in `response`."""
+    """Files with the pairs: columns data.prompt_key and `response`."""
     ptx_batch_size: Count | None = None
     """Pairs per optimizer step; null = the samples of a mini-batch."""
     shuffle: bool = True
@@ -117,7 +115,7 @@ class RefSection:
     model: ReferenceModelSection = key(ReferenceModelSection, read_if=TAUGHT)
     """The checkpoint of the reference."""
     teachers: dict[str, str] = key(dict, MODEL)
-    """References by data source, as in ref.model.path; ref.model reads the samples of all other sources."""
+    """References by data source; ref.model reads the samples of all other sources."""
     log_prob_micro_batch_size: Count | None = key(None, MICRO, read_if=ESTIMATED)
     """Most sequences per forward pass; null = the token budget alone."""
     log_prob_max_token_len_per_gpu: Length | None = key(None, MICRO, read_if=(BUDGET, ESTIMATED))

@@ -66,8 +66,7 @@ class RewardModelSection(RulesSection):
     micro_batch_size: Count | None = key(64, MICRO, read_if=ENABLED)
     """Most sequences per forward pass; null = the actor's token budget alone."""
     max_length: Length | None = key(None, read_if=ENABLED)
-    """Most tokens of a prompt with its response, in the model's vocabulary; a longer text loses its beginning. null =
-    the model's positions."""
+    """Most tokens of prompt and response; a longer text loses its beginning. null = the model's positions."""
 
     @property
     def model_weight(self) -> float | None:
@@ -305,7 +304,7 @@ class RewardTrainConfig(SupervisedConfig):
     data: PreferenceDataSection
     """Pairs of responses."""
     center_rewards_coefficient: Weight = key(0.0, Change(Effect.CURVE, "the loss"))
-    """Weight of the squared sum of a pair's rewards, which keeps the mean reward near 0."""
+    """Weight of the squared sum of a pair's rewards, which keeps their mean near 0."""
 
 
 @section()

@@ -19,26 +19,24 @@ class TextSection:
     """`data.*` of every run: files of texts, and how texts become tokens."""
 
     train_files: str | list[str]
-    """Parquet or JSON file or files (.jsonl, .json, also .gz and .zst): paths or URIs that pyarrow or fsspec opens
-    (s3://, hdfs://, ...)."""
+    """Parquet or JSON file or files: paths or URIs (docs/data.md)."""
     val_files: str | list[str] | None = key(None, SCORES)
     """Files for validation, as `train_files`; null = none."""
     tokenizer: str | None = None
-    """HF directory or id, SentencePiece `.model` file, or a URI of one; null = the trained model's."""
+    """Hugging Face directory or id, SentencePiece `.model`, or a URI; null = the model's."""
     prompt_key: str = "prompt"
-    """Column with the prompt: a list of messages {role, content}, or a plain string."""
+    """Column with the prompt."""
     shuffle: bool = True
     """A new order of the rows in every epoch."""
     chat_template: str | None = None
-    """Jinja file or string that replaces the tokenizer's chat template."""
+    """Jinja file or text instead of the tokenizer's chat template."""
     apply_chat_template: bool | None = None
-    """true = apply the chat template to every prompt, a string being one user message; false = to none; null = to lists
-    of messages, if the tokenizer has one."""
+    """Prompts that the chat template applies to: true = all; false = none; null = lists of messages, if the tokenizer
+    has one."""
     apply_chat_template_kwargs: dict[str, object] = field(default_factory=dict)
-    """Variables of the chat template, such as {enable_thinking: false}; exports keep them."""
+    """Variables of the chat template, such as {enable_thinking: false}."""
     special_tokens_in_text: Literal["split", "allow", "error"] = "split"
-    """Names of special tokens in texts are letters (split), tokens (allow, for files that a template has written), or a
-    fault of a file (error)."""
+    """Special tokens' names in texts are letters (split), tokens (allow), or a fault (error)."""
 
 
 @section(DATA)
@@ -56,21 +54,21 @@ class DataSection(TextSection):
     truncation: Literal["error", "left", "right", "middle"] = key(
         "error", read_if=when(".filter_overlong_prompts", False)
     )
-    """Prompts longer than `max_prompt_length` are refused (error), or cut at that place."""
+    """Longer prompts are refused (error), or cut at that place."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `max_prompt_length`."""
     seed: Seed = key(1, read_if=DRAWS)
-    """Seed of the order of rows, samples and supervised pairs."""
+    """Seed of these orders."""
     reward_fn_key: str = "data_source"
-    """Column with the data source, which picks the built-in reward."""
+    """Column with the data source."""
     prompt_id_key: str | None = key(None, Change(Effect.NONE, "names of prompts in records"))
-    """Column with an id of the prompt for logs and kept samples."""
+    """Column with an id of the prompt."""
     max_prompt_id_length: Length | None = None
-    """Longest id, in characters; a longer id is an error."""
+    """Longest id, in characters."""
     return_raw_chat: bool = key(False, read_if=RULES)
-    """Pass the prompt of the file to reward functions as `extra_info["raw_chat"]`."""
+    """Pass the prompt to reward functions as `extra_info["raw_chat"]`."""
     return_raw_input_ids: bool = key(False, read_if=RULES)
-    """Pass the prompt's ids without chat template to reward functions as `extra_info["raw_input_ids"]`."""
+    """Pass its ids without chat template as `extra_info["raw_input_ids"]`."""
 
 
 @section(DATA)
@@ -104,6 +102,6 @@ class PreferenceDataSection(SupervisedDataSection):
     rejected_key: str = "rejected"
     """Column with the rejected response, a plain string."""
     margin_key: str | None = None
-    """Column with the least difference between preferred and rejected reward; null = none."""
+    """Column with the least difference of the two rewards; null = none."""
     max_length: Length = 1024
     """Most tokens of a prompt with a response; a longer sequence is cut on the left."""

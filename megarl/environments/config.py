@@ -12,27 +12,26 @@ class EnvironmentSection:
     """`environment.*`: the environment that responses are turns of, instead of a reward of single responses."""
 
     name: str | None = None
-    """A built-in environment (openenv, python, reasoning_gym), or the class in `path`; null = single responses."""
+    """A built-in environment (openenv, python, reasoning_gym), or the class in `path`."""
     path: str | None = None
     """Python file that defines the class; null = a built-in environment."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class."""
     run_code: bool = key(False, Change(Effect.NONE, "whether programs of the policy may run"))
-    """Allow name=python to run the policy's programs, with all rights of the run's user."""
+    """Allow name=python to run the policy's programs."""
     max_turns: Count = 8
     """Most turns of the policy in an episode."""
     max_observation_length: Length = 512
-    """Most tokens of an observation; a longer one fails. data.max_response_length bounds the episode."""
+    """Most tokens of an observation; a longer one fails."""
     overlap: CountFromZero = key(1, ENGINE)
     """Windows of 16 engine steps before the engine waits for the answer to a turn."""
     num_workers: Count = key(4, Change(Effect.NONE, "how many episodes are played at once"))
-    """Processes on each rank for environments; an episode stays in one process."""
+    """Processes on each rank for environments."""
     timeout_s: Seconds = 10.0
-    """Seconds that an environment may take for a turn before its process is killed."""
+    """Seconds that an environment may take for a turn."""
     max_memory_gb: Bound = 8.0
-    """Private memory of a process of environments, in 10^9 bytes."""
+    """Memory of a process of environments, in 10^9 bytes."""
     on_failure: Literal["mask", "score", "stop"] = "mask"
-    """An episode whose environment takes too long or fails is ignored (mask), ends with default_score (score), or stops
-    the run (stop)."""
+    """A failed episode is ignored (mask), ends with default_score (score), or stops the run (stop)."""
     default_score: Score = 0.0
-    """Reward of a turn that reaches data.max_response_length, and of a failed turn with on_failure=score."""
+    """Reward of a turn that reaches data.max_response_length, and of a failed turn."""

@@ -30,7 +30,7 @@ class MegatronSection:
     pipeline_model_parallel_size: Count = key(1, SPLIT)
     """Pipeline stages (PP)."""
     virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2, le=1_000_000)] | None = key(None, SPLIT)
-    """Chunks of layers in each stage (VPP); more chunks shorten idle time. null = 1."""
+    """Chunks of layers in each stage (VPP); null = 1."""
     context_parallel_size: Count = key(1, SPLIT)
     """Ranks that share the tokens of every sequence (CP)."""
     expert_model_parallel_size: Count = key(1, SPLIT)
@@ -48,11 +48,11 @@ class MegatronSection:
     optimizer_offload: bool = key(False, OFFLOAD, read_if=OFF_CPU)
     """Keep the optimizer state in host memory between phases."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type of parameters and activations; the optimizer works in float32."""
+    """Type of parameters and activations; the optimizer works in float32."""
     seed: Seed = 1
-    """Seed of new parameters (the head of the critic) and of dropout."""
+    """Seed of new parameters and of dropout."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig, such as attention_backend."""
+    """Fields of Megatron's TransformerConfig."""
 
     @property
     def has_dropout(self) -> bool:
@@ -67,15 +67,15 @@ class OptimSection:
     lr: Annotated[float, Field(gt=0.0, le=10.0)] = 1e-6
     """Peak learning rate."""
     lr_warmup_steps: Annotated[CountFromZero | None, BeforeValidator(_none_if_negative)] = None
-    """Updates of linear warm-up; null or -1 = lr_warmup_steps_ratio of the schedule's length."""
+    """Updates of linear warm-up; null or -1 = by lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: Fraction = key(0.0, read_if=when(".lr_warmup_steps", None))
     """Linear warm-up as a share of the schedule's length."""
     min_lr_ratio: Fraction | None = key(None, read_if=when(".warmup_style", "cosine", "linear"))
-    """Last learning rate as a share of the peak; null = the decay reaches 0 one update after the last."""
+    """Last learning rate as a share of the peak; null = 0 one update after the last."""
     warmup_style: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up."""
     total_training_steps: Interval = key(-1, read_if=LENGTH)
-    """Steps of the schedule in which the model learns; -1 or 0 = the run's."""
+    """Length of the schedule, in steps; -1 or 0 = the run's."""
     weight_decay: Weight = 0.01
     """Decoupled weight decay, of all except norms and biases."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)

@@ -48,11 +48,11 @@ class CheckpointSection:
     """`*.model.*`: a checkpoint to start from."""
 
     path: str
-    """HF directory, its URI (any that fsspec opens) or HF id."""
+    """Hugging Face directory, its URI or id."""
     external_lib: str | list[str] | None = None
-    """Module or modules to import first, to register models or tokenizers."""
+    """Modules to import first, to register models or tokenizers."""
     override_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of config.json to replace, e.g. {attention_dropout: 0.0, num_hidden_layers: 4}."""
+    """Fields of config.json to replace, such as {num_hidden_layers: 4}."""
     trust_remote_code: bool = key(False, Change(Effect.NONE, "which code may be loaded"))
     """Allow a checkpoint's own Python code to run."""
 
@@ -62,25 +62,23 @@ class ModelSection(CheckpointSection):
     """`actor_rollout_ref.model.*`: the checkpoint of the actor."""
 
     enable_gradient_checkpointing: Recompute = key(False, Change(Effect.ROUNDING, "what is recomputed"))
-    """Recompute activations in the backward pass: selective = those of feed-forward layers and experts; true = all of a
-    layer."""
+    """Recompute activations in the backward pass: all, or those of feed-forward layers and experts (selective)."""
     lora_rank: CountFromZero = 0
-    """Rank of low-rank adapters (LoRA), which learn instead of the weights; 0 = the weights learn."""
+    """Rank of adapters (LoRA), which learn instead of the weights; 0 = the weights learn."""
     lora_alpha: Annotated[float, Field(gt=0.0, le=1e6)] = key(16.0, read_if=NEW)
     """Scale of the adapters, divided by lora_rank."""
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = key(
         0.0, Change(Effect.CURVE, "what updates leave out"), read_if=ADAPTED
     )
-    """Share of the numbers before an adapter that each update leaves out; sampling and log-probabilities use all."""
+    """Share of an adapter's input that each update leaves out."""
     target_modules: Annotated[str | list[str], AfterValidator(_selecting)] = key(ALL_LINEAR, read_if=NEW)
-    """Projections with adapters: names or ends of names, a regular expression, or all-linear = all but the output
-    layer."""
+    """Projections with adapters: names or ends of names, a regular expression, or all-linear."""
     exclude_modules: Annotated[str | list[str] | None, BeforeValidator(_none_if_empty), AfterValidator(_selecting)] = (
         key(None, read_if=NEW)
     )
-    """Projections of target_modules without adapters: names or ends of names, or a regular expression."""
+    """Projections of target_modules without adapters."""
     lora_adapter_path: str | None = None
-    """Local PEFT directory to start from, which also gives rank, scale and targets; null = new adapters."""
+    """PEFT directory to start from, which also gives rank, scale and targets; null = new adapters."""
 
     @property
     def has_adapters(self) -> bool:
@@ -98,8 +96,7 @@ class ReferenceModelSection(CheckpointSection):
     """`actor_rollout_ref.ref.model.*`: the checkpoint of the reference, if it is not that of the actor."""
 
     path: Annotated[str, BeforeValidator(_empty_if_none)] = ""
-    """Teacher of any known family and size, trained with the actor's tokenizer: Hugging Face directory, its URI or id;
-    empty = the actor's start."""
+    """Teacher with the actor's tokenizer: Hugging Face directory, its URI or id; empty = the actor's start."""
 
 
 @section(MODEL)
@@ -107,9 +104,9 @@ class CriticModelSection(ModelSection):
     """`critic.model.*`: the checkpoint of the critic; a scalar head replaces the head of a language model."""
 
     path: str = ""
-    """HF directory, its URI or HF id; required."""
+    """Hugging Face directory, its URI or id; required."""
     tokenizer_path: str | None = None
-    """Tokenizer of the critic, in which it reads the policy's text; null = the policy's."""
+    """Tokenizer of the critic; null = the policy's."""
 
 
 @section(MODEL)
@@ -117,7 +114,6 @@ class RewardCheckpointSection(CheckpointSection):
     """`reward_model.model.*`: the model that scores responses, a sequence classifier with one label."""
 
     path: Annotated[str, BeforeValidator(_empty_if_none)] = ""
-    """HF directory, its URI or HF id; required."""
+    """Hugging Face directory, its URI or id; required."""
     input_tokenizer: str | None = None
-    """Tokenizer of the tokens that the model receives; they are decoded and encoded with the model's own chat template.
-    null = the model has the policy's vocabulary and reads the tokens as they are."""
+    """Tokenizer of the tokens that the model receives; null = it reads them as they are."""

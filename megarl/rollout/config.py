@@ -50,23 +50,21 @@ class SyncSection:
     bucket_megabytes: Count = 512
     """Staging memory of a transfer, in MiB per rank."""
     two_level: bool = False
-    """Send data that several ranks of a node need to the node once."""
+    """Send data that several ranks of a node need once."""
     check_every: CountFromZero = 0
-    """Steps between self-checks; 0 = only the first two syncs of different weights, after a start and after a
-    resume."""
+    """Steps between self-checks; 0 = only at a start."""
     logprob_warn: Fraction | None = None
-    """Mean difference of token probabilities between engine and trainer above which a self-check warns; null = half of
-    logprob_stop."""
+    """Difference above which a self-check warns; null = half of logprob_stop."""
     logprob_stop: Fraction | None = None
-    """The difference above which a self-check stops the run; null = 0.0625 in bfloat16, 0.00024 if both compute in
+    """Mean difference of probabilities above which a self-check stops the run; null = 0.0625 in bfloat16, 0.00024 in
     float32."""
     mismatch_stop: Annotated[float, Field(ge=0.0, le=0.5)] | None = key(None, read_if=COMPARES)
-    """Mismatch (docs/verify.md) above which the run stops instead of learning; null = 0.0156 in bfloat16, 2.4e-07 if
-    both compute in float32; 0.5 = never."""
+    """Mismatch (docs/verify.md) above which the run stops; null = 0.0156 in bfloat16, 2.4e-07 in float32; 0.5 =
+    never."""
     mismatch_growth: Annotated[float, Field(ge=1.0, le=1e9)] = key(10.0, read_if=COMPARES)
-    """The run also stops above this multiple of the median mismatch of its first 8 steps."""
+    """The same as a multiple of the median of the first 8 steps."""
     mismatch_share: Fraction = key(0.05, read_if=COMPARES)
-    """Share of a step's samples that may be left out for their own mismatch before the run stops."""
+    """Share of a step's samples that may be left out for their mismatch."""
 
 
 @section(SAMPLES)
@@ -74,14 +72,12 @@ class PartialSection:
     """`rollout.partial.*`: responses that continue under the weights of the next step."""
 
     enable: bool = False
-    """End a step before its slowest responses end; they continue in the next step."""
+    """End a step before its slowest responses end."""
     max_staleness: Count = 4
-    """Most steps between the weights that drew a token and the step that learns from it; a step waits for responses
-    that would exceed it."""
+    """Largest age of the weights that drew a token, in steps."""
     stop_when: Annotated[float, Field(ge=0.5, le=1.0)] | Annotated[int, Field(ge=2, le=1_000_000)] = 0.8
-    """A step ends when this share of the prompts being drawn is complete (0.5 to 1.0; the engine draws
-    data.train_batch_size / stop_when prompts at once), or after this number of engine steps (2 or more; it learns from
-    the complete prompts)."""
+    """A step ends when this share of the prompts being drawn is complete (0.5 to 1.0), or after this number of engine
+    steps (2 or more)."""
 
     @property
     def num_engine_steps(self) -> int | None:
@@ -100,7 +96,7 @@ class RolloutSection:
     n: Count = 1
     """Responses per prompt; more than 1 for grpo, rloo, ...."""
     temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
-    """Divisor of the logits, in sampling and in the trainer's log-probabilities."""
+    """Divisor of the logits, in engine and trainer."""
     top_k: TopK = key(-1, read_if=when(".do_sample", True))
     """Number of most likely tokens to sample from; -1 = all."""
     top_p: Share = key(1.0, read_if=when(".do_sample", True))
@@ -116,13 +112,13 @@ class RolloutSection:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the engine's weights; should be the actor's."""
     gpu_memory_utilization: Share = key(0.5, ENGINE)
-    """Share of a device's memory for the engine's weights and KV cache."""
+    """Share of a device's memory for the engine."""
     enforce_eager: bool | None = key(None, ENGINE)
     """Run without CUDA graphs and compilation; null = on CPU only."""
     free_cache_engine: bool = key(True, ENGINE, read_if=OFF_CPU)
     """Free the engine's memory between rollouts."""
     load_format: Literal["dummy_megatron", "megatron", "auto"] = key("dummy_megatron", NO_CHOICE)
-    """auto reads the checkpoint; the others start without weights, for the first sync."""
+    """auto reads the checkpoint; the others wait for the first sync."""
     tensor_model_parallel_size: Count = key(1, ENGINE)
     """Ranks per engine replica."""
     max_num_batched_tokens: Length = key(8192, ENGINE)
@@ -132,10 +128,9 @@ class RolloutSection:
     enable_prefix_caching: bool = key(True, ENGINE)
     """Compute a prompt once for its n responses."""
     log_prob_micro_batch_size: Count | None = key(None, MICRO)
-    """Most sequences per forward pass for the actor's old log-probabilities; null = the token budget
-    alone."""
+    """Most sequences per forward pass for old log-probabilities; null = the token budget alone."""
     calculate_log_probs: bool = key(True, NO_CHOICE)
-    """Compare the engine's log-probabilities with the trainer's in every step."""
+    """Compare the engine's log-probabilities with the trainer's."""
     seed: Seed = 1
     """Seed of the engine and of every request."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -143,13 +138,12 @@ class RolloutSection:
     val_kwargs: SamplingSection = key(SamplingSection, read_if=VALIDATES)
     """Sampling in validation."""
     routing_replay: RoutingReplay = key("none", ROUTES)
-    """engine: the trainer gives each token to the experts that the engine chose (R3), so that both compute with the
-    same ones; engine_scores: the actor also takes the engine's scores of these experts; none: each chooses for itself.
-    For mixtures of experts."""
+    """engine: the trainer uses the experts that the engine chose (R3); engine_scores: the actor also uses the engine's
+    scores of them."""
     partial: PartialSection = key(PartialSection, read_if=when(".partial.enable", True))
     """Responses that continue under the weights of the next step."""
     keep_complete: bool = key(False, ENGINE)
-    """Keep complete responses of a running step in files, so that a killed run draws only the others."""
+    """Keep complete responses of a running step, so that a killed run draws only the others."""
     sync: SyncSection = field(default_factory=SyncSection)
     """The transfer of weights to the engine, and its checks."""
 

@@ -1,13 +1,9 @@
 """The lines for CUDA are found in the text of a file."""
 
-import re
-from pathlib import Path
-
 import pytest
 
 from tests.hollow.branches import all_branches, branches
 
-PAGE = Path(__file__).parents[2] / "docs" / "hollow.md"
 CASES = {
     "if on_cuda():\n  a()\n  b()\nelse:\n  c()": [(3, 4)],
     "if not on_cuda():\n  return a()\nb()\nc()": [(4, 5)],
@@ -75,9 +71,3 @@ def test_deciding_packages_have_cuda_only_branches() -> None:
         "weight_sync",
         "reshard",
     }
-
-
-def test_the_page_lists_every_branch() -> None:
-    every = {(branch.file, branch.function) for branch in all_branches()}
-    rows = re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert {(file, name) for file, names in rows for name in re.findall(r"`(\w+)`", names)} == every
