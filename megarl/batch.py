@@ -21,7 +21,18 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from megarl.columns import block_cuts, counted_from, cut, flat, in_rows, int64, on_tokens, sample_sums, spans
+from megarl.columns import (
+    block_cuts,
+    counted_from,
+    cut,
+    flat,
+    in_rows,
+    int64,
+    on_tokens,
+    sample_sums,
+    spans,
+    spans_of_parts,
+)
 
 R = TypeVar("R", bound="Prompts")
 S = TypeVar("S", bound="Rollouts")
@@ -543,19 +554,19 @@ def merge(parts: Sequence[S], order: Tensor) -> S:
 
     `order` has the place of each sample among those of all parts, end to end: int64 `[B]`, `B` at least 1.
     """
-    chosen = order.tolist()
+    sizes = [len(part) for part in parts]
+    tokens = spans_of_parts(order, torch.cat([part.num_tokens for part in parts]), sizes)
     values: dict[str, Any] = {}
     for each in fields(parts[0]):
-        of_parts = [getattr(part, each.name) for part in parts]
-        if each.name == "prompts" or of_parts[0] is None:
+        columns = [getattr(part, each.name) for part in parts]
+        if each.name == "prompts" or columns[0] is None:
             continue
-        if each.metadata:
-            pieces = list[Tensor]()
-            for part, column in zip(parts, of_parts, strict=True):
-                counts = part.num_tokens if PER_TOKEN in each.metadata else part.num_places()
-                pieces += column.split(counts.tolist())
-            values[each.name] = torch.cat([pieces[place] for place in chosen])
+        if PER_TOKEN in each.metadata:
+            values[each.name] = torch.cat([columns[part][span] for part, span in tokens])
+        elif PER_PLACE in each.metadata:
+            places = spans_of_parts(order, torch.cat([part.num_places() for part in parts]), sizes)
+            values[each.name] = torch.cat([columns[part][span] for part, span in places])
         else:
-            joined = _joined(of_parts)
-            values[each.name] = joined[order] if isinstance(joined, Tensor) else [joined[place] for place in chosen]
+            joined = _joined(columns)
+            values[each.name] = joined[order] if isinstance(joined, Tensor) else [joined[n] for n in order.tolist()]
     return replace(parts[0], **values)

@@ -6,10 +6,12 @@
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+Integers = npt.NDArray[np.int64]
 BLOCK = 1 << 17
 """Places in the rows of a block, which fit into the cache of a processor."""
 
@@ -29,14 +31,49 @@ def spans(samples: Tensor, counts: Tensor) -> list[slice]:
 
     All samples lie end to end, and have `counts` rows, `[B]` int64.
     """
-    if not len(samples):
-        return []
+    [found] = spans_of_choices([samples], counts)
+    return found
+
+
+def spans_of_choices(choices: Sequence[Tensor], counts: Tensor) -> list[list[slice]]:
+    """Return the rows of each of several choices of samples (int64 indices `[b]`), as `spans` does."""
+    chosen = torch.cat(list(choices)).numpy()
+    numbers = np.arange(len(choices)).repeat([len(choice) for choice in choices])
+    firsts, starts, ends = _runs(chosen, counts.numpy(), numbers)
+    found: list[list[slice]] = [[] for _ in choices]
+    for number, start, end in zip(numbers[firsts].tolist(), starts.tolist(), ends.tolist(), strict=True):
+        found[number].append(slice(start, end))
+    return found
+
+
+def spans_of_parts(samples: Tensor, counts: Tensor, sizes: Sequence[int]) -> list[tuple[int, slice]]:
+    """Return the rows of samples of several parts: the number of a part, and its rows; neighbours in one slice.
+
+    Args:
+        samples: int64 indices `[b]` among the samples of all parts, end to end; the result has their order.
+        counts: `[B]` int64, the rows of each sample of all parts.
+        sizes: the number of samples of each part, whose sum is `B`.
+    """
     chosen, lengths = samples.numpy(), counts.numpy()
-    cuts = np.flatnonzero(chosen[1:] - chosen[:-1] != 1)
-    firsts, lasts = np.concatenate((chosen[:1], chosen[cuts + 1])), np.concatenate((chosen[cuts], chosen[-1:]))
-    ends = lengths.cumsum()
-    starts = ends[firsts] - lengths[firsts]
-    return [slice(*span) for span in zip(starts.tolist(), ends[lasts].tolist(), strict=True)]
+    ends_of_parts = np.cumsum(sizes)
+    parts = ends_of_parts.searchsorted(chosen, side="right")
+    firsts, starts, ends = _runs(chosen, lengths, parts)
+    of_runs = parts[firsts]
+    rows_before = np.concatenate(([0], lengths.cumsum()))[ends_of_parts - sizes][of_runs]
+    found = zip(of_runs.tolist(), (starts - rows_before).tolist(), (ends - rows_before).tolist(), strict=True)
+    return [(part, slice(start, end)) for part, start, end in found]
+
+
+def _runs(samples: Integers, counts: Integers, numbers: Integers) -> tuple[Integers, Integers, Integers]:
+    """Return runs of neighbours with the same number: the place where each begins, its first row, and its last row + 1.
+
+    `samples` `[b]` have `numbers` `[b]`; all samples have `counts` `[B]` rows, end to end.
+    """
+    is_new = (samples[1:] - samples[:-1] != 1) | (numbers[1:] != numbers[:-1])
+    firsts = np.concatenate((np.zeros(min(len(samples), 1), dtype=np.int64), np.flatnonzero(is_new) + 1))
+    lasts = np.concatenate((firsts[1:], [len(samples)]))[: len(firsts)] - 1
+    ends = counts.cumsum()
+    return firsts, ends[samples[firsts]] - counts[samples[firsts]], ends[samples[lasts]]
 
 
 def counted_from(starts: Tensor, counts: Tensor) -> Tensor:

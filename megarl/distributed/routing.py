@@ -4,7 +4,7 @@ One rank of each old share sends. One rank of each new share receives, and passe
 share along a tree. So a token crosses once from the ranks that drew it to the ranks that learn from it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import PER_PLACE, PER_TOKEN, Rollouts
+from megarl.columns import spans_of_choices
 from megarl.distributed.exchange import begin_receiving, begin_sending, host_group
 from megarl.distributed.sharded import Sharded, Shares, assembled, places_of
 
@@ -38,7 +39,7 @@ def route(samples: Sharded[Rollouts], record: type[R], owners: Tensor, shares: S
     if samples.shares.number > 1 and len(shares.ranks[shares.here]) > 1:
         places = places_of(owners, shares.here)
         content = (
-            layout.pack(share, torch.arange(len(share)))
+            next(layout.pack(share, [torch.arange(len(share))]))
             if shares.reports
             else torch.empty(layout.num_bytes(index.num_tokens[places]), dtype=torch.uint8)
         )
@@ -75,14 +76,24 @@ class _Layout(Generic[R]):
         """Return the bytes of samples with so many tokens."""
         return sum(self._sizes(num_tokens))
 
-    def pack(self, share: Rollouts, samples: Tensor) -> Tensor:
-        """Return the bytes of the given samples (int64 indices `[b]`) of a share: uint8. Each token is copied once."""
-        spans = share.spans(samples)
-        parts = []
-        for name, (_, is_per_token) in self.columns.items():
-            column = getattr(share, name)
-            parts += [column[span] for span in spans] if is_per_token else [column[samples]]
-        return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+    def pack(self, share: Rollouts, choices: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield the bytes of each choice of samples (int64 indices `[b]`) of a share: uint8. A token is copied once."""
+        chosen = torch.cat(list(choices))
+        columns = []
+        for name, (dtype, is_per_token) in self.columns.items():
+            column = getattr(share, name) if is_per_token else getattr(share, name)[chosen]
+            columns.append((column.contiguous().view(torch.uint8), dtype.itemsize, is_per_token))
+        first = 0
+        for choice, tokens in zip(choices, spans_of_choices(choices, share.num_tokens), strict=True):
+            places = [slice(first, first + len(choice))]
+            first += len(choice)
+            yield torch.cat(
+                [
+                    column[span.start * width : span.stop * width]
+                    for column, width, is_per_token in columns
+                    for span in (tokens if is_per_token else places)
+                ]
+            )
 
     def unpack(self, content: Tensor, samples: Sharded[Rollouts], places: Tensor) -> R:
         """Return the record of the samples at the given places (int64 `[b]`), whose bytes are given."""
@@ -107,23 +118,20 @@ class _Layout(Generic[R]):
 
     def _sizes(self, num_tokens: Tensor) -> list[int]:
         """Return the bytes of each tensor, of samples with so many tokens."""
-        total = int(num_tokens.sum())
-        return [
-            dtype.itemsize * (total if is_per_token else len(num_tokens))
-            for dtype, is_per_token in self.columns.values()
-        ]
+        counts = (len(num_tokens), int(num_tokens.sum()))
+        return [dtype.itemsize * counts[is_per_token] for dtype, is_per_token in self.columns.values()]
 
 
 def _send(samples: Sharded[Rollouts], layout: _Layout[R], owners: Tensor, shares: Shares) -> list[dist.Work]:
     """Begin to send the samples of this rank's old share to the first rank of each new share that has none of them."""
     old = samples.shares
-    sending = []
-    for share, local in by_share(owners[samples.mine]) if old.reports else ():
-        target = shares.ranks[share][0]
-        if target not in old.ranks[old.here]:
-            content = layout.pack(samples.share, local)
-            sending.append(begin_sending(content, target))
-    return sending
+    choices = {
+        shares.ranks[share][0]: local
+        for share, local in (by_share(owners[samples.mine]) if old.reports else ())
+        if shares.ranks[share][0] not in old.ranks[old.here]
+    }
+    contents = layout.pack(samples.share, list(choices.values())) if choices else ()
+    return [begin_sending(content, target) for target, content in zip(choices, contents, strict=True)]
 
 
 def _receive(samples: Sharded[Rollouts], layout: _Layout[R], owners: Tensor, shares: Shares) -> list[tuple[Tensor, R]]:

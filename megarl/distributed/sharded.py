@@ -123,9 +123,8 @@ class Index:
     def keeps_groups(self) -> bool:
         """Whether the samples of each prompt lie behind each other, and on the same ranks."""
         groups, owners = self.groups.numpy(), self.owners.numpy()
-        is_next = groups[1:] != groups[:-1]
-        firsts = np.concatenate((groups[:1], groups[1:][is_next]))
-        return bool((firsts[1:] > firsts[:-1]).all()) and not ((owners[1:] != owners[:-1]) & ~is_next).any()
+        steps = groups[1:] - groups[:-1]
+        return bool((steps >= 0).all()) and bool(((steps > 0) | (owners[1:] == owners[:-1])).all())
 
     def select(self, samples: Tensor) -> "Index":
         """Return only the given samples (int64 indices `[K]`), in that order. Prompts are kept."""

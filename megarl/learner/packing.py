@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.distributed.evenly import fill_evenly
+from megarl.distributed.evenly import Integers, fill_evenly
 from megarl.platform.errors import UserError
 
 
@@ -23,24 +23,29 @@ def partition(costs: Tensor, groups: Tensor, num_parts: int) -> Tensor:
     part is empty only if there are fewer groups than parts.
     """
     members = groups.numpy()
-    starts = np.append(0, np.flatnonzero(members[1:] != members[:-1]) + 1)[: len(members)]  # of neighbours of a group
+    if not len(members):
+        return groups
+    starts = np.append(0, np.flatnonzero(members[1:] != members[:-1]) + 1)  # of neighbours of a group
     counts = np.diff(starts, append=len(members))
-    members = members[starts]
-    firsts = np.full(int(members.max(initial=-1)) + 1, len(members))
-    np.minimum.at(firsts, members, np.arange(len(members)))
-    group_costs = np.zeros(len(firsts), dtype=np.int64)
-    np.add.at(group_costs, members, np.add.reduceat(costs.numpy(), starts) if len(starts) else starts)
-    present = np.flatnonzero(firsts < len(members))
-    present = present[np.argsort(firsts[present], kind="stable")]
+    members = _by_first_place(members[starts])
+    group_costs = np.bincount(members, np.add.reduceat(costs.numpy(), starts)).astype(np.int64)
     # a number for each group: how far it is from the largest cost, then its place
-    places = np.sort((group_costs.max(initial=0) - group_costs[present]) * len(present) + np.arange(len(present)))
-    order = present[places % max(len(present), 1)]
+    order = np.sort((group_costs.max() - group_costs) * len(group_costs) + np.arange(len(group_costs)))
+    order %= len(group_costs)
 
     # a part is a number: its load, then the number of its groups, so that groups of cost zero still spread, then itself
     steps = group_costs[order] * (num_parts * (len(order) + 1)) + num_parts
-    taken = np.empty(len(firsts), dtype=np.int64)
+    taken = np.empty_like(group_costs)
     taken[order] = fill_evenly(np.arange(num_parts), steps) % num_parts
     return torch.from_numpy(np.repeat(taken[members], counts))
+
+
+def _by_first_place(members: Integers) -> Integers:
+    """Number groups by their first members: `[b]` int64, from the groups of members, `[b]`."""
+    if (members[1:] > members[:-1]).all():
+        return np.arange(len(members))
+    _, firsts, places = np.unique(members, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(firsts))[places]
 
 
 def pack(

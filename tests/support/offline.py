@@ -55,8 +55,8 @@ def silent_world(rank: int, world_size: int) -> Iterator[Any]:
 
     new_group, new_parallel_group = dist.new_group, parallel_state.init_model_parallel_group
 
-    def silent_group(*args: Any, backend: object = None, **kwargs: Any) -> Any:
-        return new_group(*args, backend="fake", **kwargs)
+    def silent_group(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **(kwargs | {"backend": "fake"}))
 
     def unconnected_group(*args: Any, **kwargs: Any) -> Any:
         channels = {"use_device_communicator": False, "use_message_queue_broadcaster": False}
