@@ -298,6 +298,7 @@ class RolloutEngine:
         with patches.frozen():
             self._llm.llm_engine.engine_core.shutdown()
         destroy_model_parallel()
+        gc.unfreeze()  # otherwise nanobind reports what an interpreter that unloads does not free
 
     def _room(self) -> int:
         cache = self._llm.llm_engine.vllm_config.cache_config

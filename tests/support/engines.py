@@ -222,7 +222,9 @@ def tear_down(engine: RolloutEngine) -> None:
 
 
 def tear_down_vllm(llm: Any) -> None:
-    llm.llm_engine.engine_core.shutdown()
+    """Shut an engine down. What its process was forked with stays frozen, so that no collection searches it."""
+    with patches.frozen():
+        llm.llm_engine.engine_core.shutdown()
     forget_parallel_state()
 
 

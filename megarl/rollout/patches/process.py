@@ -1,6 +1,5 @@
 """The process around an engine: the environment that vLLM reads, and the state of the process that it changes."""
 
-import gc
 import logging
 import os
 import random
@@ -89,12 +88,9 @@ def random_state_kept() -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-@contextmanager
-def frozen() -> Iterator[None]:
+def frozen() -> AbstractContextManager[Any]:
     """Keep frozen what is frozen (`gc.freeze`) while an engine shuts down, which saves a search of all memory."""
-    with replaced(UNFREEZING, unfreeze=lambda: None):
-        yield
-    gc.unfreeze()  # otherwise nanobind reports what an interpreter that unloads does not free
+    return replaced(UNFREEZING, unfreeze=lambda: None)
 
 
 def compilation(*, allowed: bool) -> AbstractContextManager[Any]:
