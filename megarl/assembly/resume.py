@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 import torch.distributed as dist
@@ -147,6 +148,21 @@ def resumed_checkpoint(trainer: TrainerSection) -> Path | None:
         path=trainer.resume_from_path,
         mirror=trainer.default_hdfs_dir,
     )
+
+
+def template_time(trainer: TrainerSection) -> datetime:
+    """Return the time that chat templates see: the local time of the first start, in full seconds. Collective.
+
+    Raises:
+        UserError: the checkpoint that the run resumes from is missing or damaged.
+    """
+    run_dir = Path(trainer.default_local_dir)
+    known: datetime | None = None
+    if trainer.resume_mode == "auto" or any(together(lambda: restarted(os.environ))):
+        known = on_first_rank(lambda: recorded_time(run_dir))
+    if known is None and (checkpoint := resumed_checkpoint(trainer)):
+        known = on_first_rank(lambda: recorded_time(checkpoint))
+    return known or on_first_rank(lambda: datetime.now().replace(microsecond=0))
 
 
 def prepare_checkpoint(trainer: TrainerSection) -> Path | None:

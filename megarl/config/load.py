@@ -14,15 +14,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megarl.config import (
-    algorithm_rules,
-    custom_rules,
-    environment_rules,
-    ppo_rules,
-    reward_rules,
-    sft_rules,
-    verify_rules,
-)
+from megarl.config import algorithm_rules, ppo_rules, reward_rules, sft_rules
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.foreign import Remark
 from megarl.config.layers import COMMAND_LINE, Layer, read_layers, recognise
@@ -39,7 +31,7 @@ from megarl.config.root import (
 )
 from megarl.config.rule import CheckContext, Rule
 from megarl.config.schema import MANDATORY, Schema, nest
-from megarl.config.shared_rules import LAUNCH_RULES, POLICY_RULES, RUN_RULES
+from megarl.config.shared_rules import LAUNCH_RULES, POLICY_RULES, RUN_RULES, VERIFY_RULES
 from megarl.platform.errors import UserError
 from megarl.platform.secrets import REDACTED, redacted
 from megarl.platform.small_files import adapter
@@ -56,12 +48,10 @@ RL_RULES: Sequence[Rule[Config]] = [
     *POLICY_RULES,
     *ppo_rules.RULES,
     *algorithm_rules.RULES,
-    *custom_rules.RULES,
     *reward_rules.RULES,
-    *environment_rules.RULES,
 ]
 FILE_RULES: Sequence[Rule[SFTConfig | RewardTrainConfig]] = [*LAUNCH_RULES, *RUN_RULES, *sft_rules.RULES]
-VERIFY_RULES: Sequence[Rule[VerifyConfig]] = [*LAUNCH_RULES, *POLICY_RULES, *verify_rules.RULES]
+RULES_OF_VERIFY: Sequence[Rule[VerifyConfig]] = [*LAUNCH_RULES, *POLICY_RULES, *VERIFY_RULES]
 
 
 def load_config(
@@ -88,9 +78,8 @@ def load_config(
 
 def load_sft_config(argv: Sequence[str], *, world_size: int | None, check_paths: bool = True) -> SFTConfig:
     """Read the configuration of a supervised run, as `load_config` does."""
-    return _load(
-        SFTConfig, argv, rules=FILE_RULES, context=CheckContext(world_size=world_size, check_paths=check_paths)
-    )
+    context = CheckContext(world_size=world_size, check_paths=check_paths)
+    return _load(SFTConfig, argv, rules=FILE_RULES, context=context)
 
 
 def load_reward_train_config(
@@ -119,7 +108,7 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
             tp * megatron.context_parallel_size * pp, expert_ranks * pp, rollout.tensor_model_parallel_size
         )
         argv = [f"trainer.n_gpus_per_node={max(1, (world_size or fewest) // asked.trainer.nnodes)}", *argv]
-    return _load(VerifyConfig, argv, rules=VERIFY_RULES, context=context)
+    return _load(VerifyConfig, argv, rules=RULES_OF_VERIFY, context=context)
 
 
 def written_keys(root: type, argv: Sequence[str]) -> dict[str, str]:
