@@ -159,6 +159,7 @@ def finish_records(
             last_step,
         )
     run_tracker(config, launch, resume_point, last_step=last_step).close()
-    if resume_point.checkpoint and (mirror := mirror_of(config.trainer)):
+    mirror = mirror_of(config.trainer)
+    if resume_point.checkpoint and mirror:
         mirror.remember(resume_point.checkpoint, best=resume_point.state.best_step)
         mirror.close()

@@ -160,8 +160,9 @@ def template_time(trainer: TrainerSection) -> datetime:
     known: datetime | None = None
     if trainer.resume_mode == "auto" or any(together(lambda: restarted(os.environ))):
         known = on_first_rank(lambda: recorded_time(run_dir))
-    if known is None and (checkpoint := resumed_checkpoint(trainer)):
-        known = on_first_rank(lambda: recorded_time(checkpoint))
+    if known is None:
+        checkpoint = resumed_checkpoint(trainer)
+        known = on_first_rank(lambda: recorded_time(checkpoint)) if checkpoint else None
     return known or on_first_rank(lambda: datetime.now().replace(microsecond=0))
 
 
@@ -174,7 +175,8 @@ def prepare_checkpoint(trainer: TrainerSection) -> Path | None:
     run_dir = Path(trainer.default_local_dir)
     if trainer.resume_mode == "auto":
         return resumed_checkpoint(trainer)
-    if any(together(lambda: restarted(os.environ))) and (own := last_intact(run_dir)):
+    own = last_intact(run_dir) if any(together(lambda: restarted(os.environ))) else None
+    if own:
         if dist.get_rank() == 0:
             mode = trainer.resume_mode
             logger.info("restarted by its launcher: resumes from %s, although trainer.resume_mode=%s", own, mode)

@@ -156,7 +156,8 @@ def check(runs: Sequence[SweptRun], *, on_cluster: bool) -> list[SweptRun]:
     for run in runs:
         try:
             config = load_config(run.argv, world_size=None)
-            if unfit := list(_unfit(run, config, on_cluster=on_cluster)):
+            unfit = list(_unfit(run, config, on_cluster=on_cluster))
+            if unfit:
                 raise ConfigError(unfit)
             if not is_finished(run.directory, config):
                 left.append(run)

@@ -213,7 +213,8 @@ def _read_layers(root: type[C], layers: Sequence[Layer]) -> tuple[C, list[Fault]
         origins.update(dict.fromkeys(found.leaves, layer.origin))
         written |= {key: merged(written[key], value) for key, value in _spread(found.leaves, schema)}
     values, unresolved = _resolve(written, schema)
-    faults.extend(Fault(one.written, answer) for one in remarks if (answer := one.answer(values)))
+    answers = ((one.written, one.answer(values)) for one in remarks)
+    faults.extend(Fault(key, answer) for key, answer in answers if answer)
     config, mistyped = _validate(root, values, schema)
     # A key that merely follows another shares its fault.
     followers = LINKS[root].keys() - origins.keys()
@@ -251,7 +252,8 @@ def _spread(values: Mapping[str, object], schema: Schema) -> Iterator[tuple[str,
             link = LINK.fullmatch(str(value))
             assert link, "a section takes no other value"
             for key in schema.leaves:
-                if key.startswith(f"{path}.") and (leader := link["key"] + key.removeprefix(path)) in schema.leaves:
+                leader = link["key"] + key.removeprefix(path)
+                if key.startswith(f"{path}.") and leader in schema.leaves:
                     yield key, f"${{{leader}}}"
 
 
@@ -282,8 +284,8 @@ def _validate(root: type[C], values: Mapping[str, object], schema: Schema) -> tu
         config = checked.validate_python(nest(_sound(values, messages, schema)))
     written = dict(flatten(values))
     for path, found in flatten(asdict(config)):
-        if _counts(written.get(path), found) and (key := schema.leaf(path)) not in messages:
-            messages[key] = ["should be a number"]
+        if _counts(written.get(path), found):
+            messages.setdefault(schema.leaf(path), ["should be a number"])
     faults = [Fault(path, f"{', or '.join(found)}, not {values[path]!r}") for path, found in messages.items()]
     return (checked.validate_python(nest(_sound(values, messages, schema))) if faults else config), faults
 

@@ -62,8 +62,10 @@ def _weights(config: Config, context: CheckContext) -> Iterator[Fault]:
 def _custom_function(config: Config, context: CheckContext) -> Iterator[Fault]:
     custom = config.custom_reward_function
     path = Path(custom.path or "")
-    if context.check_paths and path.is_file() and (fault := fault_in_file(path, custom.name, custom.reward_kwargs)):
-        yield Fault("custom_reward_function.name", fault)
+    if context.check_paths and path.is_file():
+        fault = fault_in_file(path, custom.name, custom.reward_kwargs)
+        if fault:
+            yield Fault("custom_reward_function.name", fault)
 
 
 @rule(RULES, f"{REWARD}.judge", f"{REWARD}.timeout_s")

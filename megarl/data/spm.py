@@ -124,12 +124,14 @@ def _check(model: ModelProto, table: normalizers.Normalizer, path: Path) -> None
             f"{path}: its normalisation rewrites the user-defined symbols {rewritten}; "
             "train it with normalization_rule_name=identity"
         )
-    if model.trainer_spec.model_type == TrainerSpec.UNIGRAM and (tied := _overlapping(model)):
+    tied = _overlapping(model)
+    if model.trainer_spec.model_type == TrainerSpec.UNIGRAM and tied:
         raise UserError(
             f"{path}: the user-defined symbols {tied} overlap, and which of them a unigram model takes depends on the "
             "rounding of scores; train it with model_type=bpe, or without these symbols"
         )
-    if _pieces(model, Piece.BYTE) and (halved := list(filter(_is_cut, _pieces(model, Piece.USER_DEFINED)))):
+    halved = [symbol for symbol in _pieces(model, Piece.USER_DEFINED) if _is_cut(symbol)]
+    if _pieces(model, Piece.BYTE) and halved:
         raise UserError(
             f"{path}: a fast tokenizer would confuse the user-defined symbols {halved} with bytes; train the "
             "SentencePiece model without them"

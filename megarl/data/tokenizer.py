@@ -74,7 +74,8 @@ class Tokenizer:
                 f"data.apply_chat_template=true, but the tokenizer {source} has no chat template: set "
                 "data.chat_template to a Jinja file or string, or remove data.apply_chat_template"
             )
-        if self.has_template and (found := RANDOM.search(str(tokenizer.chat_template))):
+        found = RANDOM.search(str(tokenizer.chat_template))
+        if found:
             raise UserError(
                 f"the chat template of {source} draws random numbers ({found[0].strip()}), so a row would have other "
                 "tokens in each run and on each rank: set data.chat_template to a template that does not"

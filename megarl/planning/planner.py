@@ -168,7 +168,10 @@ class Planner:
         current = workload.config.actor_rollout_ref.rollout.tensor_model_parallel_size
         for size in range(1, max(self._ranks_per_node, current) + 1):
             change = f"{ENGINE_TP}={size}"
-            if size == current or grid.num_ranks % size or (tried := self._try([change])) is None:
+            if size == current or grid.num_ranks % size:
+                continue
+            tried = self._try([change])
+            if tried is None:
                 continue
             fits = not self._memory(tried).engine.shortfall(tried.longest)
             yield Option(change=change, configurable=True, traffic=self._traffic(tried) if fits else None)

@@ -88,7 +88,7 @@ class RunReader:
             samples=self._samples,
             config=read_mapping(directory / CONFIG_FILE),
             history=_lines(directory / HISTORY_FILE),
-            skips=[fact for path in sorted((directory / NONFINITE).glob("*.json")) if (fact := read_mapping(path))],
+            skips=list(filter(None, map(read_mapping, sorted((directory / NONFINITE).glob("*.json"))))),
             hangs=sorted(path.name for path in directory.glob("hang-*")),
         )
 
