@@ -126,7 +126,7 @@ def run_tracker(
         run,
         total_steps=last_step,
         is_main=launch.rank == 0,
-        also=partial(_reports, run, last_step),
+        also=_reports(run, last_step) if launch.rank == 0 else {},
         next_steps=partial(next_steps, config),
     )
 
