@@ -51,7 +51,7 @@ def build(arguments: SimpleNamespace) -> dict[str, list[dict[str, Any]]]:
         ]
     if not rows:
         raise UserError(f"{arguments.source} gives no pair: lower --gap or --words, or give more stories")
-    return hold_out(rows, arguments.val, arguments.seed, key=lambda row: row["story"])
+    return hold_out(rows, arguments.val, arguments.seed, [f"{row['story']:09}" for row in rows])
 
 
 def cut(story: str, num_words: int) -> tuple[str, list[str]]:

@@ -2,12 +2,12 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.api.command import run_command
 from megarl.api.rows import as_json, data_files
-from megarl.api.source import reward_keys
+from megarl.api.source import Reward, reward_keys
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.trial import Trial, call_reward, try_out
@@ -40,7 +40,7 @@ def plan(*files: str | Path, set: Mapping[str, object] | None = None) -> dict[st
 
 
 def score(
-    reward: Callable[..., object] | str | Path | None,
+    reward: Reward | None,
     data: object,
     *,
     prompt: str = "prompt",

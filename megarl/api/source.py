@@ -12,9 +12,12 @@ from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 
 REWARD_FILE = "reward.py"
+Function = Callable[..., object]
+Reward = Function | str | Path
+"""A reward: a function or a class, or the Python file of one."""
 
 
-def reward_keys(reward: Callable[..., object] | str | Path | None, directory: Path) -> dict[str, str]:
+def reward_keys(reward: Reward | None, directory: Path) -> dict[str, str]:
     """Return the keys that name a reward, none for the built-in ones. Raises UserError as `reward_file` does."""
     if reward is None:
         return {}
@@ -22,7 +25,7 @@ def reward_keys(reward: Callable[..., object] | str | Path | None, directory: Pa
     return {"custom_reward_function.path": str(file)} | ({"custom_reward_function.name": name} if name else {})
 
 
-def reward_file(reward: Callable[..., object] | str | Path, directory: Path) -> tuple[Path, str | None]:
+def reward_file(reward: Reward, directory: Path) -> tuple[Path, str | None]:
     """Return the file of a reward, and its name there; None is the usual name.
 
     A function of a module is loaded from the file of the module. A function of a notebook or of the main program is
@@ -49,7 +52,7 @@ def reward_file(reward: Callable[..., object] | str | Path, directory: Path) -> 
     return file, name
 
 
-def _parts(decorated: Callable[..., object], known: set[str]) -> Iterator[str]:
+def _parts(decorated: Function, known: set[str]) -> Iterator[str]:
     """Yield what a function names, and its source. `known` are the names that are written already."""
     function: FunctionType = inspect.unwrap(decorated)
     source, definition = _source(function)

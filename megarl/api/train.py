@@ -3,14 +3,14 @@
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 from megarl.api.rows import as_json, count_rows, data_files
 from megarl.api.run import TrainingRun
-from megarl.api.source import reward_keys
+from megarl.api.source import Reward, reward_keys
 from megarl.checkpoint.directory import job_in, saved_steps
 from megarl.config.load import load_config, merged
 from megarl.config.schema import nest
@@ -31,7 +31,7 @@ def train(
     *,
     model: str | Path,
     data: object,
-    reward: Callable[..., object] | str | Path | None = None,
+    reward: Reward | None = None,
     prompt: str = "prompt",
     answer: str | None = None,
     keep: Sequence[str] = (),

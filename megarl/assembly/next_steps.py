@@ -30,7 +30,8 @@ def next_steps(config: Config | SupervisedConfig, ending: Ending) -> Iterator[tu
         yield "checkpoint", "none: trainer.save_freq and save_last save no step"
     yield "report", str(run_dir / REPORT_FILE)
     yield "curves", str(run_dir / METRICS_FILE)
-    if (samples := run_dir / table_file(GENERATIONS)).exists():
+    samples = run_dir / table_file(GENERATIONS)
+    if samples.exists():
         yield "samples", str(samples)
     if trainer.rollout_data_dir:
         yield "all samples", trainer.rollout_data_dir

@@ -126,7 +126,7 @@ def run_tracker(
         run,
         total_steps=last_step,
         is_main=launch.rank == 0,
-        also=partial(_reports, run, last_step),
+        also=_reports(run, last_step) if launch.rank == 0 else {},
         next_steps=partial(next_steps, config),
     )
 
@@ -159,6 +159,7 @@ def finish_records(
             last_step,
         )
     run_tracker(config, launch, resume_point, last_step=last_step).close()
-    if resume_point.checkpoint and (mirror := mirror_of(config.trainer)):
+    mirror = mirror_of(config.trainer)
+    if resume_point.checkpoint and mirror:
         mirror.remember(resume_point.checkpoint, best=resume_point.state.best_step)
         mirror.close()

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 import torch.distributed as dist
@@ -149,6 +150,22 @@ def resumed_checkpoint(trainer: TrainerSection) -> Path | None:
     )
 
 
+def template_time(trainer: TrainerSection) -> datetime:
+    """Return the time that chat templates see: the local time of the first start, in full seconds. Collective.
+
+    Raises:
+        UserError: the checkpoint that the run resumes from is missing or damaged.
+    """
+    run_dir = Path(trainer.default_local_dir)
+    known: datetime | None = None
+    if trainer.resume_mode == "auto" or any(together(lambda: restarted(os.environ))):
+        known = on_first_rank(lambda: recorded_time(run_dir))
+    if known is None:
+        checkpoint = resumed_checkpoint(trainer)
+        known = on_first_rank(lambda: recorded_time(checkpoint)) if checkpoint else None
+    return known or on_first_rank(lambda: datetime.now().replace(microsecond=0))
+
+
 def prepare_checkpoint(trainer: TrainerSection) -> Path | None:
     """Return the checkpoint that a training job resumes from, and set aside those of another past. Collective.
 
@@ -158,7 +175,8 @@ def prepare_checkpoint(trainer: TrainerSection) -> Path | None:
     run_dir = Path(trainer.default_local_dir)
     if trainer.resume_mode == "auto":
         return resumed_checkpoint(trainer)
-    if any(together(lambda: restarted(os.environ))) and (own := last_intact(run_dir)):
+    own = last_intact(run_dir) if any(together(lambda: restarted(os.environ))) else None
+    if own:
         if dist.get_rank() == 0:
             mode = trainer.resume_mode
             logger.info("restarted by its launcher: resumes from %s, although trainer.resume_mode=%s", own, mode)

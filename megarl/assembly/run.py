@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.assembly.clock import template_time
 from megarl.assembly.models import Models, make_models
 from megarl.assembly.prompts import make_tokenizer, training_prompts, validation_prompts
 from megarl.assembly.records import (
@@ -18,7 +17,7 @@ from megarl.assembly.records import (
     name_custom_code,
     run_tracker,
 )
-from megarl.assembly.resume import ResumePoint
+from megarl.assembly.resume import ResumePoint, template_time
 from megarl.assembly.reward import make_environments, make_rules
 from megarl.assembly.sampling import (
     make_engine,

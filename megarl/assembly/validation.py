@@ -2,10 +2,9 @@
 
 import logging
 
-from megarl.assembly.clock import template_time
 from megarl.assembly.prompts import make_tokenizer, validation_prompts
 from megarl.assembly.records import console_tracker, name_custom_code
-from megarl.assembly.resume import resumed_checkpoint
+from megarl.assembly.resume import resumed_checkpoint, template_time
 from megarl.assembly.reward import make_environments, make_rules
 from megarl.assembly.sampling import make_engine, make_sampler, make_scorer, make_validation
 from megarl.checkpoint.state import State

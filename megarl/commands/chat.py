@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,12 +94,12 @@ def _show(response: str) -> None:
     print(visible(response) if sys.stdout.isatty() else response, flush=True)
 
 
-def typed_lines(read: Callable[[str], str] = input) -> Iterator[str]:
+def typed_lines() -> Iterator[str]:
     """Yield the lines that a person types or that a file holds, without empty lines."""
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
-            line = read(prompt)
+            line = input(prompt)
         except EOFError:
             return
         if line.strip():

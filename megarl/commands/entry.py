@@ -5,6 +5,7 @@ The configuration is read before torch is imported, so that its faults are repor
 
 import logging
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
 from megarl.platform import early
-from megarl.commands.detach import OPTION, detach
 from megarl.config.faults import ConfigError
 from megarl.distributed.place import Launch, WantedRanks, detect
 from megarl.distributed.watchdog import GRACE_S, note, watching
+from megarl.platform.detached import CONSOLE, start_detached
 from megarl.platform.errors import UserError
 from megarl.platform.forking import end, run_in_child
 from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
@@ -32,6 +33,8 @@ from megarl.tracking.config import TrainerSection
 from megarl.tracking.on_end import EndCommand
 
 logger = logging.getLogger(__name__)
+
+OPTION = "--detach"  # for a training that outlives its terminal
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -94,7 +97,7 @@ def run(program: JobProgram[C], argv: Sequence[str]) -> None:
     try:
         launched = detect(os.environ)
         if OPTION in argv:
-            detach(program.module, argv, Path(program.read(argv, None).trainer.default_local_dir), launched)
+            _detach(program.module, argv, Path(program.read(argv, None).trainer.default_local_dir), launched)
             return
         launch = launched or _start(program, argv)
     except UserError as error:
@@ -163,6 +166,21 @@ def _start(program: JobProgram[C], argv: Sequence[str]) -> Launch:
     from megarl.distributed.launch import start
 
     return start(program.module, argv, wanted, imports=program.imports)
+
+
+def _detach(module: str, argv: Sequence[str], directory: Path, launch: Launch | None) -> None:
+    """Start the command `module` without --detach in a process of its own, and print how it is watched and ended.
+
+    Raises:
+        UserError: a launcher has started this process, and waits for it.
+    """
+    if launch:
+        raise UserError(f"{OPTION} is for a run without a launcher: leave it out under torchrun, mpirun or srun")
+    words = [word for word in argv if word != OPTION]
+    process = start_detached([sys.executable, "-m", module, *words], directory)
+    print(visible(f"process {process.pid} trains, also if this terminal closes; it prints into {directory / CONSOLE}"))
+    print(visible(f"watch it with\n  megarl watch {shlex.quote(str(directory))}"))
+    print(f"let it save and end with\n  kill {process.pid}")
 
 
 def _meet(launch: Launch, config: Configuration) -> "Store":

@@ -212,8 +212,9 @@ def _custom_faults(arguments: SimpleNamespace) -> Iterator[str]:
     name = arguments.custom_reward_name
     if file and not Path(file).is_file():
         yield f"--custom-reward-function: no such file: {file}"
-    elif file and (fault := fault_in_file(Path(file), name, arguments.reward_kwarg)):
-        yield fault
+    elif file:
+        fault = fault_in_file(Path(file), name, arguments.reward_kwarg)
+        yield from [fault] if fault else []
 
 
 def _check(file: str, faults: Sequence[str], report: check.CheckReport) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,8 @@ def write_samples(run: Run) -> Path:
             f"{run.directory} has no samples to show: "
             + (f"{place} has no files of them" if place else "the run had no trainer.rollout_data_dir to keep them in")
         )
-    readers = {name: partial(read_rows, path) for name, path in files.items()}
-    return write_browser(run.name, readers, run.directory, _texts_of(run.config))
+    samples = ((name, read_rows(path)) for name, path in files.items())
+    return write_browser(run.name, samples, run.directory, _texts_of(run.config))
 
 
 def _texts_of(config: Mapping[str, Any]) -> Callable[[int], str] | None:

@@ -5,7 +5,6 @@ Writes a Hugging Face directory at the end, RUN_DIR/huggingface. `megarl train` 
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse
@@ -30,31 +29,9 @@ def read_configuration(argv: Sequence[str], *, world_size: int | None) -> SFTCon
 
 def train(config: SFTConfig, launch: Launch) -> None:
     """Run the job on this rank."""
-    from megarl.assembly.clock import template_time
-    from megarl.assembly.prompts import make_tokenizer
     from megarl.assembly.supervised import learn
-    from megarl.checkpoint.huggingface import POLICY_ROLE
-    from megarl.data.pairs import PairStream
-    from megarl.learner.batching import Budget
-    from megarl.models.source import Source
-    from megarl.training.objectives import SFTObjective
-    from megarl.training.supervised import SupervisedTask, mean_loss
 
-    data = config.data
-    source = Source.read(config.model)
-    tokenizer = make_tokenizer(data, config.model, source, now=template_time(config.trainer))
-    budget = Budget(max_tokens=config.max_token_len_per_gpu, max_sequences=data.micro_batch_size)
-    val_pairs = PairStream(data, data.val_files, tokenizer) if data.val_files else None
-    name, role = POLICY_ROLE
-    task = SupervisedTask(
-        name=name,
-        role=role,
-        batches=PairStream(data, data.train_files, tokenizer),
-        objective=SFTObjective(),
-        budget=budget,
-        validate=partial(mean_loss, pairs=val_pairs, budget=budget) if val_pairs else None,
-    )
-    learn(config, launch, source, tokenizer, task)
+    learn(config, launch)
 
 
 PROGRAM = JobProgram(

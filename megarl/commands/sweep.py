@@ -17,8 +17,6 @@ from itertools import product
 from pathlib import Path
 from types import FrameType
 
-import yaml
-
 from megarl.platform import early
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.commands import compare
@@ -158,7 +156,8 @@ def check(runs: Sequence[SweptRun], *, on_cluster: bool) -> list[SweptRun]:
     for run in runs:
         try:
             config = load_config(run.argv, world_size=None)
-            if unfit := list(_unfit(run, config, on_cluster=on_cluster)):
+            unfit = list(_unfit(run, config, on_cluster=on_cluster))
+            if unfit:
                 raise ConfigError(unfit)
             if not is_finished(run.directory, config):
                 left.append(run)
@@ -201,7 +200,7 @@ def is_finished(directory: Path, config: Config) -> bool:
     """Return whether a run finished with this configuration. If it had another one, `megarl train` decides."""
     if read_mapping(directory / STATUS_FILE).get("state") != "finished":
         return False
-    kept = read_mapping(directory / CONFIG_FILE, yaml.safe_load)
+    kept = read_mapping(directory / CONFIG_FILE)
     return bool(kept) and between([to_dict(config), kept]).keys() <= OF_LAUNCHER
 
 

@@ -6,7 +6,6 @@ directory for `AutoModelForSequenceClassification` and `reward_model.model.path`
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse
@@ -31,40 +30,9 @@ def read_configuration(argv: Sequence[str], *, world_size: int | None) -> Reward
 
 def train(config: RewardTrainConfig, launch: Launch) -> None:
     """Run the job on this rank."""
-    from megarl.assembly.clock import template_time
-    from megarl.assembly.prompts import make_tokenizer
     from megarl.assembly.supervised import learn
-    from megarl.checkpoint.huggingface import VALUE_ROLE
-    from megarl.data.conversations import Conversations
-    from megarl.data.preferences import PreferenceStream
-    from megarl.learner.batching import Budget
-    from megarl.models.source import Source
-    from megarl.training.objectives import PreferenceObjective
-    from megarl.training.supervised import SupervisedTask, preference_metrics
 
-    data = config.data
-    source = Source.read(config.model)
-    tokenizer = make_tokenizer(data, config.model, source, now=template_time(config.trainer))
-    reader = Conversations(tokenizer=tokenizer, pad_token_id=source.pad_token_id(tokenizer), max_length=data.max_length)
-    budget = Budget(
-        max_tokens=config.max_token_len_per_gpu,
-        max_sequences=data.micro_batch_size and 2 * data.micro_batch_size,
-        num_together=2,
-    )
-    objective = PreferenceObjective(config.center_rewards_coefficient)
-    val_pairs = PreferenceStream(data, data.val_files, reader) if data.val_files else None
-    name, role = VALUE_ROLE
-    task = SupervisedTask(
-        name=name,
-        role=role,
-        batches=PreferenceStream(data, data.train_files, reader),
-        objective=objective,
-        budget=budget,
-        validate=partial(preference_metrics, pairs=val_pairs, objective=objective, budget=budget)
-        if val_pairs
-        else None,
-    )
-    learn(config, launch, source, tokenizer, task)
+    learn(config, launch)
 
 
 PROGRAM = JobProgram(

@@ -1,16 +1,26 @@
-"""Rules of the advantage estimator and the losses; each fault names its remedy."""
+"""Rules of the advantage estimator and the losses; each fault names its remedy.
+
+The file of an estimator or a loss of the user is read and not run.
+"""
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
-from megarl.config.checks import file_faults
+from megarl.config.checks import file_faults, path_faults
+from megarl.config.custom_functions import ESTIMATOR, LOSS, Call
 from megarl.config.faults import Fault
 from megarl.config.keys import ACTOR, ROLLOUT
 from megarl.config.root import Config
 from megarl.config.rule import CheckContext, Rule, rule
+from megarl.platform.errors import UserError
+from megarl.platform.functions import signature_in
 from megarl.section import listed
 
 ALL_TOKENS = {"do_sample": True, "top_p": 1.0, "top_k": -1}  # of `rollout`: every token may be drawn
+
+ESTIMATOR_KEY = "algorithm.adv_estimator"
+LOSS_KEY = f"{LOSS}.loss_mode"
 
 RULES: list[Rule[Config]] = []
 
@@ -186,3 +196,39 @@ def _supervision(config: Config, context: CheckContext) -> Iterator[Fault]:
         )
     for file in files if context.check_paths else []:
         yield from file_faults(file, f"{ACTOR}.ptx_files")
+
+
+@rule(RULES, ESTIMATOR_KEY, ESTIMATOR)
+def _custom_estimator(config: Config, context: CheckContext) -> Iterator[Fault]:
+    algorithm = config.algorithm
+    is_chosen = algorithm.adv_estimator == "custom"
+    yield from _faults_of_call(ESTIMATOR_KEY, is_chosen, Call.of_estimator(algorithm.custom_estimator), context)
+
+
+@rule(RULES, LOSS)
+def _custom_loss(config: Config, context: CheckContext) -> Iterator[Fault]:
+    section = config.actor_rollout_ref.actor.policy_loss
+    yield from _faults_of_call(LOSS_KEY, section.loss_mode == "custom", Call.of_loss(section), context)
+
+
+def _faults_of_call(chooser: str, is_chosen: bool, call: Call, context: CheckContext) -> Iterator[Fault]:
+    """Check that a function is both named and chosen, and that it accepts its arguments."""
+    key = f"{call.key}.path"
+    path = Path(call.path)
+    if is_chosen and not call.path:
+        yield Fault(key, f"{chooser}=custom is a function of yours: name its Python file")
+    if call.path and not is_chosen:
+        yield Fault(chooser, f"is not custom, so that {call} is never called: write custom")
+    if not is_chosen or not call.path or not context.check_paths:
+        return
+    missing = list(path_faults(call.path, key, "give a Python file that exists"))
+    yield from missing
+    if missing:
+        return
+    try:
+        signature = signature_in(path, call.name)
+    except UserError as error:
+        yield Fault(f"{call.key}.name", str(error))
+        return
+    if signature:
+        yield from (Fault(key, message) for key, message in call.faults(signature))

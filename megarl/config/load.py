@@ -14,15 +14,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megarl.config import (
-    algorithm_rules,
-    custom_rules,
-    environment_rules,
-    ppo_rules,
-    reward_rules,
-    sft_rules,
-    verify_rules,
-)
+from megarl.config import algorithm_rules, ppo_rules, reward_rules, sft_rules
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.foreign import Remark
 from megarl.config.layers import COMMAND_LINE, Layer, read_layers, recognise
@@ -39,7 +31,7 @@ from megarl.config.root import (
 )
 from megarl.config.rule import CheckContext, Rule
 from megarl.config.schema import MANDATORY, Schema, nest
-from megarl.config.shared_rules import LAUNCH_RULES, POLICY_RULES, RUN_RULES
+from megarl.config.shared_rules import LAUNCH_RULES, POLICY_RULES, RUN_RULES, VERIFY_RULES
 from megarl.platform.errors import UserError
 from megarl.platform.secrets import REDACTED, redacted
 from megarl.platform.small_files import adapter
@@ -56,12 +48,10 @@ RL_RULES: Sequence[Rule[Config]] = [
     *POLICY_RULES,
     *ppo_rules.RULES,
     *algorithm_rules.RULES,
-    *custom_rules.RULES,
     *reward_rules.RULES,
-    *environment_rules.RULES,
 ]
 FILE_RULES: Sequence[Rule[SFTConfig | RewardTrainConfig]] = [*LAUNCH_RULES, *RUN_RULES, *sft_rules.RULES]
-VERIFY_RULES: Sequence[Rule[VerifyConfig]] = [*LAUNCH_RULES, *POLICY_RULES, *verify_rules.RULES]
+RULES_OF_VERIFY: Sequence[Rule[VerifyConfig]] = [*LAUNCH_RULES, *POLICY_RULES, *VERIFY_RULES]
 
 
 def load_config(
@@ -88,9 +78,8 @@ def load_config(
 
 def load_sft_config(argv: Sequence[str], *, world_size: int | None, check_paths: bool = True) -> SFTConfig:
     """Read the configuration of a supervised run, as `load_config` does."""
-    return _load(
-        SFTConfig, argv, rules=FILE_RULES, context=CheckContext(world_size=world_size, check_paths=check_paths)
-    )
+    context = CheckContext(world_size=world_size, check_paths=check_paths)
+    return _load(SFTConfig, argv, rules=FILE_RULES, context=context)
 
 
 def load_reward_train_config(
@@ -119,7 +108,7 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
             tp * megatron.context_parallel_size * pp, expert_ranks * pp, rollout.tensor_model_parallel_size
         )
         argv = [f"trainer.n_gpus_per_node={max(1, (world_size or fewest) // asked.trainer.nnodes)}", *argv]
-    return _load(VerifyConfig, argv, rules=VERIFY_RULES, context=context)
+    return _load(VerifyConfig, argv, rules=RULES_OF_VERIFY, context=context)
 
 
 def written_keys(root: type, argv: Sequence[str]) -> dict[str, str]:
@@ -224,7 +213,8 @@ def _read_layers(root: type[C], layers: Sequence[Layer]) -> tuple[C, list[Fault]
         origins.update(dict.fromkeys(found.leaves, layer.origin))
         written |= {key: merged(written[key], value) for key, value in _spread(found.leaves, schema)}
     values, unresolved = _resolve(written, schema)
-    faults.extend(Fault(one.written, answer) for one in remarks if (answer := one.answer(values)))
+    answers = ((one.written, one.answer(values)) for one in remarks)
+    faults.extend(Fault(key, answer) for key, answer in answers if answer)
     config, mistyped = _validate(root, values, schema)
     # A key that merely follows another shares its fault.
     followers = LINKS[root].keys() - origins.keys()
@@ -262,7 +252,8 @@ def _spread(values: Mapping[str, object], schema: Schema) -> Iterator[tuple[str,
             link = LINK.fullmatch(str(value))
             assert link, "a section takes no other value"
             for key in schema.leaves:
-                if key.startswith(f"{path}.") and (leader := link["key"] + key.removeprefix(path)) in schema.leaves:
+                leader = link["key"] + key.removeprefix(path)
+                if key.startswith(f"{path}.") and leader in schema.leaves:
                     yield key, f"${{{leader}}}"
 
 
@@ -293,8 +284,8 @@ def _validate(root: type[C], values: Mapping[str, object], schema: Schema) -> tu
         config = checked.validate_python(nest(_sound(values, messages, schema)))
     written = dict(flatten(values))
     for path, found in flatten(asdict(config)):
-        if _counts(written.get(path), found) and (key := schema.leaf(path)) not in messages:
-            messages[key] = ["should be a number"]
+        if _counts(written.get(path), found):
+            messages.setdefault(schema.leaf(path), ["should be a number"])
     faults = [Fault(path, f"{', or '.join(found)}, not {values[path]!r}") for path, found in messages.items()]
     return (checked.validate_python(nest(_sound(values, messages, schema))) if faults else config), faults
 

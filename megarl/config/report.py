@@ -102,7 +102,8 @@ def _further_samples(config: Config) -> Iterator[BatchRow]:
             f"<= {section.max_num_gen_batches}" if section.max_num_gen_batches else "1 or more",
             f"of these samples, until those of {prompts} prompts differ in {section.metric}",
         )
-    if (partial := config.actor_rollout_ref.rollout.partial).enable:
+    partial = config.actor_rollout_ref.rollout.partial
+    if partial.enable:
         left = "those that are not complete" if partial.num_engine_steps else f"{config.num_in_flight} of them"
         yield BatchRow("prompts drawn at once", f"{config.num_drawn}", f"{left} continue in the next step")
     if config.algorithm.estimator.greedy:
@@ -116,9 +117,10 @@ def custom_code(config: Config | SupervisedConfig) -> dict[str, str]:
     found = {}
     for key, value in leaves.items():
         section, _, name = key.rpartition(".")
-        if name == "external_lib" and value and _models(leaves, section):
+        models = _models(leaves, section)
+        if name == "external_lib" and value and models:
             found[key] = _modules(value)
-        elif name == "trust_remote_code" and value and (models := _models(leaves, section)):
+        elif name == "trust_remote_code" and value and models:
             tokenizer = leaves.get(TOKENIZERS.get(section, ""))
             others = [tokenizer] if tokenizer and tokenizer not in (*models, policy) else []
             found[key] = f"what comes with {' and '.join([*models, *others])}"

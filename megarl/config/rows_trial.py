@@ -58,7 +58,8 @@ def check_responses(config: SFTConfig | RewardTrainConfig) -> Iterator[str]:
         with fault_of(key):
             found = _look_at_responses(config.data, names)
         remedy = f"Mend the rows (`megarl prepare --check {listed(names)[0]}` lists them)"
-        if faults := [Fault(key, f"{message}. {remedy}") for message in _messages("column", found)]:
+        faults = [Fault(key, f"{message}. {remedy}") for message in _messages("column", found)]
+        if faults:
             raise ConfigError(faults)
         for kind in KINDS:
             yield from (f"{key}: {message}" for message in _messages(kind, found))

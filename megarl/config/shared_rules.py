@@ -18,6 +18,7 @@ from megarl.config.faults import Fault
 from megarl.config.keys import ACTOR, CRITIC_WARM_UP, LAYERS, MESH, POLICY, ROLLOUT, WORLD
 from megarl.config.learning_checks import learning_faults
 from megarl.config.mesh_checks import override_faults, size_faults
+from megarl.config.model_files import model_faults
 from megarl.config.root import Config, SupervisedConfig, VerifyConfig
 from megarl.config.rule import CheckContext, Rule, rule
 from megarl.platform.errors import UserError
@@ -34,6 +35,8 @@ RUN_RULES: list[Rule[Config | SupervisedConfig]] = []
 """Rules of every root that trains."""
 POLICY_RULES: list[Rule[Config | VerifyConfig]] = []
 """Rules of every root with a policy and an engine."""
+VERIFY_RULES: list[Rule[VerifyConfig]] = []
+"""Rules of `megarl verify` alone."""
 
 
 @rule(LAUNCH_RULES, *WORLD)
@@ -181,3 +184,8 @@ def _routing_replay(config: Config | VerifyConfig, context: CheckContext) -> Ite
     """Only a mixture of experts has routes."""
     policy = config.actor_rollout_ref
     yield from replay_faults(policy.model, f"{ROLLOUT}.routing_replay", policy.rollout.routing_replay)
+
+
+@rule(VERIFY_RULES, POLICY)
+def _model(config: VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+    yield from model_faults(config.actor_rollout_ref.model, f"{POLICY}.path", needs_weights=False)

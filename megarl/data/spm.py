@@ -12,7 +12,7 @@ a unigram model a symbol is a piece with a very good score.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -77,8 +77,8 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False, **special)
 
 
-def first_difference(path: Path, encode: Callable[[str], list[int]]) -> str:
-    """Compare `encode` with the `sentencepiece` library on a few texts, and describe the first difference.
+def first_difference(path: Path, found: Sequence[list[int]]) -> str:
+    """Compare the ids of `PROBES` with those of the `sentencepiece` library, and describe the first difference.
 
     Empty if there is none, or if the file is not a SentencePiece model: other tokenizers use its name, too.
     """
@@ -86,9 +86,9 @@ def first_difference(path: Path, encode: Callable[[str], list[int]]) -> str:
         processor = SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError):
         return ""
-    for text in PROBES:
-        ids = encode(text)
-        if ids != (expected := processor.encode(text)):
+    for text, ids in zip(PROBES, found, strict=True):
+        expected = processor.encode(text)
+        if ids != expected:
             return f"{text!r} becomes {ids}, in the sentencepiece library {expected}"
     return ""
 
@@ -124,12 +124,14 @@ def _check(model: ModelProto, table: normalizers.Normalizer, path: Path) -> None
             f"{path}: its normalisation rewrites the user-defined symbols {rewritten}; "
             "train it with normalization_rule_name=identity"
         )
-    if model.trainer_spec.model_type == TrainerSpec.UNIGRAM and (tied := _overlapping(model)):
+    tied = _overlapping(model)
+    if model.trainer_spec.model_type == TrainerSpec.UNIGRAM and tied:
         raise UserError(
             f"{path}: the user-defined symbols {tied} overlap, and which of them a unigram model takes depends on the "
             "rounding of scores; train it with model_type=bpe, or without these symbols"
         )
-    if _pieces(model, Piece.BYTE) and (halved := list(filter(_is_cut, _pieces(model, Piece.USER_DEFINED)))):
+    halved = [symbol for symbol in _pieces(model, Piece.USER_DEFINED) if _is_cut(symbol)]
+    if _pieces(model, Piece.BYTE) and halved:
         raise UserError(
             f"{path}: a fast tokenizer would confuse the user-defined symbols {halved} with bytes; train the "
             "SentencePiece model without them"

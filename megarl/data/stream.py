@@ -26,7 +26,8 @@ class FileStream(ABC, Generic[Batch]):
         self, section: SupervisedDataSection, files: str | Sequence[str], tokenizer: Tokenizer, keys: Sequence[str]
     ) -> None:
         """Open files whose columns the `keys` of the section name. Collective. Raises UserError for an invalid row."""
-        remedies = {column: f"data.{key} names another" for key in keys if (column := getattr(section, key))}
+        columns = {key: getattr(section, key) for key in keys}
+        remedies = {column: f"data.{key} names another" for key, column in columns.items() if column}
         self._rows = Rows(files, columns=list(remedies), remedies=remedies)
         self._order = Order(
             len(self._rows), batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed

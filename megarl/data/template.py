@@ -65,7 +65,8 @@ def check_template(given: str) -> None:
     try:
         _parse(text)
     except Exception as error:  # also RecursionError, and errors of the compiler of Python
-        place = f" (line {line})" if (line := getattr(error, "lineno", None)) else ""
+        line = getattr(error, "lineno", None)
+        place = f" (line {line})" if line else ""
         raise UserError(f"{where} does not parse as Jinja: {error}{place}; mend it") from error
     found = RANDOM.search(text)
     if found:

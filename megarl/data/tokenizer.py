@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from megarl.data.control import ControlTokens, Messages
 from megarl.data.patches import spare_statistics
 from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer, find_tokenizer, is_without_tokenizer
-from megarl.data.spm import first_difference, load_sentencepiece
+from megarl.data.spm import PROBES, first_difference, load_sentencepiece
 from megarl.data.template import RANDOM, read_template, with_variables
 from megarl.distributed.copies import local_copy
 from megarl.platform.deadline import allocating_at_most, computing_at_most
@@ -74,7 +74,8 @@ class Tokenizer:
                 f"data.apply_chat_template=true, but the tokenizer {source} has no chat template: set "
                 "data.chat_template to a Jinja file or string, or remove data.apply_chat_template"
             )
-        if self.has_template and (found := RANDOM.search(str(tokenizer.chat_template))):
+        found = RANDOM.search(str(tokenizer.chat_template))
+        if found:
             raise UserError(
                 f"the chat template of {source} draws random numbers ({found[0].strip()}), so a row would have other "
                 "tokens in each run and on each rank: set data.chat_template to a template that does not"
@@ -363,7 +364,8 @@ def _load_pretrained(place: Path, *, named: str, trust_remote_code: bool) -> Any
 
 def _compare(tokenizer: Any, model: Path, *, named: str) -> None:
     """Warn if transformers converted a SentencePiece model to a tokenizer that gives other ids."""
-    found = first_difference(model, lambda text: tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    ids = [tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in PROBES]
+    found = first_difference(model, ids)
     if found and not (dist.is_initialized() and dist.get_rank()):
         _warn(
             f"the tokenizer of transformers in {redact(named)} gives other ids than its tokenizer.model: {found}. Use "

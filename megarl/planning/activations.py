@@ -115,7 +115,8 @@ def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Ph
     chunk = min(CHUNK_TOKENS, work.num_tokens) * rows * FLOAT32 * numbers
     if work.exact_kl:
         states += work.num_tokens * (2 if training else 1) * architecture.hidden_size * itemsize
-    if training and (kept := work.num_tokens * rows * FLOAT32) <= KEPT_BYTES:
+    kept = work.num_tokens * rows * FLOAT32
+    if training and kept <= KEPT_BYTES:
         states += kept
     gradient = rows * architecture.hidden_size * FLOAT32 if training and section.dtype == "bfloat16" else 0
     return states + chunk + gradient

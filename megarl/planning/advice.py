@@ -60,37 +60,36 @@ def shortfalls(workload: Workload, memory: RankMemory, device_bytes: int) -> lis
     return found
 
 
-def remedies(workload: Workload, memory: RankMemory, device_bytes: int, trial: Trial) -> list[Remedy]:
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The memory that a run may take."""
+
+    device_bytes: int  # of a rank
+    host_bytes: int | None = None  # of a node, if it is the host that is too small while the devices are not
+
+    def remedy(self, overrides: tuple[str, ...], workload: Workload, memory: RankMemory) -> Remedy | None:
+        """Return what changes that lead to this run achieve; None if the devices no longer are enough."""
+        missing = _total(workload, memory, self.device_bytes)
+        needed = host_memory(workload, memory).total
+        if self.host_bytes is not None:
+            if missing:
+                return None
+            missing = max(0, needed - self.host_bytes)
+        return Remedy(overrides=overrides, missing=missing, host_bytes=needed)
+
+
+def remedies(
+    workload: Workload, memory: RankMemory, device_bytes: int, trial: Trial, *, host_bytes: int | None = None
+) -> list[Remedy]:
     """Return the changes that are enough alone, the cheapest first; if there are none, a few that are enough together.
 
-    If no changes are enough, return those that come closest.
+    If no changes are enough, return those that come closest. With `host_bytes` they are those that make a node of this
+    memory enough, and the device still enough.
     """
-
-    def attempt(*overrides: str) -> Remedy | None:
-        tried = trial(overrides)
-        if tried is None:
-            return None
-        missing = _total(*tried, device_bytes)
-        host = host_memory(*tried).total
-        return Remedy(overrides=overrides, missing=missing, host_bytes=host)
-
-    return _choose(candidates(workload, memory, device_bytes), attempt, now=_total(workload, memory, device_bytes))
-
-
-def host_remedies(
-    workload: Workload, memory: RankMemory, device_bytes: int, host_bytes: int, trial: Trial
-) -> list[Remedy]:
-    """Return the changes, as `remedies` does, that make a node of `host_bytes` enough, and the device still enough."""
-
-    def attempt(*overrides: str) -> Remedy | None:
-        tried = trial(overrides)
-        if tried is None or _total(*tried, device_bytes):
-            return None
-        needed = host_memory(*tried).total
-        return Remedy(overrides=overrides, missing=max(0, needed - host_bytes), host_bytes=needed)
-
-    now = host_memory(workload, memory).total - host_bytes
-    return _choose(host_candidates(workload), attempt, now=now)
+    limits = Limits(device_bytes=device_bytes, host_bytes=host_bytes)
+    now = limits.remedy((), workload, memory)
+    changes = candidates(workload, memory, device_bytes) if host_bytes is None else host_candidates(workload)
+    return _choose(changes, limits, trial, now=now.missing if now else 0)
 
 
 def host_candidates(workload: Workload) -> Iterator[str]:
@@ -192,14 +191,14 @@ def _by_section(workload: Workload) -> dict[str, TrainerModel]:
     return {SECTIONS.get(model.name, "actor_rollout_ref.ref"): model for model in workload.models}
 
 
-def _choose(changes: Iterator[str], attempt: Callable[..., Remedy | None], *, now: int) -> list[Remedy]:
+def _choose(changes: Iterator[str], limits: Limits, trial: Trial, *, now: int) -> list[Remedy]:
     """Try changes alone, and if none is enough, those that help together; `now` bytes are missing without any."""
     helpful: dict[str, Remedy] = {}  # by key: the first value that is enough, else the last that helps
     for change in changes:
         key = change.partition("=")[0]
         if key in helpful and not helpful[key].missing:
             continue
-        tried = attempt(change)
+        tried = _attempt((change,), limits, trial)
         if tried and tried.missing < now:
             helpful[key] = tried
     enough = [remedy for remedy in helpful.values() if not remedy.missing]
@@ -207,12 +206,17 @@ def _choose(changes: Iterator[str], attempt: Callable[..., Remedy | None], *, no
         return enough
     best: Remedy | None = None
     for remedy in helpful.values():
-        tried = attempt(*(best.overrides if best else ()), *remedy.overrides)
+        tried = _attempt((*(best.overrides if best else ()), *remedy.overrides), limits, trial)
         if tried and tried.missing < (best.missing if best else now):
             best = tried
         if best and not best.missing:
             break
     return [best] if best else []
+
+
+def _attempt(overrides: tuple[str, ...], limits: Limits, trial: Trial) -> Remedy | None:
+    tried = trial(overrides)
+    return limits.remedy(overrides, *tried) if tried else None
 
 
 def candidates(workload: Workload, memory: RankMemory, device_bytes: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from megarl.config.root import Config
 from megarl.models.architecture import Architecture
 from megarl.models.config import CheckpointSection
 from megarl.models.hub import config_place, read_model
-from megarl.planning.advice import PARTIAL, WORTHWHILE, Remedy, Shortfall, faster, host_remedies, remedies, shortfalls
+from megarl.planning.advice import PARTIAL, WORTHWHILE, Remedy, Shortfall, faster, remedies, shortfalls
 from megarl.planning.device import Device, own_host_bytes
 from megarl.planning.host import HostMemory, host_memory
 from megarl.planning.machine import EngineCost, Lengths, Machine
@@ -123,7 +123,7 @@ class Planner:
             remedies=remedies(workload, memory, self._device.num_bytes, self._trial) if missing else [],
             host=host,
             host_bytes=host_bytes,
-            host_remedies=host_remedies(workload, memory, self._device.num_bytes, host_bytes, self._trial)
+            host_remedies=remedies(workload, memory, self._device.num_bytes, self._trial, host_bytes=host_bytes)
             if host_bytes and lacks_host
             else [],
             savings=[] if missing else list(self._savings(workload, memory, traffic)),
@@ -168,7 +168,10 @@ class Planner:
         current = workload.config.actor_rollout_ref.rollout.tensor_model_parallel_size
         for size in range(1, max(self._ranks_per_node, current) + 1):
             change = f"{ENGINE_TP}={size}"
-            if size == current or grid.num_ranks % size or (tried := self._try([change])) is None:
+            if size == current or grid.num_ranks % size:
+                continue
+            tried = self._try([change])
+            if tried is None:
                 continue
             fits = not self._memory(tried).engine.shortfall(tried.longest)
             yield Option(change=change, configurable=True, traffic=self._traffic(tried) if fits else None)

@@ -147,7 +147,8 @@ def similar(path: Path) -> str:
     except OSError:
         return ""
     for name in get_close_matches(missing.name, names):
-        if (meant := missing.parent / name / path.relative_to(missing)).exists():
+        meant = missing.parent / name / path.relative_to(missing)
+        if meant.exists():
             return f": did you mean {meant}?"
     return ""
 

@@ -33,7 +33,8 @@ class Peaks:
 
         Between two measured widths it follows the logarithm of the width; above them it is the greatest speed.
         """
-        if not self.narrow_flops or width >= (widest := 2 * max(self.narrow_flops)):
+        widest = 2 * max(self.narrow_flops, default=0)
+        if width >= widest:
             return self.flops_per_second
         known = sorted({**self.narrow_flops, widest: self.flops_per_second}.items())
         for (low, slow), (high, fast) in pairwise(known):

@@ -4,7 +4,7 @@ A page that is opened from a disk may load scripts, but no data. So the samples 
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -25,13 +25,14 @@ TextOf = Callable[[int], str]
 
 
 def write_browser(
-    title: str, files: Mapping[str, Callable[[], Sequence[Row]]], directory: Path, text_of: TextOf | None
+    title: str, files: Iterable[tuple[str, Sequence[Row]]], directory: Path, text_of: TextOf | None
 ) -> Path:
     """Write the page and its scripts, and return the page.
 
     Args:
         title: of the page.
-        files: name -> reads the samples of a file, as `samples/schema.py` describes their columns.
+        files: the name and the samples of each file, as `samples/schema.py` describes their columns. They are taken
+            one by one.
         directory: of the page.
         text_of: None: the tokens have no texts, and the page shows responses as a whole.
 
@@ -41,10 +42,12 @@ def write_browser(
     """
     scripts = directory / SCRIPTS
     scripts.mkdir(parents=True, exist_ok=True)
-    for number, (name, read) in enumerate(files.items()):
-        groups = [_group(list(rows), text_of) for _, rows in groupby(read(), key=lambda row: row["group"])]
+    names = []
+    for number, (name, samples) in enumerate(files):
+        names.append(name)
+        groups = [_group(list(rows), text_of) for _, rows in groupby(samples, key=lambda row: row["group"])]
         write_whole(scripts / f"{number}.js", f"show({_script(name)}, {_script(groups)});\n".encode())
-    text = template("browser.html").render(title=title, names=_script(list(files)), scripts=SCRIPTS)
+    text = template("browser.html").render(title=title, names=_script(names), scripts=SCRIPTS)
     page = directory / BROWSER_FILE
     write_whole(page, text.encode(errors="replace"))
     return page

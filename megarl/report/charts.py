@@ -1,12 +1,15 @@
-"""The charts of a report: which metrics belong together, and what each should look like. Figures are Plotly's JSON."""
+"""The charts of a report, as `charts.yaml` lists them. Figures are Plotly's JSON."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import yaml
+
 from megarl.report.read import Points, Run
-from megarl.tracking.names import REWARD, STEP_SECONDS, TIMING, VALIDATION, WITHIN_GEN
+from megarl.tracking.names import TIMING
 
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#9f6b53", "#787774", "#d44c47", "#c29343", "#3a5a98")
 Figure = dict[str, Any]
@@ -43,106 +46,9 @@ class Chart:
         ]
 
 
-CHARTS = (
-    Chart(
-        title="Validation score",
-        expect="Rises and levels off. A fall after a peak: it learns its prompts by heart, or exploits the reward.",
-        metrics=VALIDATION,
-        unit="reward",
-    ),
-    Chart(
-        title="Training reward",
-        expect="Rises, with noise from step to step. Flat from the start: too hard, or a reward that is always alike.",
-        metrics=(REWARD,),
-        unit="reward",
-        smooth=True,
-    ),
-    Chart(
-        title="Loss",
-        expect="Falls, quickly at first. A held-out loss that rises while the other falls means overfitting.",
-        metrics=("sft/loss", "reward_model/loss", "val/loss"),
-        unit="nats",
-    ),
-    Chart(
-        title="Accuracy of preferences",
-        expect="Rises from 0.5, which is chance. The held-out accuracy follows below it.",
-        metrics=("reward_model/accuracy", "val/accuracy"),
-    ),
-    Chart(
-        title="KL to the reference",
-        expect="Grows slowly from zero. A steep rise: the policy leaves the reference; raise the weight of the KL.",
-        metrics=("actor/reward_kl_penalty", "actor/kl_loss"),
-        unit="nats per token",
-    ),
-    Chart(
-        title="KL of an update",
-        expect="Stays near zero: the policy changes little in a step. A steep rise: lower the learning rate.",
-        metrics=("actor/ppo_kl",),
-        unit="nats per token",
-    ),
-    Chart(
-        title="Entropy",
-        expect="Falls slowly. Near zero the policy explores no more; a rise without end is a policy that falls apart.",
-        metrics=("actor/entropy",),
-        unit="nats per token",
-    ),
-    Chart(
-        title="Response length",
-        expect="Moves slowly. Watch a drift to the limit, or to empty responses: the reward may favour it.",
-        metrics=("response_length/mean", "response_length/max", "response_length/min"),
-        unit="tokens",
-    ),
-    Chart(
-        title="Responses at the length limit",
-        expect="Low. Above 0.2, data.max_response_length cuts off much of what the policy wants to say.",
-        metrics=("response_length/clip_ratio",),
-        unit="share",
-    ),
-    Chart(
-        title="Clip fractions",
-        expect="Small: a few percent, often zero. Large: steps leave the trusted range; lower the learning rate.",
-        metrics=("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac"),
-        unit="share",
-    ),
-    Chart(
-        title="Gradient norms",
-        expect="Level or falling, before clipping. Rare peaks are harmless; growth over many steps is not.",
-        metrics=("actor/grad_norm", "critic/grad_norm", "grad_norm"),
-    ),
-    Chart(
-        title="Mismatch of engine and trainer",
-        expect="Far below the limit and level. It may not grow: the samples would come from another policy.",
-        metrics=("training/rollout_mismatch", "training/rollout_mismatch_limit"),
-    ),
-    Chart(
-        title="Difference of probabilities, engine and trainer",
-        expect="Means of rounding size: 1e-6 in float32, about 1e-3 to 1e-2 in bfloat16.",
-        metrics=("training/rollout_probs_diff_mean",),
-        unit="probability",
-    ),
-    Chart(
-        title="Variance that the critic explains",
-        expect="Rises from 0 towards 1. Below zero the critic does harm: give it a warm-up or a higher rate.",
-        metrics=("critic/vf_explained_var",),
-        unit="share of the variance",
-    ),
-    Chart(
-        title="Time by phase",
-        expect="Even from step to step. Steps with a validation or a save take longer.",
-        metrics=(TIMING,),
-        unit="s",
-        stacked=True,
-        total=STEP_SECONDS,
-        left_out=(STEP_SECONDS, *(f"{TIMING}{name}" for name in WITHIN_GEN)),
-    ),
-    Chart(title="Throughput", expect="Level.", metrics=("perf/throughput",), unit="tokens/s per rank"),
-    Chart(
-        title="Memory of the first rank",
-        expect="Level after the first steps: the host's is the peak so far, and its steady growth is a leak.",
-        metrics=("perf/max_host_memory_gb", "perf/max_memory_allocated_gb"),
-        unit="GB",
-    ),
-)
+CHARTS = [
+    Chart(**fields) for fields in yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text(encoding="utf-8"))
+]
 
 
 def figures(runs: Sequence[Run]) -> Iterator[Figure]:

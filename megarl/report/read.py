@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -86,9 +86,9 @@ class RunReader:
             curves=self._curves,
             last_step=self._last_step,
             samples=self._samples,
-            config=read_mapping(directory / CONFIG_FILE, yaml.safe_load),
+            config=read_mapping(directory / CONFIG_FILE),
             history=_lines(directory / HISTORY_FILE),
-            skips=[fact for path in sorted((directory / NONFINITE).glob("*.json")) if (fact := read_mapping(path))],
+            skips=list(filter(None, map(read_mapping, sorted((directory / NONFINITE).glob("*.json"))))),
             hangs=sorted(path.name for path in directory.glob("hang-*")),
         )
 
@@ -133,10 +133,11 @@ def _lines(path: Path) -> list[Row]:
         return []
 
 
-def read_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
-    """Return the mapping in a file; empty if the file is missing or damaged."""
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file, or in any other file as JSON; empty if the file is missing or damaged."""
     try:
-        found = parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        found = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -129,7 +129,8 @@ def notes(run: Run) -> Iterator[str]:
 def faults(run: Run) -> Iterator[str]:
     """Yield the faults that the run survived, counted."""
     for name in run.names():
-        if name.endswith("skipped_updates") and (total := sum(value for _, value in run.points(name))):
+        total = sum(value for _, value in run.points(name))
+        if name.endswith("skipped_updates") and total:
             model = name.rpartition("/")[0] or "model"
             yield f"{total:g} updates of the {model} were skipped: loss or gradient was not finite"
     for skip in run.skips:
@@ -157,4 +158,5 @@ def faults(run: Run) -> Iterator[str]:
 def _recent(run: Run, name: str, *, above: float) -> float | None:
     """Return the mean of the latest values of a metric if it is above a number, else None."""
     values = [value for _, value in run.points(name)][-RECENT:]
-    return mean if values and (mean := fmean(values)) > above else None
+    mean = fmean(values) if values else above
+    return mean if mean > above else None

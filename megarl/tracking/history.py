@@ -65,7 +65,8 @@ def origin() -> dict[str, str]:
         facts["user"] = getuser()
     except (KeyError, OSError):  # a container may run under a number without a name
         facts["user"] = str(os.getuid())
-    return facts | ({"commit": commit} if (commit := _commit()) else {})
+    commit = _commit()
+    return facts | ({"commit": commit} if commit else {})
 
 
 def _commit() -> str | None:

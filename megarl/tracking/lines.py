@@ -61,7 +61,8 @@ class Lines:
                 yield found[0], place
         for line in waiting:
             size += len(line)
-            if size > place and (row := _parse(line)):
+            row = _parse(line)
+            if size > place and row:
                 yield row, size
 
     def _flush(self) -> None:

@@ -158,7 +158,8 @@ class Mlflow:
             self._first_samples = self._first_samples or rows
             first = self._first_samples[0]["step"]
             step = rows[0]["step"]
-            if first < step and (changes := pairs(self._first_samples, rows)):
+            changes = pairs(self._first_samples, rows) if first < step else []
+            if changes:
                 self._store.log_table(BEFORE_AND_NOW, [{"step": step} | pair.cells() for pair in changes])
 
     @contextmanager

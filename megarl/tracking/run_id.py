@@ -38,4 +38,5 @@ def known_run_id(path: Path) -> str | None:
 
 def known_run_ids(directory: Path) -> dict[str, str]:
     """Return the ids in a directory, by the names of their files, without missing or damaged ones."""
-    return {name: run_id for name in RUN_ID_FILES if (run_id := known_run_id(directory / name))}
+    found = {name: known_run_id(directory / name) for name in RUN_ID_FILES}
+    return {name: run_id for name, run_id in found.items() if run_id}

@@ -1,8 +1,9 @@
 """The trackers of a run as one: each record goes to all of them."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from megarl.distributed.signals import Stopped
 from megarl.tracking.console import Console
@@ -77,7 +78,7 @@ def make_tracker(
     *,
     total_steps: int,
     is_main: bool,
-    also: Callable[[], Mapping[str, Tracker]] = dict,
+    also: Mapping[str, Tracker] = MappingProxyType({}),
     next_steps: NextSteps = lambda ending: (),
 ) -> Tracker:
     """Return the trackers called `names`, or a tracker that records nothing unless `is_main`.
@@ -87,8 +88,7 @@ def make_tracker(
         run: the run to record. A resumed run continues its records, and drops those of later steps.
         total_steps: steps of the run, for the console.
         is_main: whether this rank records.
-        also: opens further trackers, by their names. They follow the files, which they may read, and precede the
-            others.
+        also: further trackers by their names. They follow the files, which they may read, and precede the others.
         next_steps: returns what the console shows at the end: what the run has left and where, commands.
 
     Raises:
@@ -98,7 +98,7 @@ def make_tracker(
         return NullTracker()
     run.run_dir.mkdir(parents=True, exist_ok=True)
     records = Jsonl(run.run_dir, resume_step=run.resume_step, resume_metrics=run.resume_metrics)
-    trackers: dict[str, Tracker] = {FILES: records, **also()}
+    trackers: dict[str, Tracker] = {FILES: records, **also}
     trackers |= {name: load_tracker(name)(run, records) for name in names if name not in (FILES, CONSOLE)}
     if CONSOLE in names:  # last: at the end it names what the others have written
         trackers[CONSOLE] = Console(total_steps=total_steps, next_steps=next_steps)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megarl.assembly.clock import template_time
+from megarl.assembly.resume import template_time
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import CheckpointStore
 from megarl.checkpoint.template_time import TIME_FILE, record_time

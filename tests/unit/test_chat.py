@@ -45,7 +45,7 @@ def test_texts_are_continued_alone(has_template: bool, plain: bool, capsys: pyte
     assert capsys.readouterr().out.splitlines() == ["text a", "text b"]
 
 
-def test_lines_end_with_the_input() -> None:
+def test_lines_end_with_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = iter(["a", "  ", "b"])
 
     def read(prompt: str) -> str:
@@ -53,7 +53,8 @@ def test_lines_end_with_the_input() -> None:
             raise EOFError
         return line
 
-    assert list(typed_lines(read)) == ["a", "b"]
+    monkeypatch.setattr("builtins.input", read)
+    assert list(typed_lines()) == ["a", "b"]
 
 
 def test_exported_model_is_loaded_in_place(tmp_path: Path) -> None:

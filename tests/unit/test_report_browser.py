@@ -44,10 +44,10 @@ def groups_in(directory: Path, number: int) -> tuple[str, list[Any]]:
 
 def test_scripts_hold_all_samples_with_their_tokens(tmp_path: Path) -> None:
     steps = {
-        "step_1": lambda: [row(0, "ab"), row(0, "c", score=None, failure="it raised")],
-        "val_step_1": lambda: [row(0, "d"), row(1, "ef", observed=[False, True], turn_rewards=[0.0, 1.0])],
+        "step_1": [row(0, "ab"), row(0, "c", score=None, failure="it raised")],
+        "val_step_1": [row(0, "d"), row(1, "ef", observed=[False, True], turn_rewards=[0.0, 1.0])],
     }
-    page = write_browser("a run", steps, tmp_path, chr)
+    page = write_browser("a run", steps.items(), tmp_path, chr)
     assert page == tmp_path / BROWSER_FILE
     name, [group] = groups_in(tmp_path, 0)
     assert (name, group["prompt"]) == ("step_1", "prompt 0")
@@ -63,14 +63,14 @@ def test_scripts_hold_all_samples_with_their_tokens(tmp_path: Path) -> None:
 
 
 def test_responses_without_a_tokenizer_have_no_tokens(tmp_path: Path) -> None:
-    write_browser("a run", {"step_1": lambda: [row(0, "ab")]}, tmp_path, None)
+    write_browser("a run", [("step_1", [row(0, "ab")])], tmp_path, None)
     [sample] = groups_in(tmp_path, 0)[1][0]["samples"]
     assert sample.keys() == {"facts", "response"}
 
 
 def test_texts_are_neither_markup_nor_control(tmp_path: Path) -> None:
-    steps = {"step_1": lambda: [row(0, HOSTILE, prompt=HOSTILE, answer=HOSTILE)]}
-    page = write_browser(HOSTILE, steps, tmp_path, chr)
+    steps = {"step_1": [row(0, HOSTILE, prompt=HOSTILE, answer=HOSTILE)]}
+    page = write_browser(HOSTILE, steps.items(), tmp_path, chr)
     for file in (page, tmp_path / SCRIPTS / "0.js"):
         text = file.read_text(encoding="utf-8")
         assert "<script>document" not in text
@@ -82,8 +82,8 @@ def test_texts_are_neither_markup_nor_control(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
 def test_a_browser_shows_the_last_file(tmp_path: Path) -> None:
-    steps = {"step_1": lambda: [row(0, "ab")], "step_2": lambda: [row(0, HOSTILE), row(1, "xyz")]}
-    dom, errors = browse(write_browser("a run", steps, tmp_path, chr))
+    steps = {"step_1": [row(0, "ab")], "step_2": [row(0, HOSTILE), row(1, "xyz")]}
+    dom, errors = browse(write_browser("a run", steps.items(), tmp_path, chr))
     assert errors == []
     assert "2 prompts" in dom
     assert 'title="log-probability -0.5"' in dom

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,10 +61,8 @@ def examine(file: str, columns: PromptColumns = COLUMNS, kind: Kind | None = Non
     match report.kind:
         case "rl":
             _examine_prompts(file, columns, report)
-        case "sft":
-            _read_rows(lambda: Rows(file, columns=("prompt", RESPONSE)), _faults_of_supervised, report)
-        case "preference":
-            _read_rows(lambda: Rows(file, columns=("prompt", *PAIR), optional=("margin",)), _faults_of_pair, report)
+        case "sft" | "preference":
+            _note_faults(_faults_of_pairs(file, report.kind), report)
     return report
 
 
@@ -101,7 +99,7 @@ def _kind_of(found: set[str], columns: PromptColumns) -> Kind:
 
 
 def _examine_prompts(file: str, columns: PromptColumns, report: CheckReport) -> None:
-    _read_rows(lambda: columns.open(file), columns.faults, report)
+    _note_faults(_faults_of_prompts(file, columns), report)
     try:
         found, _ = look(columns, file)
     except UserError as error:
@@ -121,19 +119,35 @@ def _lines(found: TruthFindings, kind: TruthKind) -> Iterator[str]:
         yield f"... and {left:,} more rows: {KINDS[kind]}"
 
 
-def _read_rows(
-    open_rows: Callable[[], Rows], faults_of: Callable[[DataRow], Iterator[str]], report: CheckReport
-) -> None:
+def _faults_of_prompts(file: str, columns: PromptColumns) -> Iterator[tuple[str, str]]:
+    """Yield the place and the fault of rows."""
+    rows = columns.open(file)
+    for index, row in enumerate(rows):
+        yield from ((rows.place(index), fault) for fault in columns.faults(row))
+
+
+def _faults_of_pairs(file: str, kind: Kind) -> Iterator[tuple[str, str]]:
+    """Yield the place and the fault of rows."""
+    responses, optional = ((RESPONSE,), ()) if kind == "sft" else (PAIR, ("margin",))
+    rows = Rows(file, columns=("prompt", *responses), optional=optional)
+    for index, row in enumerate(rows):
+        faults = [f"prompt: {fault}" for fault in prompt_faults(row["prompt"])]
+        for column in responses:
+            faults += [f"{column}: {fault}" for fault in text_faults(row[column], may_be_empty=False)]
+        if kind == "preference":
+            faults += _faults_of_preference(row)
+        yield from ((rows.place(index), fault) for fault in faults)
+
+
+def _note_faults(found: Iterator[tuple[str, str]], report: CheckReport) -> None:
     """Note the faults of all rows, each once, with the first of its rows."""
     first = dict[str, str]()
     counts = Counter[str]()
     unreadable = ""
     try:
-        rows = open_rows()
-        for index, row in enumerate(rows):
-            for fault in faults_of(row):
-                first.setdefault(fault, rows.place(index))
-                counts[fault] += 1
+        for place, fault in found:
+            first.setdefault(fault, place)
+            counts[fault] += 1
     except UserError as error:
         unreadable = str(error)
     report.faults += [f"{place}{_others(counts[fault])}, {fault}" for fault, place in first.items()]
@@ -145,15 +159,7 @@ def _others(num_rows: int) -> str:
     return f" and {num_rows - 1:,} more" if num_rows > 1 else ""
 
 
-def _faults_of_supervised(row: DataRow) -> Iterator[str]:
-    yield from (f"prompt: {fault}" for fault in prompt_faults(row["prompt"]))
-    yield from (f"{RESPONSE}: {fault}" for fault in text_faults(row[RESPONSE], may_be_empty=False))
-
-
-def _faults_of_pair(row: DataRow) -> Iterator[str]:
-    yield from (f"prompt: {fault}" for fault in prompt_faults(row["prompt"]))
-    for column in PAIR:
-        yield from (f"{column}: {fault}" for fault in text_faults(row[column], may_be_empty=False))
+def _faults_of_preference(row: DataRow) -> Iterator[str]:
     if row["chosen"] == row["rejected"]:
         yield "chosen, rejected: both are the same text, so neither is preferred"
     margin = row.get("margin", 0.0)

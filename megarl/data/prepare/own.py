@@ -5,13 +5,12 @@ of the hub, OWNER/NAME[:CONFIG] or hf://datasets/OWNER/NAME[@REVISION][/FILE].
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
 import click
 
 from megarl.data.messages import prompt_faults, shown
-from megarl.data.prepare.dialects import as_text, as_usual
 from megarl.data.prepare.options import AT_LEAST_ONE, option
 from megarl.data.prepare.tables import Record, records_of
 from megarl.data.table import DataRow
@@ -21,6 +20,18 @@ MOST_VALIDATION_ROWS = 500
 VALIDATION_SHARE = 10
 """One row of so many is for validation, unless a number or a file is given."""
 PLACE = "{prompt}"
+SPEAKERS: Mapping[object, str] = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Who speaks in ShareGPT's files and their relatives -> role. Names that are missing are roles themselves."""
 
 
 OPTIONS = (
@@ -113,11 +124,11 @@ def _rows(arguments: SimpleNamespace, files: Sequence[str], split: str, hub_spli
 
 
 def _row(arguments: SimpleNamespace, record: Record, split: str, index: int) -> DataRow:
-    prompt: object = as_usual(record.values[arguments.prompt])
+    prompt: object = _as_usual(record.values[arguments.prompt])
     place = f"{record.place}, column {arguments.prompt}"
     for fault in prompt_faults(prompt):
         raise UserError(f"{place}: {fault}")
-    answers = [as_text(record.values[arguments.answer])] if arguments.answer else []
+    answers = [_as_text(record.values[arguments.answer])] if arguments.answer else []
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         if answers:
             raise UserError(f"{place}: the last message is the assistant's, which is the answer: leave out --answer")
@@ -151,3 +162,20 @@ def _response(answers: Sequence[object], place: str) -> str:
     if not isinstance(answers[0], str) or not answers[0].strip():
         raise UserError(f"{place}: the response is no text: {shown(answers[0])}")
     return answers[0]
+
+
+def _as_usual(value: object) -> object:
+    """Return ShareGPT's turns `{from, value}` as messages `{role, content}`, and any other value as it is."""
+    if not isinstance(value, list) or not all(
+        isinstance(turn, dict) and turn.keys() >= {"from", "value"} for turn in value
+    ):
+        return value
+    return [{"role": SPEAKERS.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in value]
+
+
+def _as_text(value: object) -> object:
+    """Return the text of an answer that is one message of the assistant, as TRL's completions are; else the value."""
+    match _as_usual(value):
+        case [{"role": "assistant", "content": str(text)}]:
+            return text
+    return value

@@ -1,7 +1,8 @@
 """Preference pairs for a reward model, from files in the usual layouts of such data sets, or from the hub."""
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TypeGuard
@@ -42,25 +43,28 @@ def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
         return splits
     if "val" in splits:
         raise UserError(f"--held-out {arguments.held_out}: {arguments.source} has a test split; leave it out")
-    return hold_out(splits["train"], arguments.held_out, arguments.seed, key=lambda row: repr(row["prompt"]))
+    names = [repr(row["prompt"]) for row in splits["train"]]
+    return hold_out(splits["train"], arguments.held_out, arguments.seed, names)
 
 
-def hold_out(rows: list[DataRow], number: int, seed: int, *, key: Callable[[DataRow], str]) -> dict[str, list[DataRow]]:
-    """Divide `rows` into `train` and `val`: at least `number` rows for validation, equal `key`s in one split.
+def hold_out(rows: list[DataRow], number: int, seed: int, names: Sequence[str]) -> dict[str, list[DataRow]]:
+    """Divide `rows` into `train` and `val`: at least `number` rows for validation, rows of equal `names` in one split.
 
     Raises UserError if no rows are left for training.
     """
-    order = sorted({key(row) for row in rows})
+    order = sorted({*names})
     random.Random(seed).shuffle(order)
-    ranks = {name: rank for rank, name in enumerate(order)}
-    held = set()
-    for found, row in enumerate(sorted(rows, key=lambda row: ranks[key(row)])):
-        if found >= number and key(row) not in held:
+    counts = Counter(names)
+    held = set[str]()
+    num_held = 0
+    for name in order:
+        if num_held >= number:
             break
-        held.add(key(row))
+        held.add(name)
+        num_held += counts[name]
     splits: dict[str, list[DataRow]] = {"train": [], "val": []}
-    for row in rows:
-        splits["val" if key(row) in held else "train"].append(row)
+    for row, name in zip(rows, names, strict=True):
+        splits["val" if name in held else "train"].append(row)
     if not splits["train"]:
         raise UserError(
             f"{number} of {len(rows)} pairs are to be held out, so none is left for training: ask for fewer"
