@@ -64,11 +64,11 @@ def _head(results: Results, num_devices: int) -> Iterator[str]:
     else:
         done = [name for name, result in results.items() if result["done"]]
         failed = [name for name in results if name not in done]
-        missing = [stage.name for stage in stages() if stage.name not in results]
+        num_missing = sum(stage.name not in results for stage in stages())
         yield (
             f"On {num_devices} GPU{'s' if num_devices > 1 else ''}, {len(done)} of {len(stages())} stages succeeded. "
-            f"Failed: {', '.join(failed) or 'none'}. Not run as stages: {', '.join(missing) or 'none'}. "
-            "[h200.md](h200.md) describes other runs."
+            f"Failed: {', '.join(failed) or 'none'}. Not run as stages: {num_missing}. [h200.md](h200.md) describes other "
+            "runs."
         )
     found = _found(results, "doctor")
     if found:
