@@ -64,11 +64,11 @@ def _head(results: Results, num_devices: int) -> Iterator[str]:
     else:
         done = [name for name, result in results.items() if result["done"]]
         failed = [name for name in results if name not in done]
-        num_missing = sum(stage.name not in results for stage in stages())
+        missing = [stage.name for stage in stages() if stage.name not in results]
         yield (
             f"On {num_devices} GPU{'s' if num_devices > 1 else ''}, {len(done)} of {len(stages())} stages succeeded. "
-            f"Failed: {', '.join(failed) or 'none'}. Not run as stages: {num_missing}. [h200.md](h200.md) describes other "
-            "runs."
+            f"Failed: {', '.join(failed) or 'none'}. Not run as stages: {', '.join(missing) or 'none'}. "
+            "[h200.md](h200.md) describes other runs."
         )
     found = _found(results, "doctor")
     if found:
@@ -165,8 +165,8 @@ def _remark(stage: Stage, result: Mapping[str, Any]) -> str:
     if stage.name.startswith("verify-"):
         apart = found["differences"]["trainer-engine"]
         return (
-            f"log-probabilities of trainer and engine differ by at most {apart['max_abs_logprob']:.2g}, "
-            f"probabilities by {apart['mean_prob']:.2g} on average"
+            f"log-probabilities differ by at most {apart['max_abs_logprob']:.2g}, probabilities by "
+            f"{apart['mean_prob']:.2g} on average"
         )
     shown = {key: value for key, value in found.items() if isinstance(value, int | float | str | bool)}
     return ", ".join(f"{key} {value}" for key, value in shown.items())
