@@ -165,8 +165,8 @@ def _remark(stage: Stage, result: Mapping[str, Any]) -> str:
     if stage.name.startswith("verify-"):
         apart = found["differences"]["trainer-engine"]
         return (
-            f"log-probabilities of trainer and engine differ by at most {apart['max_abs_logprob']:.2g}, "
-            f"probabilities by {apart['mean_prob']:.2g} on average"
+            f"log-probabilities differ by at most {apart['max_abs_logprob']:.2g}, probabilities by "
+            f"{apart['mean_prob']:.2g} on average"
         )
     shown = {key: value for key, value in found.items() if isinstance(value, int | float | str | bool)}
     return ", ".join(f"{key} {value}" for key, value in shown.items())

@@ -129,7 +129,7 @@ def _exchange(exchanges: Sequence[Found]) -> Rows:
 
 def _simulated(ranks: Sequence[Found]) -> Rows:
     columns = (
-        *("ranks", "estimator", "step s", "ns a token of the share", "MB sent", "MB received", "messages", "index MB"),
+        *("ranks", "estimator", "step s", "ns a token of the share", "MB received", "messages", "index MB"),
         "us an exchange",
     )
     busiest = {(each["num_ranks"], each["estimator"]): each for each in ranks}  # measured after the first rank
@@ -139,7 +139,6 @@ def _simulated(ranks: Sequence[Found]) -> Rows:
             each["estimator"],
             f"{each['seconds']:.3f}",
             f"{each['ns_per_token_of_share']:.0f}",
-            f"{each.get('bytes_sent', 0) / 1e6:.2f}",
             f"{each.get('bytes_received', 0) / 1e6:.2f}",
             str(each["messages"]),
             f"{each['index_bytes'] / 1e6:.2f}",

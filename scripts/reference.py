@@ -178,21 +178,20 @@ def section(part: Part, earlier: Sequence[Part]) -> Iterator[str]:
                 yield "\n".join(items)
             yield f"*Only if {shared}:*"
             items = []
-        items += [item(key, condition, is_known=of_twin.get(key.name) == key.text) for condition, key in found]
+        items += [item(key, is_known=of_twin.get(key.name) == key.text) for _, key in found]
     if items:
         yield "\n".join(items)
 
 
-def item(key: Key, condition: str, *, is_known: bool) -> str:
+def item(key: Key, *, is_known: bool) -> str:
     """Return the item of a key, without the meaning if that is known from a section before."""
     kind = re.sub(r" >=? 0\b(?!\.)(, )?|" + "|".join(KINDS), short_kind, key.kind)
     default, *further = ["empty"] if key.default == "``" else key.default.splitlines()
     if default == "`null`":
         kind = kind.removesuffix(" or null")
     kind = "" if kind == implied(default) else f"{kind}; "
-    only = f" *Only if {condition}.*" * bool(condition)
     meaning = "" if is_known else f": {key.text}"
-    return f"- **`{key.name}`** ({kind}{default}{' ...`' * bool(further)}){meaning}{only}"
+    return f"- **`{key.name}`** ({kind}{default}{' ...`' * bool(further)}){meaning}"
 
 
 def implied(default: str) -> str:

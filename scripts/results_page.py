@@ -43,10 +43,8 @@ All algorithms have the same data, tokenizer and warmed-up model of a seed, and 
 `configs/quickstart_ppo.yaml`: {samples} responses and two updates of the policy in a step, Adam with a learning rate
 of 3e-4 (PPO's critic has its own), no bonus for entropy, and a temperature of 1. If an algorithm compares responses,
 eight share a prompt, ReMax's greedy response among them. DAPO draws several batches in a step; its score is read at the
-same budget, by interpolation between two validations.
-The other settings come from the algorithm's file in `configs/` (the length of `overlong_buffer` is scaled), with the
-papers' numbers for models a thousand times this size. So the page shows that each algorithm learns on this task, and
-not which is best elsewhere.
+same budget, by interpolation. The other settings come from the algorithm's file in `configs/`, with the papers' numbers
+for models a thousand times this size: the page shows that each algorithm learns, not which is best.
 
 [benchmarks/curves.md](benchmarks/curves.md) has other curves.
 """
