@@ -21,7 +21,7 @@ from rich.table import Table
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import DOCTOR
 from megarl.commands.train import PROGRAM
-from megarl.platform.finding import Finding, Verdict, show
+from megarl.platform.finding import Finding, show
 from megarl.platform.installed import (
     NOT_INSTALLED,
     REINSTALL,
@@ -122,15 +122,17 @@ def engine_modules() -> list[str]:
 def torch_findings(torch: ModuleType) -> list[Finding]:
     """Check the devices, and whether the installed torch can use them."""
     rows = [Finding("torch runs", f"CUDA {torch.version.cuda}" if torch.version.cuda else "on CPU only (a CPU build)")]
-    gpu_driver = Path("/dev/nvidiactl").exists()
     if not torch.cuda.is_available():
-        advice = "" if not gpu_driver else "this machine has a GPU: install the extra `gpu` to use it"
+        none = Finding("CUDA devices", "none")
         if torch.version.cuda:
             advice = (
                 "torch is a CUDA build but sees no device: check nvidia-smi and CUDA_VISIBLE_DEVICES, or " + REINSTALL
             )
-        verdict: Verdict = "fault" if torch.version.cuda else "note" if gpu_driver else "good"
-        return [*rows, Finding("CUDA devices", "none", advice, verdict)]
+            none = Finding("CUDA devices", "none", advice, "fault")
+        elif Path("/dev/nvidiactl").exists():
+            advice = "this machine has a GPU: install the extra `gpu` to use it"
+            none = Finding("CUDA devices", "none", advice, "note")
+        return [*rows, none]
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         capability = f"{device.major}.{device.minor}"

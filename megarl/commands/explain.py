@@ -155,11 +155,12 @@ def explain(name: str, root: type, found: Values) -> Iterator[str]:
     matches = [path for path in keys if f".{path}".endswith(f".{name}")]
     for path in matches:
         yield from _key(path, keys[path], found)
+    if matches:
+        return
     parts = [path for path in sections if f".{path}".endswith(f".{name}")]
-    if parts:
-        for path in parts if not matches else ():
-            yield from explain(path, root, found)
-    elif not matches:
+    for path in parts:
+        yield from explain(path, root, found)
+    if not parts:
         raise ConfigError([Fault(name, f"unknown key: {_nearest(name, [*keys, *sections])}")])
 
 
@@ -191,7 +192,9 @@ def written(root: type, found: Values) -> Iterator[str]:
 
 def _remark(value: str, key: Key) -> str:
     default = _default(key)
-    return "the default" if value == default else default if default == REQUIRED else f"default {default}"
+    if value == default:
+        return "the default"
+    return default if default == REQUIRED else f"default {default}"
 
 
 def _root_of(configuration: Sequence[str], names: Sequence[str]) -> type:

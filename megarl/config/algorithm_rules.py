@@ -89,8 +89,8 @@ def _correction(config: Config, context: CheckContext) -> Iterator[Fault]:
             f"{ROLLOUT}.calculate_log_probs",
             "algorithm.rollout_correction compares the engine's log-probabilities with the trainer's: write true",
         )
-    for key, wanted in ALL_TOKENS.items() if asked else ():
-        if getattr(rollout, key) != wanted:
+    for key, wanted in ALL_TOKENS.items():
+        if asked and getattr(rollout, key) != wanted:
             yield Fault(
                 f"{ROLLOUT}.{key}",
                 "the engine then draws from other probabilities than the trainer, which computes those of all "
@@ -194,8 +194,9 @@ def _supervision(config: Config, context: CheckContext) -> Iterator[Fault]:
             f"{ACTOR}.ptx_coef",
             f"the pairs of {ACTOR}.ptx_files have no weight: write more than 0, or leave the files out",
         )
-    for file in files if context.check_paths else []:
-        yield from file_faults(file, f"{ACTOR}.ptx_files")
+    if context.check_paths:
+        for file in files:
+            yield from file_faults(file, f"{ACTOR}.ptx_files")
 
 
 @rule(RULES, ESTIMATOR_KEY, ESTIMATOR)

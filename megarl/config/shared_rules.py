@@ -152,8 +152,9 @@ def _replicas(config: Config | VerifyConfig, context: CheckContext) -> Iterator[
 def _engine_arguments(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
     """The engine has the arguments, and they do not follow from other keys."""
     arguments = config.actor_rollout_ref.rollout.engine_kwargs
-    for message in engine_faults(arguments) if arguments else ():
-        yield Fault(f"{ROLLOUT}.engine_kwargs", message)
+    if arguments:
+        for message in engine_faults(arguments):
+            yield Fault(f"{ROLLOUT}.engine_kwargs", message)
 
 
 @rule(

@@ -61,7 +61,7 @@ def shortfalls(workload: Workload, memory: RankMemory, device_bytes: int) -> lis
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class MemoryLimits:
     """The memory that a run may take."""
 
     device_bytes: int  # of a rank
@@ -86,7 +86,7 @@ def remedies(
     If no changes are enough, return those that come closest. With `host_bytes` they are those that make a node of this
     memory enough, and the device still enough.
     """
-    limits = Limits(device_bytes=device_bytes, host_bytes=host_bytes)
+    limits = MemoryLimits(device_bytes=device_bytes, host_bytes=host_bytes)
     now = limits.remedy((), workload, memory)
     changes = candidates(workload, memory, device_bytes) if host_bytes is None else host_candidates(workload)
     return _choose(changes, limits, trial, now=now.missing if now else 0)
@@ -191,7 +191,7 @@ def _by_section(workload: Workload) -> dict[str, TrainerModel]:
     return {SECTIONS.get(model.name, "actor_rollout_ref.ref"): model for model in workload.models}
 
 
-def _choose(changes: Iterator[str], limits: Limits, trial: Trial, *, now: int) -> list[Remedy]:
+def _choose(changes: Iterator[str], limits: MemoryLimits, trial: Trial, *, now: int) -> list[Remedy]:
     """Try changes alone, and if none is enough, those that help together; `now` bytes are missing without any."""
     helpful: dict[str, Remedy] = {}  # by key: the first value that is enough, else the last that helps
     for change in changes:
@@ -214,7 +214,7 @@ def _choose(changes: Iterator[str], limits: Limits, trial: Trial, *, now: int) -
     return [best] if best else []
 
 
-def _attempt(overrides: tuple[str, ...], limits: Limits, trial: Trial) -> Remedy | None:
+def _attempt(overrides: tuple[str, ...], limits: MemoryLimits, trial: Trial) -> Remedy | None:
     tried = trial(overrides)
     return limits.remedy(overrides, *tried) if tried else None
 

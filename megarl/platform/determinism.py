@@ -21,8 +21,9 @@ def decide_determinism(wanted: bool) -> None:
     Call it before anything runs on CUDA.
     """
     _decided[:] = [wanted]
-    for key, value in ENVIRONMENT.items() if wanted else ():
-        os.environ.setdefault(key, value)
+    if wanted:
+        for key, value in ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
 
 
 def is_deterministic() -> bool:

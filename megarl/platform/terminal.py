@@ -65,6 +65,11 @@ def on_one_line(text: str) -> str:
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most `most` characters; `...` stands for the end of a longer one."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def ignore_broken_pipe() -> None:
     """Keep later output of this process from raising an OSError or changing its exit code."""
     sys.stdout = _outliving(sys.stdout)

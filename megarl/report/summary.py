@@ -57,8 +57,9 @@ def score_of(run: Run) -> Score | None:
     """Return the curve that decides the summary: held-out before training, scores before losses. None without any."""
     validation = defaultdict[int, list[float]](list)
     for name in run.names():
-        for step, value in run.points(name) if name.startswith(VALIDATION) else ():
-            validation[step].append(value)
+        if name.startswith(VALIDATION):
+            for step, value in run.points(name):
+                validation[step].append(value)
     if validation:
         return Score(title="validation score", points=[(step, fmean(validation[step])) for step in sorted(validation)])
     for name, title, lower in (

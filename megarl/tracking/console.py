@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megarl.platform import progress
 from megarl.platform.screen import Screen, labelled, plain
-from megarl.platform.terminal import on_one_line
+from megarl.platform.terminal import on_one_line, shortened
 from megarl.tracking.names import (
     KL,
     LEARNT,
@@ -192,7 +192,9 @@ def _score_line(title: str, source: str, scores: Sequence[float]) -> Text:
     """Return a validation score and its change since the first, green for the best so far, red below the first."""
     last = scores[-1]
     change = scores[-1] - scores[0]
-    style = "red" if change < 0 else "green" if len(scores) > 1 and last >= max(scores) else ""
+    style = "red" if change < 0 else ""
+    if len(scores) > 1 and last >= max(scores):
+        style = "green"
     line = plain(f"{title}  validation  {source} ").append(f"{last:.4g}", style)
     return line.append(f"  ({change:+.4g} since the first)", style) if len(scores) > 1 else line
 
@@ -208,5 +210,4 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def _cell(value: object) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= MAX_CELL else text[: MAX_CELL - 3] + "..."
+    return shortened(f"{value:.4g}" if isinstance(value, float) else str(value), MAX_CELL)

@@ -12,6 +12,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput, L
 from mlflow.exceptions import MlflowException
 
 from megarl.platform.safe_names import MLFLOW_LONGEST, mlflow_key, with_digest
+from megarl.platform.terminal import shortened
 from megarl.platform.versions import versions
 from megarl.section import flatten
 from megarl.tracking.history import origin
@@ -33,7 +34,7 @@ def params_of(params: Mapping[str, object]) -> list[tuple[str, str]]:
         key = mlflow_key(name)
         if key.casefold() in shown:
             key = with_digest(key, f"{number} {name}")
-        shown[key.casefold()] = (key, _cut(str(value)))
+        shown[key.casefold()] = (key, shortened(str(value), MAX_VALUE_CHARACTERS))
     return list(shown.values())
 
 
@@ -41,12 +42,12 @@ def tags_of(run: TrackedRun) -> dict[str, str]:
     """Return the tags of a run: description, command, user, directory, commit, and versions of packages."""
     facts = origin()
     where = f"`{run.run_dir.resolve()}` on {facts['host']}"
-    command = _cut(facts["command"], MAX_SHOWN_CHARACTERS)
+    command = shortened(facts["command"], MAX_SHOWN_CHARACTERS)
     tags = {
         "mlflow.note.content": f"{where}\n\n```\n{command}\n```\n\nThe artifact report.html sums the run up.",
-        "mlflow.source.name": _cut(_short(facts["command"]), MLFLOW_LONGEST),
+        "mlflow.source.name": shortened(_short(facts["command"]), MLFLOW_LONGEST),
         "mlflow.source.type": "LOCAL",
-        "mlflow.user": _cut(facts["user"], MLFLOW_LONGEST),
+        "mlflow.user": shortened(facts["user"], MLFLOW_LONGEST),
         "megarl.run_dir": str(run.run_dir.resolve()),
     }
     tags |= {"mlflow.source.git.commit": facts["commit"]} if "commit" in facts else {}
@@ -56,10 +57,6 @@ def tags_of(run: TrackedRun) -> dict[str, str]:
 def _short(command: str) -> str:
     """Return a command without directories and keys: MLflow shows what follows the last slash."""
     return " ".join(Path(word).name for word in command.split() if "=" not in word)
-
-
-def _cut(text: str, most: int = MAX_VALUE_CHARACTERS) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _data_of(params: Mapping[str, Any]) -> Iterator[DatasetInput]:

@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch.utils.tensorboard import SummaryWriter
 
 from megarl.platform.safe_names import tensorboard_tag
+from megarl.platform.terminal import shortened
 from megarl.tracking.jsonl import Jsonl
 from megarl.tracking.names import Ending
 from megarl.tracking.protocol import Row
@@ -76,8 +77,7 @@ def _indented(text: str) -> str:
 
 def _cell(value: object) -> str:
     """Return one line of a Markdown cell: what Markdown or HTML would read is escaped, a long text is cut."""
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    text = text if len(text) <= MAX_CELL else text[: MAX_CELL - 3] + "..."
+    text = shortened(f"{value:.6g}" if isinstance(value, float) else str(value), MAX_CELL)
     for character, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
         text = text.replace(character, written)
     return text

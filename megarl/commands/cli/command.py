@@ -58,7 +58,9 @@ class Command(click.Command):
         rest = super().parse_args(ctx, args)
         options = [name for parameter in self.params for name in parameter.opts if name.startswith("--")]
         unknown = [typed for typed in ctx.obj if typed.startswith("--") and "=" not in typed and typed not in options]
-        for typed in unknown if not ctx.resilient_parsing else ():
+        if ctx.resilient_parsing:
+            return rest
+        for typed in unknown:
             close = get_close_matches(typed, options, n=1, cutoff=SIMILAR)
             if close:
                 raise click.NoSuchOption(typed, possibilities=close, ctx=ctx)

@@ -64,6 +64,13 @@ def without_marks(text: str) -> str:
     return _UNSET.sub("", text)
 
 
+def fields_of(value: Variable | None) -> list[str]:
+    """Return the items of a variable: of a text itself, unless it is empty."""
+    if isinstance(value, list):
+        return value
+    return [value] if value else []
+
+
 def matches(text: str, pattern: str) -> bool:
     """Return whether a text matches a pattern of the shell."""
     return re.fullmatch(translate(pattern), text, re.DOTALL) is not None
@@ -173,14 +180,13 @@ class Expander:
         if name in "@*":
             return "", list(self.arguments)
         if name.isdigit():
-            position = int(name)
-            known = position <= len(self.arguments) and position
-            return (self.arguments[position - 1] if known else "" if position else "script.sh"), None
+            known = ["script.sh", *self.arguments]
+            return "".join(known[int(name) : int(name) + 1]), None
         if name == "#":
             return str(len(self.arguments)), None
         value = self.variables.get(name)
         if index in ("@", "*"):
-            return "", value if isinstance(value, list) else [value] if value else []
+            return "", fields_of(value)
         if value is None:
             return unset(name) if re.fullmatch(r"[A-Za-z_]\w*", name) else "", None
         if isinstance(value, list):

@@ -272,7 +272,8 @@ def pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             values.append(word)
             continue
         if flag:
-            yield flag, values[0] if len(values) == 1 else f"[{', '.join(values)}]" if values else "true"
+            several = f"[{', '.join(values)}]" if values else "true"
+            yield flag, values[0] if len(values) == 1 else several
         flag, values = "", []
         if not word.startswith("--"):
             yield key.lstrip("+"), value if is_given else "true"

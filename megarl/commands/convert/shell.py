@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import takewhile
 
-from megarl.commands.convert.expand import UNKNOWN, Expander, Variable, matches, without_marks
+from megarl.commands.convert.expand import UNKNOWN, Expander, Variable, fields_of, matches, without_marks
 from megarl.commands.convert.shell_syntax import (
     Assigned,
     Branches,
@@ -111,8 +111,10 @@ class Shell:
             case Branches():
                 return self._branch(node)
             case Repeated():
-                words = [one for word in node.words for one in self._expander().fields(word)] if node.words else []
-                for word in words if node.words is not None else list(self.arguments):
+                words = list(self.arguments)
+                if node.words is not None:
+                    words = [one for word in node.words for one in self._expander().fields(word)]
+                for word in words:
                     self.variables[node.name] = word
                     self._body(node.body)
             case Choice():
@@ -186,8 +188,7 @@ class Shell:
         old = self.variables.get(one.name)
         if one.is_array or (one.append and isinstance(old, list)):
             items = [item for word in one.words for item in expander.fields(word)]
-            before = (old if isinstance(old, list) else [old] if old else []) if one.append else []
-            self.variables[one.name] = [*before, *items]
+            self.variables[one.name] = [*fields_of(old), *items] if one.append else items
         else:
             before_text = old if one.append and isinstance(old, str) else ""
             self.variables[one.name] = before_text + expander.text(one.words[0])

@@ -12,6 +12,8 @@ _REDIRECT = re.compile(r"\d*(?:<<<|<<-?|>>|>&|<&|&>>?|>\||<>|>|<)")
 _ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\[[^\]]*\])?(?P<append>\+?)=")
 _BLANKS = " \t\r"
 _ENDS = _BLANKS + "\n;&|()<>"
+_QUOTES = {'"': "\\$`", "`": "\\"}
+"""What begins a quoting or an expansion within these quotes; elsewhere more does."""
 _CLOSING = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac", "{": "}", "(": ")"}
 
 
@@ -118,8 +120,7 @@ def _past_pair(text: str, start: int, opening: str, closing: str) -> int:
                 return index + 1
         elif one == opening:
             depth += 1
-        quotes = "\\$`" if closing == '"' else "\\" if closing == "`" else "\\$`'\""
-        index = past(text, index) if one in quotes else index + 1
+        index = past(text, index) if one in _QUOTES.get(closing, "\\$`'\"") else index + 1
     return _found(-1)
 
 

@@ -52,11 +52,13 @@ def rows_of(
     """
     data = HubData.named(arguments.source)
     place = Path(arguments.source)
-    is_file = place.is_file() or bool(data and data.file)
+    splits = SPLITS
+    if place.is_file() or (data and data.file):
+        splits = {"train": ""}
     rows = {}
-    for split, name in {"train": ""}.items() if is_file else SPLITS.items():
+    for split, name in splits.items():
         with placed("--from: "):
-            files = data.files(name, KINDS) if data else [place] if is_file else _files_of(place, name)
+            files = data.files(name, KINDS) if data else _files_of(place, name)
         problems = islice(((file, i, row) for file in files for i, row in problems_of(file)), getattr(arguments, split))
         rows[split] = [
             make_row(problem, f"{file}, row {i}", split, index) for index, (file, i, problem) in enumerate(problems)
@@ -65,6 +67,8 @@ def rows_of(
 
 
 def _files_of(directory: Path, split: str) -> list[Path]:
+    if directory.is_file():
+        return [directory]
     for kind in KINDS:
         found = sorted(directory.rglob(f"*{split}*.{kind}"))
         # the hub's copy of GSM8K has a second wording of the same problems besides `main`
