@@ -16,12 +16,14 @@ TURN_S = 1.0
 """Seconds between two exchanges of progress among the ranks."""
 
 T = TypeVar("T")
+Work = Callable[[ReportProgress], T]
+"""A function that receives another, to report how much more is done, in any unit."""
 
 
-def once_a_node(work: Callable[[ReportProgress], T], *, phase: str) -> T:
+def once_a_node(work: Work[T], *, phase: str) -> T:
     """Run `work` on the first rank of each node, and return its node's result on every rank. Collective.
 
-    `work` gets a function to report how much more is done, in any unit. While the sum of any node grows,
+    While the sum of any node grows,
     the watchdogs of all ranks see progress in `phase`. Without ranks `work` is only called.
 
     Raises:
@@ -49,7 +51,7 @@ def once_a_node(work: Callable[[ReportProgress], T], *, phase: str) -> T:
 class _Background(Generic[T]):
     """Work in a thread that does not keep the process alive."""
 
-    def __init__(self, work: Callable[[ReportProgress], T]) -> None:
+    def __init__(self, work: Work[T]) -> None:
         self._results: list[T] = []
         self._error: Exception | None = None
         self._amount = 0
@@ -68,7 +70,7 @@ class _Background(Generic[T]):
             raise self._error
         return self._results[0]
 
-    def _run(self, work: Callable[[ReportProgress], T]) -> None:
+    def _run(self, work: Work[T]) -> None:
         try:
             self._results.append(work(self._report))
         except Exception as error:

@@ -5,7 +5,7 @@ the session decides by counted engine steps. So what an episode reads, and when,
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -23,6 +23,7 @@ from megarl.environments.protocol import Observation
 from megarl.platform.errors import UserError
 from megarl.platform.seeds import seed_of
 from megarl.rewards.collective import gather
+from megarl.rewards.scoring import Decode
 from megarl.sandbox.limits import WorkerLimits
 from megarl.sandbox.pool import Pool, ScoringResult
 from megarl.sandbox.results import is_number
@@ -106,7 +107,7 @@ class Environments:
         tokenizer: Tokenizer,
         observer: Observer,
         *,
-        written: Callable[[Sequence[int]], str],
+        written: Decode,
         seed: int,
     ) -> None:
         """Check that the environment can be made; processes start with the first episodes.

@@ -16,19 +16,18 @@ from inspect import signature
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.learner.context import Context
-from megarl.learner.norm import RMSNorm
+from megarl.learner.norm import RMSNorm, RowSharded
 from megarl.learner.packed import Bounds, places_of
 from megarl.learner.per_tensor import PerTensor
 from megarl.learner.sinks import attention_with_sinks, varlen_with_sinks
@@ -155,7 +154,7 @@ class GatedAttention(SelfAttention):
         return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
 
 
-class SinkAttention(PackedAttention):
+class SinkAttention(RowSharded, PackedAttention):
     """`PackedAttention` with a learnt logit of each head in the denominator of its softmax (gpt-oss).
 
     The parameter has the name that it has in Megatron's own attention.
@@ -170,13 +169,6 @@ class SinkAttention(PackedAttention):
     def sinks(self) -> Tensor:
         """Return the logits of this rank's heads."""
         return self.softmax_offset
-
-    def sharded_state_dict(
-        self, prefix: str, sharded_offsets: Sequence[tuple[int, int, int]], metadata: object
-    ) -> ShardedStateDict:
-        """Return Megatron's description of the parameter, which is cut in its only dimension."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
 def gather_row(part: Tensor, lengths: Tensor, group: dist.ProcessGroup) -> Tensor:

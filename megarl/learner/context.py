@@ -1,4 +1,4 @@
-"""What a function of autograd keeps between its forward and its backward pass."""
+"""The record of a function of autograd between its forward and its backward pass."""
 
 from typing import Protocol, TypeVar
 

@@ -138,9 +138,14 @@ def vocab_parallel_log_probs(
     Returns:
         Two [N] float32 tensors, equal on all ranks: log-probabilities, and entropies in nats or None.
     """
-    valid_rows = min(max(vocab_size - dist.get_rank(group) * weight.shape[0], 0), weight.shape[0])
+    valid_rows = _num_tokens(vocab_size, weight, group)
     keeps = torch.is_grad_enabled() and _fits(len(hidden) * len(weight) * torch.float32.itemsize, hidden.device)
     return VocabParallelLogProbs.apply(hidden, weight, targets, temperature, valid_rows, group, with_entropy, keeps)
+
+
+def _num_tokens(vocab_size: int, weight: Tensor, group: dist.ProcessGroup) -> int:
+    """Return how many rows of this rank's slice are tokens; the rows behind them pad the vocabulary."""
+    return min(max(vocab_size - dist.get_rank(group) * len(weight), 0), len(weight))
 
 
 def _fits(num_bytes: int, device: torch.device) -> bool:
@@ -250,7 +255,7 @@ def vocab_parallel_divergence(
         [N] float32, in nats, equal on all ranks.
     """
     assert len(weight) == len(ref_weight), f"{len(weight)} rows of the policy, {len(ref_weight)} of the reference"
-    valid_rows = min(max(vocab_size - dist.get_rank(group) * weight.shape[0], 0), weight.shape[0])
+    valid_rows = _num_tokens(vocab_size, weight, group)
     return VocabParallelDivergence.apply(
         hidden, weight, ref_hidden, ref_weight, divergence, temperature, valid_rows, group
     )

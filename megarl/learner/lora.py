@@ -38,7 +38,7 @@ from megarl.platform.device import local_device
 from megarl.reshard.layout import Layout, Piece, row_major, whole
 
 Output = tuple[Tensor, Tensor | None]
-"""What a linear layer of Megatron returns: its output, and a bias that is added later."""
+"""The result of a linear layer of Megatron: its output, and a bias that is added later."""
 
 
 class Adapter(nn.Module):

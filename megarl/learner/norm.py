@@ -111,7 +111,18 @@ def _mean(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return mean
 
 
-class WideRMSNorm(torch.nn.Module):
+class RowSharded(torch.nn.Module):
+    """A module whose own parameters are cut in their first dimension over the tensor-parallel ranks."""
+
+    def sharded_state_dict(
+        self, prefix: str, sharded_offsets: Sequence[tuple[int, int, int]], metadata: object
+    ) -> ShardedStateDict:
+        """Return Megatron's description of the parameters."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, dict.fromkeys(state, 0), sharded_offsets)
+
+
+class WideRMSNorm(RowSharded):
     """A norm over the queries or keys of all heads together. Each tensor-parallel rank has its heads' weights."""
 
     def __init__(self, config: TransformerConfig, num_heads: int, eps: float) -> None:
@@ -126,13 +137,6 @@ class WideRMSNorm(torch.nn.Module):
         """Normalise [..., heads, head_dim], the heads of this rank."""
         normalised: Tensor = WideNormalization.apply(heads.flatten(-2), self.weight, self.epsilon, self.group)
         return normalised.view_as(heads)
-
-    def sharded_state_dict(
-        self, prefix: str, sharded_offsets: Sequence[tuple[int, int, int]], metadata: object
-    ) -> ShardedStateDict:
-        """Return Megatron's description of the weight, which is cut in the first dimension."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
 class WideQueryNorm(WideRMSNorm):

@@ -360,14 +360,15 @@ def _attention_shapes(a: Architecture) -> Shapes:
         shapes |= {f"self_attn.{x}_norm.weight": (size,) for x, size in zip("qk", a.qk_norm_sizes, strict=True)}
     if a.traits.sinks:
         shapes["self_attn.sinks"] = (a.num_attention_heads,)
-    return shapes | _linear_shapes(a, "self_attn.o_proj", a.hidden_size, query)
+    return shapes | projection_shapes(a, "self_attn.o_proj", a.hidden_size, query)
 
 
 def _norm_shapes(a: Architecture, name: str) -> Shapes:
     return {f"{name}.{part}": (a.hidden_size,) for part in a.traits.norm_parts}
 
 
-def _linear_shapes(a: Architecture, name: str, rows: int, columns: int) -> Shapes:
+def projection_shapes(a: Architecture, name: str, rows: int, columns: int) -> Shapes:
+    """Return the shapes of a projection of the attention or of the feed-forward layer, with a bias if there are any."""
     shapes = {"weight": (rows, columns), "bias": (rows,)}
     return {f"{name}.{part}": shapes[part] for part in a.traits.linear_parts}
 
@@ -375,8 +376,8 @@ def _linear_shapes(a: Architecture, name: str, rows: int, columns: int) -> Shape
 def _feed_forward_shapes(a: Architecture) -> Shapes:
     if a.traits.gated:
         return _swiglu_shapes("mlp.", a.hidden_size, a.ffn_hidden_size)
-    up = _linear_shapes(a, "mlp.up_proj", a.ffn_hidden_size, a.hidden_size)
-    return up | _linear_shapes(a, "mlp.down_proj", a.hidden_size, a.ffn_hidden_size)
+    up = projection_shapes(a, "mlp.up_proj", a.ffn_hidden_size, a.hidden_size)
+    return up | projection_shapes(a, "mlp.down_proj", a.hidden_size, a.ffn_hidden_size)
 
 
 def _latent_shapes(a: Architecture, latent: LatentAttention) -> Shapes:
@@ -410,14 +411,14 @@ def _swiglu_shapes(
 
 def _expert_shapes(a: Architecture, experts: Experts) -> Shapes:
     names = a.expert_names
-    shapes = _linear_shapes(a, f"{names.block}.gate", experts.num_experts, a.hidden_size)
+    shapes = projection_shapes(a, f"{names.block}.gate", experts.num_experts, a.hidden_size)
     if experts.router_bias:
         shapes[f"{names.block}.{ROUTER_BIAS}"] = (experts.num_experts,)
     for number in range(experts.num_experts):
         prefix = f"{names.block}.experts.{number}."
         if names.gate_up:
-            shapes |= _linear_shapes(a, f"{prefix}{names.gate_up}", 2 * experts.ffn_hidden_size, a.hidden_size)
-            shapes |= _linear_shapes(a, f"{prefix}{names.down}", a.hidden_size, experts.ffn_hidden_size)
+            shapes |= projection_shapes(a, f"{prefix}{names.gate_up}", 2 * experts.ffn_hidden_size, a.hidden_size)
+            shapes |= projection_shapes(a, f"{prefix}{names.down}", a.hidden_size, experts.ffn_hidden_size)
             continue
         shapes |= _swiglu_shapes(
             prefix,

@@ -1,7 +1,7 @@
 """The model families by `model_type`: their traits, and the names in their checkpoints."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -118,7 +118,6 @@ LINEAR_HEADS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-SEPARATE_SECTIONS = {"in_proj_qkv": ("q", "k", "v"), "in_proj_z": ("z",), "in_proj_b": ("b",), "in_proj_a": ("a",)}
 GLM = {
     "rms_norm_eps": 1e-5,
     "n_shared_experts": 1,
@@ -131,6 +130,26 @@ OUTPUT_NORMS = {
     "attention_output_layernorm": "post_attention_layernorm",
     "feed_forward_output_layernorm": "post_feedforward_layernorm",
 }
+QWEN3_5 = Family(
+    qk_norm=True,
+    centred_norm=True,
+    gated_attention=True,
+    rotary_fraction=0.25,
+    places_images=True,
+    linear_sections={"in_proj_qkv": ("q", "k", "v"), "in_proj_z": ("z",), "in_proj_b": ("b",), "in_proj_a": ("a",)},
+    predicts_ahead="mtp.",
+    model_class="Qwen3_5ForCausalLM",
+    defaults=LINEAR_HEADS | {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768},
+)
+OLMO2 = Family(
+    qk_norm=True,
+    wide_qk_norm=True,
+    whole_qk_norm=True,
+    input_norms=False,
+    output_norms=True,
+    renamed=OUTPUT_NORMS,
+    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(defaults={"max_position_embeddings": 2048}),
@@ -176,13 +195,11 @@ FAMILIES: Mapping[str, Family] = {
             "moe_intermediate_size": 768,
         },
     ),
-    "qwen3_next": Family(
-        qk_norm=True,
-        centred_norm=True,
-        gated_attention=True,
-        rotary_fraction=0.25,
+    "qwen3_next": replace(
+        QWEN3_5,
+        places_images=False,
         linear_sections={"in_proj_qkvz": ("qkvz",), "in_proj_ba": ("ba",)},
-        predicts_ahead="mtp.",
+        model_class=None,
         experts=ExpertNames(),
         defaults=LINEAR_HEADS
         | {
@@ -196,25 +213,9 @@ FAMILIES: Mapping[str, Family] = {
             "norm_topk_prob": True,
         },
     ),
-    "qwen3_5_text": Family(
-        qk_norm=True,
-        centred_norm=True,
-        gated_attention=True,
-        rotary_fraction=0.25,
-        places_images=True,
-        linear_sections=SEPARATE_SECTIONS,
-        predicts_ahead="mtp.",
-        model_class="Qwen3_5ForCausalLM",
-        defaults=LINEAR_HEADS | {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768},
-    ),
-    "qwen3_5_moe_text": Family(
-        qk_norm=True,
-        centred_norm=True,
-        gated_attention=True,
-        rotary_fraction=0.25,
-        places_images=True,
-        linear_sections=SEPARATE_SECTIONS,
-        predicts_ahead="mtp.",
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": replace(
+        QWEN3_5,
         experts=ExpertNames(),
         model_class="Qwen3_5MoeForCausalLM",
         defaults=LINEAR_HEADS
@@ -331,28 +332,15 @@ FAMILIES: Mapping[str, Family] = {
             "tie_word_embeddings": True,
         },
     ),
-    "olmo2": Family(
-        qk_norm=True,
-        wide_qk_norm=True,
-        whole_qk_norm=True,
-        input_norms=False,
-        output_norms=True,
-        renamed=OUTPUT_NORMS,
-        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
-    ),
-    "olmo3": Family(
-        qk_norm=True,
-        wide_qk_norm=True,
-        whole_qk_norm=True,
-        input_norms=False,
-        output_norms=True,
+    "olmo2": OLMO2,
+    "olmo3": replace(
+        OLMO2,
         windows="some layers",
         full_every=4,
         rope_theta=500000.0,
         local_rope_theta=500000.0,
         rope_types=("yarn",),
-        renamed=OUTPUT_NORMS,
-        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+        defaults={**OLMO2.defaults, "sliding_window": 4096},
     ),
     "hunyuan_v1_dense": Family(
         qk_norm=True,

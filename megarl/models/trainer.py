@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.models.architecture import Architecture, LatentAttention, LayerKind, Shapes, hf_shapes
+from megarl.models.architecture import Architecture, LatentAttention, LayerKind, Shapes, hf_shapes, projection_shapes
 from megarl.models.experts import Experts
 from megarl.models.families import OUTPUT_NORMS
 from megarl.models.grid import Cut, Grid
@@ -83,11 +83,6 @@ def _norm(a: Architecture, prefix: str) -> Shapes:
     return {f"{prefix}{part}": (a.hidden_size,) for part in a.traits.norm_parts}
 
 
-def _linear(a: Architecture, name: str, rows: int, columns: int) -> Shapes:
-    shapes = {"weight": (rows, columns), "bias": (rows,)}
-    return {f"{name}.{part}": shapes[part] for part in a.traits.linear_parts}
-
-
 def _attention(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool) -> Shapes:
     if a.linear and kind.attention == "linear":
         return {"input_layernorm.weight": (a.hidden_size,)} | _linear_attention(a, a.linear, cut)
@@ -109,7 +104,7 @@ def _attention(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool)
     if a.traits.sinks:
         shapes["self_attention.core_attention.softmax_offset"] = (a.num_attention_heads // cut.tp_size,)
     columns = a.num_attention_heads * a.head_dim // cut.tp_size
-    return shapes | _linear(a, "self_attention.linear_proj", a.hidden_size, columns)
+    return shapes | projection_shapes(a, "self_attention.linear_proj", a.hidden_size, columns)
 
 
 def _latent(a: Architecture, latent: LatentAttention, cut: Cut, *, fused_norms: bool) -> Shapes:
@@ -157,7 +152,7 @@ def _layer(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool) -> 
         return attention | _feed_forward(a, a.ffn_hidden_size // cut.tp_size)
     shapes: Shapes = {
         "pre_mlp_layernorm.weight": (a.hidden_size,),
-        **_linear(a, "mlp.router", experts.num_experts, a.hidden_size),
+        **projection_shapes(a, "mlp.router", experts.num_experts, a.hidden_size),
     }
     if experts.router_bias:
         shapes[f"mlp.{ROUTER_BIAS}"] = (experts.num_experts,)
@@ -172,8 +167,8 @@ def _layer(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool) -> 
 def _feed_forward(a: Architecture, ffn: int) -> Shapes:
     if a.traits.gated:
         return _swiglu("mlp.linear_fc{}.weight", a, ffn)
-    up = _linear(a, "mlp.linear_fc1", ffn, a.hidden_size)
-    return up | _linear(a, "mlp.linear_fc2", a.hidden_size, ffn)
+    up = projection_shapes(a, "mlp.linear_fc1", ffn, a.hidden_size)
+    return up | projection_shapes(a, "mlp.linear_fc2", a.hidden_size, ffn)
 
 
 def _experts(a: Architecture, experts: Experts, cut: Cut, local_experts: Sequence[int], *, grouped: bool) -> Shapes:

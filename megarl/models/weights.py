@@ -7,10 +7,11 @@ some sharded parameters and wrong on others.
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -55,14 +56,14 @@ class Region:
     row: int
 
 
-class CutRule(Protocol):
+class CutRule(ABC):
     """One way to cut parameters."""
 
-    padded: ClassVar[bool]  # whether local rows may be left without a region
+    padded: ClassVar[bool] = False  # whether local rows may be left without a region
 
+    @abstractmethod
     def regions(self, shard: Shard) -> Iterator[Region]:
         """Yield the regions that the shard holds."""
-        ...
 
 
 def _rows(full_shape: tuple[int, ...], first: int, end: int) -> Box:
@@ -72,10 +73,9 @@ def _rows(full_shape: tuple[int, ...], first: int, end: int) -> Box:
 
 
 @dataclass(frozen=True)
-class Replicated:
+class Replicated(CutRule):
     """A parameter that every rank holds complete."""
 
-    padded: ClassVar[bool] = False
     name: str
 
     def regions(self, shard: Shard) -> Iterator[Region]:
@@ -84,10 +84,9 @@ class Replicated:
 
 
 @dataclass(frozen=True)
-class ColumnParallel:
+class ColumnParallel(CutRule):
     """A matrix or a bias cut in rows, one row per output: rank `t` holds the `t`-th slice."""
 
-    padded: ClassVar[bool] = False
     name: str
 
     def regions(self, shard: Shard) -> Iterator[Region]:
@@ -97,13 +96,12 @@ class ColumnParallel:
 
 
 @dataclass(frozen=True)
-class ReplicatedOrColumnParallel:
+class ReplicatedOrColumnParallel(CutRule):
     """A matrix that Transformer Engine replicates and Megatron's own linear layer cuts in rows.
 
     Only the shape shows which of the two built it.
     """
 
-    padded: ClassVar[bool] = False
     name: str
 
     def regions(self, shard: Shard) -> Iterator[Region]:
@@ -114,10 +112,9 @@ class ReplicatedOrColumnParallel:
 
 
 @dataclass(frozen=True)
-class RowParallel:
+class RowParallel(CutRule):
     """A matrix cut in columns: rank `t` holds the `t`-th slice."""
 
-    padded: ClassVar[bool] = False
     name: str
 
     def regions(self, shard: Shard) -> Iterator[Region]:
@@ -128,10 +125,9 @@ class RowParallel:
 
 
 @dataclass(frozen=True)
-class GatedMLP:
+class GatedMLP(CutRule):
     """Two matrices cut in rows: rank `t` holds `[gate_t ; up_t]`, the `t`-th slices of both."""
 
-    padded: ClassVar[bool] = False
     gate: str
     up: str
 
@@ -144,13 +140,12 @@ class GatedMLP:
 
 
 @dataclass(frozen=True)
-class FusedQKV:
+class FusedQKV(CutRule):
     """Key/value groups, each `[its query heads ; their gates ; key ; value]`: rank `t` has a slice of all their rows.
 
     A slice may end anywhere, even inside a head: with more ranks than groups Megatron divides groups.
     """
 
-    padded: ClassVar[bool] = False
     suffix: str  # `weight` or `bias`
 
     def regions(self, shard: Shard) -> Iterator[Region]:
@@ -183,13 +178,12 @@ def _group(sizes: Architecture, group: int) -> Iterator[tuple[str, int, int]]:
 
 
 @dataclass(frozen=True)
-class HeadGroups:
+class HeadGroups(CutRule):
     """Groups of heads of linear attention: rank `t` holds the `t`-th slice of the groups, each complete.
 
     `sections` are those of parameters, as in `Family.linear_sections`.
     """
 
-    padded: ClassVar[bool] = False
     sections: Mapping[str, tuple[str, ...]]
 
     def regions(self, shard: Shard) -> Iterator[Region]:
@@ -210,10 +204,10 @@ class HeadGroups:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(CutRule):
     """A padded vocabulary cut in rows: rank `t` holds the `t`-th slice. No region covers the padding at the end."""
 
-    padded: ClassVar[bool] = True
+    padded = True
     name: str
     tied_name: str
 

@@ -148,8 +148,6 @@ def read(
     shares: Shares,
     prompt_of: PromptOf,
     opened: Opened | None = None,
-    *,
-    rows_of: Callable[[Path], list[SampleRow]] = rows_of,
 ) -> dict[int, Group]:
     """Read the groups in files, by number. Each share takes the tokens of some of the files. Collective.
 
@@ -158,7 +156,6 @@ def read(
         shares: of the engine replicas that continue with the groups.
         prompt_of: returns the prompt of a row of the data set. IndexError if there is no such row.
         opened: makes of these prompts those that the policy reads; None: they are the same.
-        rows_of: reads a file.
 
     Raises:
         Damage: a file is missing or damaged.
@@ -166,6 +163,13 @@ def read(
     """
     taken = files[shares.here :: shares.number]
     mine = on_each_rank(lambda: [row for file in taken for row in rows_of(file)])
+    return joined(mine, shares, prompt_of, opened)
+
+
+def joined(
+    mine: Sequence[SampleRow], shares: Shares, prompt_of: PromptOf, opened: Opened | None = None
+) -> dict[int, Group]:
+    """Return the groups of the rows of all ranks, as `read` does; `mine` are those of this rank. Collective."""
     afar = [replace(row, sample=row.sample.seen_from_afar(shares.here)) for row in mine if shares.reports]
     known = {(row.group, row.sample.sample): row for part in together(lambda: afar) for row in part}
     known |= {(row.group, row.sample.sample): row for row in mine}

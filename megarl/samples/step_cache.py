@@ -20,7 +20,7 @@ from megarl.distributed.exchange import on_each_rank, on_first_rank
 from megarl.distributed.sharded import Shares
 from megarl.platform.files import write_whole
 from megarl.platform.small_files import Damage
-from megarl.samples.in_flight import PromptOf, SampleRow, read, rows_of, to_bytes
+from megarl.samples.in_flight import PromptOf, SampleRow, joined, rows_of, to_bytes
 
 KEPT = "kept"
 DIGITS = 16  # of the digest
@@ -59,7 +59,9 @@ class StepCache:
         """Begin a step, counted from 0. Return those of its groups that an earlier job kept, by number. Collective."""
         self._place, files = on_first_rank(lambda: self._begin(step))
         self._number = 1 + max((int(file.stem.partition("-")[0]) for file in files), default=-1)
-        found = read(files, self._shares, self._prompt_of, rows_of=_rows_if_intact)
+        taken = files[self._shares.here :: self._shares.number]
+        mine = on_each_rank(lambda: [row for file in taken for row in _rows_if_intact(file)])
+        found = joined(mine, self._shares, self._prompt_of)
         return {
             number: group
             for number, group in found.items()
