@@ -28,7 +28,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # D112
 REMEDY = (
     "set MASTER_ADDR to an address of rank 0's host that all hosts reach, MASTER_PORT to a port that is open there, "
     "and GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between the hosts "
-    "(docs/reliability.md, Networks)"
+    "(docs/cluster.md, Networks)"
 )
 
 
