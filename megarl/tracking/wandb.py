@@ -74,14 +74,18 @@ class Wandb:
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if ending == "finished" else 1)
         # W&B's file is complete only when W&B's own process has ended.
-        ending_process = threading.Thread(target=self._library.teardown, name="wandb", daemon=True)
-        ending_process.start()
-        ending_process.join(CLOSE_S)
-        if ending_process.is_alive():
-            logger.warning("W&B did not upload all records: they are in %s", self._run_dir / "wandb")
-        else:
+        if self._end_process(CLOSE_S):
             self._finished = self._last
             self._note(part=None)
+        else:
+            logger.warning("W&B did not upload all records: they are in %s", self._run_dir / "wandb")
+
+    def _end_process(self, limit_s: float) -> bool:
+        """Ask W&B's own process to end, and return whether it did so in time; without a server it may never do so."""
+        ending = threading.Thread(target=self._library.teardown, name="wandb", daemon=True)
+        ending.start()
+        ending.join(limit_s)
+        return not ending.is_alive()
 
     def _continued(self, run: TrackedRun, reached: int) -> tuple[str, int]:
         """Return the id of the run to continue, or a new id, and the last step that finished processes have sent.
@@ -126,7 +130,7 @@ class Wandb:
                 return self._library.init(**options, resume="allow", settings=self._settings(mode))
             except Exception as error:  # errors of the client differ, and the run needs no server
                 logger.warning("W&B does not respond, its records are kept in %s: %s", self._run_dir / "wandb", error)
-                self._library.teardown()  # its process still holds the run that it could not open
+                self._end_process(START_S)  # it still holds the run that it could not open
         else:
             logger.warning("W&B records offline in %s; `wandb sync --append` uploads it", self._run_dir / "wandb")
         try:

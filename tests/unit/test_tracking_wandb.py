@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,22 @@ def test_unresponsive_server_costs_no_record(
     assert losses(tmp_path) == [(1, 1.0), (2, 2.0)]
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"0123456789" * 2 not in written
+
+
+def test_a_process_that_does_not_end_delays_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    never = threading.Event()
+    end = wandb.teardown
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    monkeypatch.setattr("megarl.tracking.wandb.START_S", 1.0)
+    monkeypatch.setattr(wandb, "teardown", lambda: (end(), never.wait()))
+    run = tracker(tmp_path)
+    monkeypatch.setattr(wandb, "teardown", end)
+    log(run, 1, 2)
+    run.close()
+    never.set()
+    assert losses(tmp_path) == [(1, 1.0), (2, 2.0)]
 
 
 def test_a_tracker_that_fails_ends_no_training(
