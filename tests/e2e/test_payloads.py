@@ -31,7 +31,7 @@ def place_of_call() -> str | None:
     stack = traceback.extract_stack()
     if any(part in frame.filename for frame in stack for part in (*MODELS, ROUTING)):
         return None
-    callers = [frame for frame in stack if frame.filename.startswith(PACKAGE)]
+    callers = [frame for frame in stack if frame.filename.startswith(PACKAGE) and frame.name != "begin_sending"]
     return f"{Path(callers[-1].filename).name}:{callers[-1].name}" if callers else None
 
 
