@@ -138,7 +138,7 @@ def test_unresponsive_server_costs_no_record(
     assert b"0123456789" * 2 not in written
 
 
-def test_a_process_that_does_not_end_delays_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_process_delays_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     never = threading.Event()
