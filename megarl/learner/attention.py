@@ -71,6 +71,7 @@ class PackedAttention(torch.nn.Module):
             [N, heads * head_dim]
         """
         bounds = packed_seq_params.cu_seqlens_q
+        query, key = self.prepared(query, key, bounds)
         if self.cp_group.size() > 1:
             key, value = (gather_row(part, bounds.diff().long(), self.cp_group) for part in (key, value))
         if query.is_cuda and query.dtype != torch.float32 and self.cp_group.size() == 1:
@@ -82,6 +83,11 @@ class PackedAttention(torch.nn.Module):
             value = _repeated(value, query)
         groups = _groups.get(bounds, partial(Groups, packed_seq_params.lengths, self.cp_group, query.device))
         return groups.attend(query, key, value, self.scale, self.window, self.sinks()).flatten(1)
+
+    def prepared(self, query: Tensor, key: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rotated queries and keys as they are multiplied. `bounds` `[S + 1]` are those of the sequences."""
+        del bounds
+        return query, key
 
     def sinks(self) -> Tensor | None:
         """Return a logit of each head in the denominator of its softmax; None: there is none."""
@@ -96,21 +102,10 @@ class NormedAttention(PackedAttention):
         self.q_layernorm = RMSNorm(config, config.kv_channels, config.layernorm_epsilon)
         self.k_layernorm = RMSNorm(config, config.kv_channels, config.layernorm_epsilon)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None,
-        *,
-        packed_seq_params: Bounds,
-        **_: object,
-    ) -> Tensor:
-        """Attend as `PackedAttention`."""
-        queries = self.q_layernorm(query)
-        return super().forward(
-            queries, self.k_layernorm(key), value, attention_mask, packed_seq_params=packed_seq_params
-        )
+    def prepared(self, query: Tensor, key: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise queries and keys."""
+        del bounds
+        return self.q_layernorm(query), self.k_layernorm(key)
 
 
 class ScaledQueryAttention(PackedAttention):
@@ -119,25 +114,14 @@ class ScaledQueryAttention(PackedAttention):
     scaling: QueryScaling
     """Set when the model is built."""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None,
-        *,
-        packed_seq_params: Bounds,
-        **_: object,
-    ) -> Tensor:
-        """Attend as `PackedAttention`. Factors are in float32, as in vLLM."""
-        bounds = packed_seq_params.cu_seqlens_q
+    def prepared(self, query: Tensor, key: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+        """Multiply queries by factors in float32, as vLLM does."""
         factors = _factors.get(bounds, dict)
         if self.scaling not in factors:
             positions = places_of(bounds.diff().long(), self.cp_group.rank(), self.cp_group.size(), len(query))[1]
             periods = positions.div(self.scaling.length, rounding_mode="floor")
             factors[self.scaling] = (1.0 + self.scaling.beta * periods.float().log1p())[:, None, None]
-        scaled = (query * factors[self.scaling]).to(query.dtype)
-        return super().forward(scaled, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        return (query * factors[self.scaling]).to(query.dtype), key
 
 
 class GatedAttention(SelfAttention):
