@@ -40,7 +40,7 @@ SPOTS: dict[str, tuple[object, str]] = {
     "partition": (samples_step, "partition"),
     "send": (routing, "_send"),
     "receive": (routing, "_receive"),
-    "assemble": (routing, "assembled"),
+    "unpack": (routing._Layout, "unpack"),
     "sum": (Sharded, "sum"),
 }
 """Parts of the step that are timed, and where the code of a run finds them."""
@@ -189,5 +189,5 @@ def found_on(rank: int, case: Case, transport: Transport) -> dict[str, Any]:
 
 def index_bytes(index: Index) -> int:
     """Return the bytes of the numbers that every rank knows of the samples."""
-    values = [getattr(index, field.name) for field in fields(index)]
+    values = [getattr(part, field.name) for part in (index, index.runs) for field in fields(part)]
     return sum(value.nbytes for value in values if isinstance(value, Tensor))

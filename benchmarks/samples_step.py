@@ -137,8 +137,8 @@ class Actor:
     def take(self, samples: Sharded[Rewarded], *, step: int) -> Sharded[Rewarded]:
         """Bring the samples to the ranks that learn from them."""
         index = samples.index
-        number = self._shares.number
-        return route(samples, Rewarded, partition(index.lengths, index.groups, number), self._shares)
+        owners = partition(index.run_lengths, index.runs.groups, self._shares.number)
+        return route(samples, Rewarded, index.runs.owned_by(owners), self._shares)
 
     def infer(self, batch: Sharded[Rollouts]) -> Any:
         """Return log-probabilities that differ from the engine's by rounding."""
@@ -156,9 +156,8 @@ class Actor:
 
     def update(self, experience: Sharded[Experience], *, step: int, gradient: Any = None) -> Metrics:
         """Take the mini-batches of a step."""
-        index = experience.index
-        for chosen in self._minibatches.samples(index.groups, len(index.prompts), step=step):
-            experience.select(chosen)
+        for _ in self._minibatches.of(experience, step=step):
+            pass
         return {}
 
 

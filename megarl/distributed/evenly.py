@@ -31,8 +31,9 @@ def fill_evenly(parts: Integers, steps: Integers) -> Integers:
         parts = np.sort(parts)
         count = min(len(parts), len(steps) - done)
         grown = parts[:count] + steps[done : done + count]
-        is_next = parts[1:count] < np.minimum.accumulate(grown)[:-1]
-        count = count if is_next.all() else int(is_next.argmin()) + 1
+        if parts[count - 1] >= grown.min():
+            is_next = parts[1:count] < np.minimum.accumulate(grown)[:-1]
+            count = count if is_next.all() else int(is_next.argmin()) + 1
         found[done : done + count] = parts[:count]
         parts[:count] = grown[:count]
         done += count

@@ -14,7 +14,8 @@ from torch import Tensor
 from megarl.batch import Rollouts
 from megarl.distributed.exchange import begin_receiving, begin_sending, together
 from megarl.distributed.routing import by_share, pass_on
-from megarl.distributed.sharded import Sharded, Shares, places_of
+from megarl.distributed.runs import Runs
+from megarl.distributed.sharded import Sharded, Shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +40,12 @@ class Holders:
         return self.ranks.get((self.share, self.layers), ())
 
 
-def bring_routes(samples: Sharded[Rollouts], owners: Tensor, holders: Holders) -> Tensor:
+def bring_routes(samples: Sharded[Rollouts], runs: Runs, holders: Holders) -> Tensor:
     """Bring the routes of every sample to the ranks of its new share. Collective.
 
     Args:
         samples: `B` samples, as they are spread now, with the routes of all layers.
-        owners: `[B]` int64, the new share of each sample.
+        runs: the new share of each sample.
         holders: the new shares.
 
     Returns:
@@ -52,11 +53,11 @@ def bring_routes(samples: Sharded[Rollouts], owners: Tensor, holders: Holders) -
     """
     routes, old = samples.share.routes, samples.shares
     assert routes is not None, "samples without routes"
-    needed = places_of(owners, holders.share)
+    needed = runs.places(holders.share)
     layers = list(holders.layers)
     if old.number == 1:
         return _routes(samples, needed, layers)
-    sending = _send(samples, owners, holders)
+    sending = _send(samples, runs, holders)
     num_places = int((samples.index.lengths[needed] - 1).sum())
     found = torch.empty(num_places, len(layers), routes.shape[2], dtype=routes.dtype)
     if holders.here:
@@ -68,11 +69,11 @@ def bring_routes(samples: Sharded[Rollouts], owners: Tensor, holders: Holders) -
     return found
 
 
-def _send(samples: Sharded[Rollouts], owners: Tensor, holders: Holders) -> list[dist.Work]:
+def _send(samples: Sharded[Rollouts], runs: Runs, holders: Holders) -> list[dist.Work]:
     """Begin to send the routes of this rank's old share to the first of the ranks that need each of them."""
     old = samples.shares
     sending = []
-    for share, local in by_share(owners[samples.mine]) if old.reports else ():
+    for share, local in by_share(runs.owners_of(samples.mine)) if old.reports else ():
         for (of_share, layers), ranks in holders.ranks.items():
             if of_share == share and ranks[0] not in old.ranks[old.here]:
                 content = _as_bytes(_routes(samples, local, list(layers)))
@@ -85,7 +86,7 @@ def _receive(samples: Sharded[Rollouts], needed: Tensor, layers: list[int], foun
     old, counts = samples.shares, samples.index.lengths - 1
     places = dict(zip(needed.tolist(), found.split(counts[needed].tolist()), strict=True))
     coming = []
-    for source, chosen in by_share(samples.index.owners[needed]):
+    for source, chosen in by_share(samples.index.runs.owners_of(needed)):
         of_source = needed[chosen]
         if source == old.here:
             content = _routes(samples, samples.local(of_source), layers)

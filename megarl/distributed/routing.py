@@ -4,153 +4,214 @@ One rank of each old share sends. One rank of each new share receives, and passe
 share along a tree. So a token crosses once from the ranks that drew it to the ranks that learn from it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import PER_PLACE, PER_TOKEN, Rollouts
-from megarl.columns import spans_of_choices
+from megarl.columns import Integers, reduced, spans_of_choices
 from megarl.distributed.exchange import begin_receiving, begin_sending, host_group
-from megarl.distributed.sharded import Sharded, Shares, assembled, places_of
+from megarl.distributed.runs import Runs
+from megarl.distributed.sharded import Index, Sharded, Shares
 
 R = TypeVar("R", bound=Rollouts)
 
 
-def route(samples: Sharded[Rollouts], record: type[R], owners: Tensor, shares: Shares) -> Sharded[R]:
+def route(samples: Sharded[Rollouts], record: type[R], runs: Runs, shares: Shares) -> Sharded[R]:
     """Bring every sample to the ranks of its new share. Collective.
 
     Args:
         samples: `B` samples, as they are spread now.
         record: the fields that travel. Only tensors do, and no routes; other fields are None afterwards.
-        owners: `[B]` int64, the new share of each sample.
+        runs: the new share of each sample.
         shares: the new shares.
     """
-    index = samples.index
     samples = samples.with_share(replace(samples.share, routes=None))
     layout = _Layout.of(samples.share, record)
-    sending = _send(samples, layout, owners, shares)
+    needed = runs.places(shares.here)
+    sending = _send(samples, layout, runs, shares)
     if shares.reports or samples.shares.number == 1:
-        share = assembled(_receive(samples, layout, owners, shares))
+        share = _receive(samples, layout, needed)
     if samples.shares.number > 1 and len(shares.ranks[shares.here]) > 1:
-        places = places_of(owners, shares.here)
-        content = (
-            next(layout.pack(share, [torch.arange(len(share))]))
-            if shares.reports
-            else torch.empty(layout.num_bytes(index.num_tokens[places]), dtype=torch.uint8)
-        )
+        message = layout.messages([needed], samples.index.num_tokens)
+        content = message.blank()
+        if shares.reports:
+            layout.pack(share, [torch.arange(len(needed))], out=content)
         pass_on(content, shares.ranks[shares.here], shares.rank)
-        share = layout.unpack(content, samples, places)
+        share = layout.unpack(content, samples.index, message, np.arange(len(needed)))
     for each in sending:
         each.wait()
-    return Sharded(index=replace(index, owners=owners), share=share, shares=shares)
+    return Sharded(index=replace(samples.index, runs=runs), share=share, shares=shares)
+
+
+class _Column(NamedTuple):
+    """A tensor of a record."""
+
+    name: str
+    dtype: torch.dtype
+    is_per_token: bool  # False: it has one number for each sample
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """Messages with samples, end to end. Each has one column after the other."""
+
+    places: Tensor  # [b] int64: the samples of one message after the other
+    sizes: Sequence[int]  # length m: the number of samples of each message
+    num_tokens: Tensor  # [b] int64: of the samples
+    starts: Integers  # [m, c + 1]: the first byte of each column of each message, and the end of the message
+
+    @classmethod
+    def of(cls, columns: Sequence[_Column], places: Tensor, sizes: Sequence[int], num_tokens: Tensor) -> "_Messages":
+        """Lay out messages with these columns."""
+        counts = np.stack([sizes, reduced(np.add, num_tokens, torch.tensor(sizes)).numpy()])
+        num_bytes = np.stack([each.dtype.itemsize * counts[int(each.is_per_token)] for each in columns], axis=-1)
+        ends = num_bytes.cumsum().reshape(num_bytes.shape)
+        return cls(places, sizes, num_tokens, np.concatenate((ends - num_bytes, ends[:, -1:]), axis=-1))
+
+    def blank(self) -> Tensor:
+        """Return a tensor for the bytes of all messages: uint8, not filled."""
+        return torch.empty(int(self.starts[-1, -1]), dtype=torch.uint8)
+
+    def split(self, content: Tensor) -> tuple[Tensor, ...]:
+        """Return the bytes of each message: views."""
+        return content.tensor_split(self.starts[:-1, -1].tolist())
 
 
 @dataclass(frozen=True)
 class _Layout(Generic[R]):
-    """The tensors of a record as bytes: one tensor behind the other, those with the widest numbers first."""
+    """The tensors of a record as they lie in a message: those with the widest numbers first."""
 
     record: type[R]
-    columns: dict[str, tuple[torch.dtype, bool]]  # by name: the type of a number, and whether each token has one
-
-    @cached_property
-    def nothing(self) -> dict[str, None]:
-        """A value of each field that does not travel."""
-        return {field.name: None for field in fields(self.record)}
+    columns: Sequence[_Column]
 
     @classmethod
     def of(cls, example: Rollouts, record: type[R]) -> "_Layout[R]":
-        found = {}
+        """Return the layout of the tensors that the example has."""
+        found = []
         for field in fields(record):
             value = getattr(example, field.name)
             known = field.name in ("groups", "num_tokens") or PER_PLACE in field.metadata
             if isinstance(value, Tensor) and not known:
-                found[field.name] = (value.dtype, PER_TOKEN in field.metadata)
-        return cls(record, dict(sorted(found.items(), key=lambda column: -column[1][0].itemsize)))
+                found.append(_Column(field.name, value.dtype, PER_TOKEN in field.metadata))
+        return cls(record, sorted(found, key=lambda column: -column.dtype.itemsize))
 
-    def num_bytes(self, num_tokens: Tensor) -> int:
-        """Return the bytes of samples with so many tokens."""
-        return sum(self._sizes(num_tokens))
+    def messages(self, choices: Sequence[Tensor], num_tokens: Tensor) -> _Messages:
+        """Lay out a message for each choice of samples, int64 indices into `num_tokens`."""
+        places = torch.cat(list(choices))
+        return _Messages.of(self.columns, places, [*map(len, choices)], num_tokens[places])
 
-    def pack(self, share: Rollouts, choices: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the bytes of each choice of samples (int64 indices `[b]`) of a share: uint8. A token is copied once."""
+    def pack(self, share: Rollouts, choices: Sequence[Tensor], out: Tensor) -> None:
+        """Fill `out` with a message for each choice of samples (int64 indices `[b]`) of a share, end to end.
+
+        Each token is copied once.
+        """
         chosen = torch.cat(list(choices))
         columns = []
-        for name, (dtype, is_per_token) in self.columns.items():
+        for name, dtype, is_per_token in self.columns:
             column = getattr(share, name) if is_per_token else getattr(share, name)[chosen]
-            columns.append((column.contiguous().view(torch.uint8), dtype.itemsize, is_per_token))
+            columns.append((column.contiguous().view(torch.uint8).numpy(), dtype.itemsize, is_per_token))
+        pieces = []
         first = 0
         for choice, tokens in zip(choices, spans_of_choices(choices, share.num_tokens), strict=True):
             places = [slice(first, first + len(choice))]
             first += len(choice)
-            yield torch.cat(
-                [
-                    column[span.start * width : span.stop * width]
-                    for column, width, is_per_token in columns
-                    for span in (tokens if is_per_token else places)
-                ]
-            )
+            for column, width, is_per_token in columns:
+                spans = tokens if is_per_token else places
+                pieces += [column[span.start * width : span.stop * width] for span in spans]
+        if pieces:
+            np.concatenate(pieces, out=out.numpy())
 
-    def unpack(self, content: Tensor, samples: Sharded[Rollouts], places: Tensor) -> R:
-        """Return the record of the samples at the given places (int64 `[b]`), whose bytes are given."""
-        parts = zip(self.columns.items(), content.split(self._sizes(samples.index.num_tokens[places])), strict=True)
-        return self.of_tensors({name: part.view(dtype) for (name, (dtype, _)), part in parts}, samples, places)
+    def unpack(self, content: Tensor, index: Index, messages: _Messages, order: Integers) -> R:
+        """Return a record of the samples of messages. Each token is copied at most once.
+
+        Args:
+            content: uint8, the bytes of the messages.
+            index: of all samples; `messages` have places in it.
+            messages: the layout of the bytes.
+            order: `[b]`, the samples of the record, by their places in `messages`.
+        """
+        counts = messages.num_tokens.numpy()
+        numbers = np.arange(len(messages.sizes)).repeat(messages.sizes)
+        firsts = (np.cumsum(messages.sizes) - messages.sizes)[numbers]  # of the message of each sample
+        tokens_before = counts.cumsum() - counts
+        starts = messages.starts[numbers]
+        values: dict[str, Any] = {field.name: None for field in fields(self.record)}
+        for place, (name, dtype, is_per_token) in enumerate(self.columns):
+            width = dtype.itemsize
+            before = tokens_before - tokens_before[firsts] if is_per_token else np.arange(len(counts)) - firsts
+            lengths = width * (counts if is_per_token else np.ones_like(counts))
+            begins = starts[:, place] + width * before
+            values[name] = _joined(content, begins[order], lengths[order]).view(dtype)
+        return self.record(**values | self._known(index, messages.places[torch.from_numpy(order)]))
 
     def keep(self, samples: Sharded[Rollouts], places: Tensor) -> R:
-        """Return the record of samples of this rank at the given places (int64 `[b]`)."""
-        share = samples.share.select(samples.local(places))
-        return self.of_tensors({name: getattr(share, name) for name in self.columns}, samples, places)
+        """Return the record of samples of this rank at the given places (int64 `[b]`) among all."""
+        share = samples.share.select(samples.own(places))
+        values: dict[str, Any] = {field.name: None for field in fields(self.record)}
+        values |= {column.name: getattr(share, column.name) for column in self.columns}
+        return self.record(**values | self._known(samples.index, places))
 
-    def of_tensors(self, tensors: dict[str, Tensor], samples: Sharded[Rollouts], places: Tensor) -> R:
-        """Return the record of the samples at the given places (int64 `[b]`), with these columns."""
-        values: dict[str, Any] = {
-            **self.nothing,
-            **tensors,
-            "prompts": samples.index.prompts,
-            "groups": samples.index.groups[places],
-            "num_tokens": samples.index.num_tokens[places],
+    def _known(self, index: Index, places: Tensor) -> dict[str, Any]:
+        """Return the fields that every rank knows of the samples at the given places (int64 `[b]`)."""
+        return {
+            "prompts": index.prompts,
+            "groups": index.runs.groups_of(places),
+            "num_tokens": index.num_tokens[places],
         }
-        return self.record(**values)
-
-    def _sizes(self, num_tokens: Tensor) -> list[int]:
-        """Return the bytes of each tensor, of samples with so many tokens."""
-        counts = (len(num_tokens), int(num_tokens.sum()))
-        return [dtype.itemsize * counts[is_per_token] for dtype, is_per_token in self.columns.values()]
 
 
-def _send(samples: Sharded[Rollouts], layout: _Layout[R], owners: Tensor, shares: Shares) -> list[dist.Work]:
+def _joined(content: Tensor, begins: Integers, lengths: Integers) -> Tensor:
+    """Return the bytes of samples, in their order. Neighbours are copied together; a single piece is a view."""
+    ends = begins + lengths
+    is_first = np.ones(len(begins), dtype=bool)
+    is_first[1:] = begins[1:] != ends[:-1]
+    firsts = np.flatnonzero(is_first)
+    if len(firsts) < 2:
+        first = int(begins.min(initial=len(content)))
+        return content[first : first + int(lengths.sum())]
+    lasts = np.append(firsts[1:], len(begins)) - 1
+    numbers = content.numpy()
+    pieces = [numbers[begin:end] for begin, end in zip(begins[firsts].tolist(), ends[lasts].tolist(), strict=True)]
+    return torch.from_numpy(np.concatenate(pieces))
+
+
+def _send(samples: Sharded[Rollouts], layout: _Layout[R], runs: Runs, shares: Shares) -> list[dist.Work]:
     """Begin to send the samples of this rank's old share to the first rank of each new share that has none of them."""
     old = samples.shares
     choices = {
         shares.ranks[share][0]: local
-        for share, local in (by_share(owners[samples.mine]) if old.reports else ())
+        for share, local in (by_share(runs.owners_of(samples.mine)) if old.reports else ())
         if shares.ranks[share][0] not in old.ranks[old.here]
     }
-    contents = layout.pack(samples.share, list(choices.values())) if choices else ()
-    return [begin_sending(content, target) for target, content in zip(choices, contents, strict=True)]
+    if not choices:
+        return []
+    messages = layout.messages([*choices.values()], samples.share.num_tokens)
+    content = messages.blank()
+    layout.pack(samples.share, [*choices.values()], out=content)
+    return [begin_sending(part, target) for target, part in zip(choices, messages.split(content), strict=True)]
 
 
-def _receive(samples: Sharded[Rollouts], layout: _Layout[R], owners: Tensor, shares: Shares) -> list[tuple[Tensor, R]]:
-    """Return the samples of this rank's new share, by the share that they come from: their places, and a record."""
-    index = samples.index
-    old = samples.shares
-    needed = places_of(owners, shares.here)
-    kept = needed[index.owners[needed] == old.here]
-    parts = [(kept, layout.keep(samples, kept))]  # also without a sample: the example
-    coming = []
-    for source, chosen in by_share(index.owners[needed]):
-        if source != old.here:
-            places = needed[chosen]
-            content = torch.empty(layout.num_bytes(index.num_tokens[places]), dtype=torch.uint8)
-            coming.append((places, content, begin_receiving(content, old.ranks[source][0])))
-    for places, content, transfer in coming:
+def _receive(samples: Sharded[Rollouts], layout: _Layout[R], needed: Tensor) -> R:
+    """Return the record of the samples of this rank's new share, at the places `needed` (int64 `[b]`) among all."""
+    index, old = samples.index, samples.shares
+    by_source = dict(by_share(index.runs.owners_of(needed)))
+    if by_source.keys() <= {old.here}:
+        return layout.keep(samples, needed)
+    messages = layout.messages([needed[chosen] for chosen in by_source.values()], index.num_tokens)
+    content = messages.blank()
+    parts = dict(zip(by_source, messages.split(content), strict=True))
+    coming = [begin_receiving(part, old.ranks[source][0]) for source, part in parts.items() if source != old.here]
+    if old.here in parts:
+        layout.pack(samples.share, [samples.own(needed[by_source[old.here]])], out=parts[old.here])
+    for transfer in coming:
         transfer.wait()
-        parts.append((places, layout.unpack(content, samples, places)))
-    return parts
+    return layout.unpack(content, index, messages, torch.cat([*by_source.values()]).numpy().argsort())
 
 
 def by_share(owners: Tensor) -> list[tuple[int, Tensor]]:

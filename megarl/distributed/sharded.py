@@ -10,20 +10,21 @@ samples.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from operator import itemgetter
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import Prompt, Rollouts, join, merge
+from megarl.batch import Prompt, PromptList, Rollouts, join, merge
 from megarl.columns import counted_from
 from megarl.distributed.exchange import host_group, together
+from megarl.distributed.runs import Runs
 from megarl.distributed.sums import exact_sums, extremes
 
 R_co = TypeVar("R_co", bound=Rollouts, covariant=True)
@@ -85,52 +86,66 @@ class Index:
     """The numbers of all `B` samples that every rank knows."""
 
     prompts: Sequence[Prompt]  # length P
-    groups: Tensor  # [B] int64: the sample's prompt, a position in `prompts`
-    owners: Tensor  # [B] int64: the share that has the sample
+    runs: Runs  # the prompts, as positions in `prompts`, and the shares of the samples
     num_tokens: Tensor  # [B] int64: of the response
     num_learnt: Tensor  # [B] int64: tokens of the policy, which are learnt from
-    lengths: Tensor  # [B] int64: tokens of prompt and response
     truncated: Tensor  # [B] bool
+    read_lengths: Tensor | None = None  # [B] int64: tokens that a model reads; None: those of prompt and response
 
     @classmethod
     def of(cls, record: Rollouts, owners: Tensor) -> "Index":
         """Return the index of a record that has all samples."""
         return cls(
             prompts=record.prompts,
-            groups=record.groups,
-            owners=owners,
+            runs=Runs.of(record.groups, owners),
             num_tokens=record.num_tokens,
             num_learnt=record.num_learnt(),
-            lengths=record.lengths(),
             truncated=record.truncated,
+            read_lengths=None if record.sequences is None else record.lengths(),
         )
 
     def __len__(self) -> int:
-        return len(self.owners)
-
-    def places(self, share: int) -> Tensor:
-        """Return the places of the samples of a share among all: int64 `[b]`, ascending."""
-        if share not in self._places:
-            self._places[share] = places_of(self.owners, share)
-        return self._places[share]
+        return len(self.num_tokens)
 
     @cached_property
-    def _places(self) -> dict[int, Tensor]:
-        """The results of `places` so far, by share."""
-        return {}
+    def groups(self) -> Tensor:
+        """The prompt of each sample, a position in `prompts`: `[B]` int64."""
+        return self.runs.on_samples(self.runs.groups)
 
     @cached_property
-    def keeps_groups(self) -> bool:
-        """Whether the samples of each prompt lie behind each other, and on the same ranks."""
-        groups, owners = self.groups.numpy(), self.owners.numpy()
-        steps = groups[1:] - groups[:-1]
-        return bool((steps >= 0).all()) and bool(((steps > 0) | (owners[1:] == owners[:-1])).all())
+    def owners(self) -> Tensor:
+        """The share that has each sample: `[B]` int64."""
+        return self.runs.on_samples(self.runs.owners)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """The tokens of each sample, of prompt and response: `[B]` int64."""
+        if self.read_lengths is not None:
+            return self.read_lengths
+        return self.runs.on_samples(self._prompt_lengths) + self.num_tokens
+
+    @cached_property
+    def run_lengths(self) -> Tensor:
+        """The tokens of all samples of each run, of prompt and response: `[R]` int64."""
+        if self.read_lengths is not None:
+            return self.runs.sums(self.read_lengths)
+        return self._prompt_lengths * self.runs.counts + self.runs.sums(self.num_tokens)
+
+    @property
+    def _prompt_lengths(self) -> Tensor:
+        """The tokens of the prompt of each run: `[R]` int64."""
+        return PromptList.of(self.prompts).lengths[self.runs.groups]
 
     def select(self, samples: Tensor) -> "Index":
         """Return only the given samples (int64 indices `[K]`), in that order. Prompts are kept."""
-        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        chosen = {name: value[samples] for name, value in values.items() if isinstance(value, Tensor)}
-        return Index(**values | chosen)
+        return Index(
+            prompts=self.prompts,
+            runs=Runs.of(self.groups[samples], self.owners[samples]),
+            num_tokens=self.num_tokens[samples],
+            num_learnt=self.num_learnt[samples],
+            truncated=self.truncated[samples],
+            read_lengths=None if self.read_lengths is None else self.read_lengths[samples],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +162,15 @@ class Sharded(Generic[R_co]):
     @property
     def mine(self) -> Tensor:
         """The places of this rank's samples among all: int64 `[b]`, ascending."""
-        return self.index.places(self.shares.here)
+        return self.index.runs.places(self.shares.here)
 
     def local(self, samples: Tensor) -> Tensor:
         """Return the places in the share of those of the given samples (int64 indices `[K]`) that this rank has."""
-        mine = samples[places_of(self.index.owners[samples], self.shares.here)]
-        return torch.from_numpy(self.mine.numpy().searchsorted(mine.numpy()))
+        return self.own(samples[places_of(self.index.owners[samples], self.shares.here)])
+
+    def own(self, samples: Tensor) -> Tensor:
+        """Return the places in the share of the given samples (int64 indices `[k]`), all of which this rank has."""
+        return torch.from_numpy(self.mine.numpy().searchsorted(samples.numpy()))
 
     def select(self, samples: Tensor) -> "Sharded[R_co]":
         """Return only the given samples (int64 indices `[K]`), in that order."""
@@ -165,7 +183,8 @@ class Sharded(Generic[R_co]):
         number = torch.full((len(self.index.prompts),), -1)
         number[list(places)] = torch.arange(len(places))
         chosen = self.index.select((number[self.index.groups] >= 0).nonzero()[:, 0])
-        index = replace(chosen, prompts=[self.index.prompts[place] for place in places], groups=number[chosen.groups])
+        runs = replace(chosen.runs, groups=number[chosen.runs.groups])
+        index = replace(chosen, prompts=[self.index.prompts[place] for place in places], runs=runs)
         return replace(self, index=index, share=self.share.of_prompts(places))
 
     def tokens_of(self, samples: Tensor, column: Tensor) -> Tensor:
@@ -183,7 +202,7 @@ class Sharded(Generic[R_co]):
             index,
             num_tokens=index.num_tokens * ~samples,
             num_learnt=index.num_learnt * ~samples,
-            lengths=index.lengths - index.num_tokens * samples,
+            read_lengths=None if index.read_lengths is None else index.read_lengths - index.num_tokens * samples,
         )
         return replace(self, index=index, share=self.share.without_responses(samples[self.mine]))
 
@@ -296,11 +315,21 @@ def assembled(parts: Sequence[tuple[Tensor, R]]) -> R:
 
 def join_sharded(parts: Sequence[Sharded[R]]) -> Sharded[R]:
     """Join the prompts and samples of all `parts`, in their order. They have the same shares."""
-    starts = accumulate((len(part.index.prompts) for part in parts[:-1]), initial=0)
-    numbered = [
-        replace(part.index, groups=part.index.groups + start) for part, start in zip(parts, starts, strict=True)
-    ]
-    values = {each.name: [getattr(index, each.name) for index in numbered] for each in fields(Index)}
-    prompts = [prompt for of_part in values.pop("prompts") for prompt in of_part]
-    index = Index(prompts=prompts, **{name: torch.cat(of_parts) for name, of_parts in values.items()})
+    indices = [part.index for part in parts]
+    starts = accumulate((len(index.prompts) for index in indices[:-1]), initial=0)
+    groups = [index.runs.groups + start for index, start in zip(indices, starts, strict=True)]
+    runs = Runs(
+        groups=torch.cat(groups),
+        owners=torch.cat([index.runs.owners for index in indices]),
+        counts=torch.cat([index.runs.counts for index in indices]),
+    )
+    has_readers = any(index.read_lengths is not None for index in indices)
+    index = Index(
+        prompts=[prompt for index in indices for prompt in index.prompts],
+        runs=runs,
+        num_tokens=torch.cat([index.num_tokens for index in indices]),
+        num_learnt=torch.cat([index.num_learnt for index in indices]),
+        truncated=torch.cat([index.truncated for index in indices]),
+        read_lengths=torch.cat([index.lengths for index in indices]) if has_readers else None,
+    )
     return Sharded(index=index, share=join([part.share for part in parts]), shares=parts[0].shares)

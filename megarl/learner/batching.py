@@ -58,14 +58,15 @@ class Batching:
         self._has_keys = has_keys
         self._num_parts = mesh.tp_size if config.sequence_parallel else 1
 
-    def owners(self, lengths: Tensor, groups: Tensor) -> Tensor:
-        """Return the share of each sample, `[B]` int64. The samples of a group stay together.
+    def owners(self, lengths: Tensor, groups: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Return the share of each sample or run of samples, `[n]` int64. The samples of a group stay together.
 
         Args:
-            lengths: `[B]` int64, tokens of each sample.
-            groups: `[B]` int64.
+            lengths: `[n]` int64, tokens of each.
+            groups: `[n]` int64.
+            counts: `[n]` int64, samples of each; None: one.
         """
-        costs = lengths if self.balance else torch.ones_like(lengths)
+        costs = lengths if self.balance else torch.ones_like(lengths) if counts is None else counts
         return partition(costs, groups, self._mesh.dp_size)
 
     def divide(self, share: Rollouts, budget: Budget) -> list[list[int]]:

@@ -17,35 +17,34 @@ from megarl.platform.errors import UserError
 
 
 def partition(costs: Tensor, groups: Tensor, num_parts: int) -> Tensor:
-    """Spread samples over `num_parts` parts of nearly equal cost, without splitting a group.
+    """Spread items over `num_parts` parts of nearly equal cost, without splitting a group.
 
-    `costs` and `groups`, both `[B]` int64, are those of the samples. Returns the part of each sample, `[B]` int64. A
-    part is empty only if there are fewer groups than parts.
+    `costs` and `groups`, both `[n]` int64, are those of samples, or of runs of samples. Returns the part of each item,
+    `[n]` int64. A part is empty only if there are fewer groups than parts.
     """
     members = groups.numpy()
     if not len(members):
         return groups
-    starts = np.append(0, np.flatnonzero(members[1:] != members[:-1]) + 1)  # of neighbours of a group
-    counts = np.diff(starts, append=len(members))
-    members = _by_first_place(members[starts])
-    group_costs = np.bincount(members, np.add.reduceat(costs.numpy(), starts)).astype(np.int64)
-    # a number for each group: how far it is from the largest cost, then its place
-    order = np.sort((group_costs.max() - group_costs) * len(group_costs) + np.arange(len(group_costs)))
-    order %= len(group_costs)
-
-    # a part is a number: its load, then the number of its groups, so that groups of cost zero still spread, then itself
-    steps = group_costs[order] * (num_parts * (len(order) + 1)) + num_parts
-    taken = np.empty_like(group_costs)
-    taken[order] = fill_evenly(np.arange(num_parts), steps) % num_parts
-    return torch.from_numpy(np.repeat(taken[members], counts))
-
-
-def _by_first_place(members: Integers) -> Integers:
-    """Number groups by their first members: `[b]` int64, from the groups of members, `[b]`."""
     if (members[1:] > members[:-1]).all():
-        return np.arange(len(members))
+        return torch.from_numpy(_spread(costs.numpy(), num_parts))
     _, firsts, places = np.unique(members, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(firsts))[places]
+    numbers = np.argsort(np.argsort(firsts))[places]  # groups by their first members
+    group_costs = np.bincount(numbers, costs.numpy()).astype(np.int64)
+    return torch.from_numpy(_spread(group_costs, num_parts)[numbers])
+
+
+def _spread(costs: Integers, num_parts: int) -> Integers:
+    """Return the part of each group, `[G]`, from the costs of groups."""
+    place_bits = len(costs).bit_length()
+    part_bits = num_parts.bit_length()
+    # a number for each group: how far it is from the largest cost, then its place
+    keys = np.sort((costs.max() - costs << place_bits) + np.arange(len(costs)))
+    sorted_costs = costs.max() - (keys >> place_bits)
+    # a part is a number: its load, then the number of its groups, so that groups of cost zero still spread, then itself
+    steps = (sorted_costs << place_bits + part_bits) + (1 << part_bits)
+    parts = np.empty_like(costs)
+    parts[keys & (1 << place_bits) - 1] = fill_evenly(np.arange(num_parts), steps) & (1 << part_bits) - 1
+    return parts
 
 
 def pack(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Generation, Group, Prompt, PromptList, Prompts, Rollouts, float32, int32
-from megarl.columns import int64, on_tokens
+from megarl.columns import int64
+from megarl.distributed.runs import Runs
 from megarl.distributed.sharded import Index, Sharded, Shares
 from megarl.platform.errors import UserError
 from megarl.rollout.table import GroupRows
@@ -49,19 +50,18 @@ def of_groups(groups: Sequence[Group], shares: Shares, no_routes: Tensor | None 
     table, prompts = groups.table, Prompts(prompts=PromptList.of(groups.prompts))
     _require_counts(prompts.prompts, groups.counts, n=int(groups.counts[0]))
     mine = table.mine()
-    columns = _Columns(bool(table.column("num_turns").numpy().any()), bool(table.column("has_log_probs").numpy().all()))
-    num_tokens = table.column("num_tokens").clone()  # the index outlives the table
+    columns = _Columns(bool(table.column("num_turns").max()), bool(table.column("has_log_probs").min()))
+    num_tokens = table.column("num_tokens").to(torch.int64)
+    runs = Runs.of_groups(groups.counts, table.column("replica"))
     index = Index(
         prompts=prompts.prompts,
-        groups=on_tokens(torch.arange(len(groups)), groups.counts),
-        owners=table.column("replica").index_fill(0, mine, shares.here),
+        runs=replace(runs, owners=runs.owners.where(runs.owners != Generation.replica, shares.here)),
         num_tokens=num_tokens,
-        num_learnt=table.column("num_learnt").clone() if columns.has_turns else num_tokens,
-        lengths=on_tokens(prompts.prompt_lengths(), groups.counts).add_(num_tokens),
+        num_learnt=table.column("num_learnt").to(torch.int64) if columns.has_turns else num_tokens,
         truncated=table.column("truncated").to(torch.bool),
     )
     generations = [table.own[place] for place in mine.tolist()]
-    share = _record(prompts, index.groups[mine], generations, columns)
+    share = _record(prompts, index.runs.groups_of(mine), generations, columns)
     if no_routes is not None:
         share = replace(share, routes=_routes(generations, no_routes))
     return Sharded(index=index, share=share, shares=shares)

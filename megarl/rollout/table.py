@@ -30,14 +30,14 @@ Item_co = TypeVar("Item_co", covariant=True)
 class SampleTable:
     """The samples of groups, by place: group by group, and in a group by their numbers."""
 
-    numbers: Tensor  # [9, B] int64: the fields of `Elsewhere`, of each sample; the replica is -1 of those of this rank
+    numbers: Tensor  # [9, B] int32: the fields of `Elsewhere`, of each sample; the replica is -1 of those of this rank
     own: dict[int, Generation] = field(default_factory=dict)  # by place; it means nothing if the replica is not -1
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> "SampleTable":
         """Return the table of given samples."""
         fields = chain.from_iterable(map(_fields_of, samples))
-        numbers = np.fromiter(fields, dtype=np.int64, count=len(samples) * len(FIELDS)).reshape(-1, len(FIELDS))
+        numbers = np.fromiter(fields, dtype=np.int32, count=len(samples) * len(FIELDS)).reshape(-1, len(FIELDS))
         own = {
             place: sample
             for place, sample in enumerate(samples)
@@ -48,7 +48,7 @@ class SampleTable:
     @classmethod
     def blank(cls, groups: int, samples: Sequence[int]) -> "SampleTable":
         """Return the table of `groups` with samples of these numbers, all without tokens."""
-        numbers = torch.zeros(len(FIELDS), groups * len(samples), dtype=torch.int64)
+        numbers = torch.zeros(len(FIELDS), groups * len(samples), dtype=torch.int32)
         numbers[ROW["sample"]] = torch.tensor(samples).repeat(groups)
         numbers[ROW["replica"]] = Generation.replica
         numbers[ROW["has_log_probs"]] = 1
@@ -70,7 +70,7 @@ class SampleTable:
         return self.numbers.shape[1]
 
     def column(self, name: str) -> Tensor:
-        """Return a field of `Elsewhere` of each sample: `[B]` int64, a view."""
+        """Return a field of `Elsewhere` of each sample: `[B]` int32, a view."""
         return self.numbers[ROW[name]]
 
     def mine(self) -> Tensor:

@@ -46,8 +46,10 @@ class Collected:
         mini-batches.
         """
         scored = self.scored
-        has_score = scored.marked(scored.share.has_score())
-        return self if has_score.all() else self.select(has_score.nonzero()[:, 0])
+        has_score = scored.share.has_score()
+        if int(scored.sum(has_score)) == len(scored):
+            return self
+        return self.select(scored.marked(has_score).nonzero()[:, 0])
 
     def select(self, samples: Tensor) -> "Collected":
         """Return only the given samples (int64 indices `[b]`) and their baselines, in that order."""

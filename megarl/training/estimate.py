@@ -164,7 +164,7 @@ def _compared(samples: Sharded[Rewarded], totals: Tensor, algorithm: AlgorithmSe
     `totals` are `[b]` rewards. All tokens of a sample have the same advantage. If the samples of a group lie together
     on the same ranks, these compare them, unless the estimator asks for the complete batch.
     """
-    if algorithm.estimator.of_batch or not samples.index.keeps_groups:
+    if algorithm.estimator.of_batch or not samples.index.runs.keep_groups:
         index = samples.index
         scores = samples.gather(totals)
         advantages = _per_sample(scores, index.groups, index.num_learnt, algorithm)[samples.mine]
@@ -338,5 +338,5 @@ def _length_metrics(samples: Sharded[Rewarded], lengths: Spread) -> Metrics:
     return (
         lengths.metrics("response_length")
         | spread("prompt_length", samples.share.prompt_lengths())
-        | {"response_length/clip_ratio": float(samples.index.truncated.float().mean())}
+        | {"response_length/clip_ratio": int(samples.index.truncated.count_nonzero()) / len(samples)}
     )

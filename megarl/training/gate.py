@@ -143,8 +143,9 @@ def require_version(samples: Sharded[Rollouts], *, step: int, max_staleness: int
         return mask & ((versions > step) | (versions < step - max_staleness))
 
     columns = (share.mask, versions)
-    wrong_samples = samples.marked(share.sums(*columns, of=is_wrong) > 0)
-    if wrong_samples.any():
+    wrong = share.sums(*columns, of=is_wrong) > 0
+    if int(samples.sum(wrong)):
+        wrong_samples = samples.marked(wrong)
         found = together(lambda: versions[is_wrong(*columns)].unique().tolist())
         raise MismatchError(
             f"the trainer has the weights after {step} finished steps, but the engine drew "

@@ -201,7 +201,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
 
     assert checked.outputs.entropy is not None, "an actor without entropies"
     metrics["actor/entropy"] = mean(checked.kept, checked.outputs.entropy)
-    metrics["perf/total_num_tokens"] = float(collected.scored.index.lengths.sum())
+    metrics["perf/total_num_tokens"] = float(collected.scored.index.run_lengths.sum())
     metrics |= job.work.metrics(collected.scored.index, timers.seconds())
     metrics["reward/masked_rate"] = 1.0 - len(with_score.scored) / len(collected.scored)
     progress = replace(

@@ -2,9 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from megarl.batch import Rollouts
+from megarl.distributed.sharded import Sharded
+
+R = TypeVar("R", bound=Rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +30,25 @@ class MiniBatches:
     def prompts(self, total: int, *, step: int) -> Iterator[Tensor]:
         """Yield the prompts of each mini-batch of a step with `total` prompts: positions, int64."""
         generator = torch.Generator().manual_seed(self.seed + step)
+        shuffle = self.shuffle and self.num_prompts < total
         for _ in range(self.num_epochs):
-            order = torch.randperm(total, generator=generator) if self.shuffle else torch.arange(total)
+            order = torch.randperm(total, generator=generator) if shuffle else torch.arange(total)
             yield from order.split(self.num_prompts)
 
-    def samples(self, groups: Tensor, total: int, *, step: int) -> Iterator[Tensor]:
-        """Yield the samples of each mini-batch, ascending: int64. `groups` `[B]` are the prompts of the samples."""
+    def members(self, groups: Tensor, total: int, *, step: int) -> Iterator[Tensor]:
+        """Yield the members of each mini-batch of a step with `total` prompts, ascending: int64.
+
+        `groups` `[n]` int64 are the prompts of samples, or of runs of samples.
+        """
         for chosen in self.prompts(total, step=step):
-            if len(chosen) == total:
-                yield torch.arange(len(groups))
-                continue
             is_chosen = torch.zeros(total, dtype=torch.bool).index_fill(0, chosen, True)
             yield is_chosen[groups].nonzero()[:, 0]
+
+    def of(self, samples: Sharded[R], *, step: int) -> Iterator[Sharded[R]]:
+        """Yield each mini-batch of the samples of a step."""
+        index = samples.index
+        if self.num_prompts >= len(index.prompts):
+            yield from repeat(samples, self.num_epochs)
+            return
+        for chosen in self.members(index.groups, len(index.prompts), step=step):
+            yield samples.select(chosen)

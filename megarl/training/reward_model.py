@@ -16,6 +16,7 @@ from megarl.data.conversations import Conversations, scoring_batch
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import largest, on_each_rank
 from megarl.distributed.routing import route
+from megarl.distributed.runs import Runs
 from megarl.distributed.sharded import Sharded
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
@@ -53,8 +54,9 @@ class RewardModel:
             UserError: the chat template refuses a prompt. Names its data row.
             FloatingPointError: the model returned a number that is not finite.
         """
-        owners = self._learner.batching.owners(samples.index.lengths, torch.arange(len(samples)))
-        taken = route(samples, Rollouts, owners, self._learner.mesh.shares)
+        index = samples.index
+        owners = self._learner.batching.owners(index.lengths, torch.arange(len(samples)))
+        taken = route(samples, Rollouts, Runs.of(index.groups, owners), self._learner.mesh.shares)
         sequences = on_each_rank(lambda: [self._read(taken.share, place) for place in range(len(taken.share))])
         batch = taken.with_share(scoring_batch(sequences))
         # The budget was checked for the policy's vocabulary. A sequence may be longer in this vocabulary.

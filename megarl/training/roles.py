@@ -98,15 +98,19 @@ class Model(Generic[Outputs]):
         """
         minibatches = self._updates_of_role().minibatches
         index = samples.index
-        owners = torch.zeros_like(index.owners)
+        runs = index.runs
+        owners = torch.zeros_like(runs.owners)
         num_minibatches = -(-len(index.prompts) // minibatches.num_prompts)
-        of_step = minibatches.samples(index.groups, len(index.prompts), step=step)
+        of_step = minibatches.members(runs.groups, len(index.prompts), step=step)
         for chosen in islice(of_step, num_minibatches):
-            owners[chosen] = self.learner.batching.owners(index.lengths[chosen], index.groups[chosen])
-        taken = route(samples, Rewarded, owners, self.learner.mesh.shares)
+            owners[chosen] = self.learner.batching.owners(
+                index.run_lengths[chosen], runs.groups[chosen], runs.counts[chosen]
+            )
+        runs = runs.owned_by(owners)
+        taken = route(samples, Rewarded, runs, self.learner.mesh.shares)
         if samples.share.routes is None:
             return taken
-        routes = bring_routes(samples, owners, self.learner.holders)
+        routes = bring_routes(samples, runs, self.learner.holders)
         return taken.with_share(replace(taken.share, routes=routes))
 
     def infer(self, batch: Sharded[Rollouts]) -> Outputs:
@@ -159,9 +163,7 @@ class Model(Generic[Outputs]):
         """Yield the terms of the loss of each mini-batch of a step."""
         updates = self._updates_of_role()
         extra_terms = updates.supervision.terms(self.learner, step) if updates.supervision else None
-        index = experience.index
-        for samples in updates.minibatches.samples(index.groups, len(index.prompts), step=step):
-            batch = experience.select(samples)
+        for batch in updates.minibatches.of(experience, step=step):
             whole = updates.prepare(batch) if updates.prepare else batch
             term = LossTerm(batch=whole, objective=updates.objective, against=updates.against)
             yield [term, next(extra_terms)] if extra_terms else [term]
@@ -174,7 +176,7 @@ class Model(Generic[Outputs]):
         share = on_each_rank(lambda: translate(batch.share))
         lengths = batch.gather(share.lengths()).to(torch.int64)
         longest = -(-int(lengths.max()) // self.learner.mesh.cp_size)
-        index = replace(batch.index, lengths=lengths)
+        index = replace(batch.index, read_lengths=lengths)
         return replace(batch, share=share, index=index), replace(budget, max_tokens=max(budget.max_tokens, longest))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.batch import Rewarded, Scored
 from megarl.distributed.routing import route
+from megarl.distributed.runs import Runs
 from megarl.distributed.sharded import Shares, shard
 from tests.support.ranks import RankPool
 from tests.support.records import answer, prompts
@@ -74,7 +75,7 @@ def routed(record: Rewarded, source: str, destination: str, owners: Tensor, ther
         return recv(content, first, **options)
 
     with patch.multiple(dist, isend=noted_isend, irecv=noted_irecv, recv=noted_recv):
-        found = route(shard(scored, owners, old), Rewarded, there, new)
+        found = route(shard(scored, owners, old), Rewarded, Runs.of(record.groups, there), new)
     expected = shard(record, there, new)
     assert found.shares == new
     assert_equal(found.index, expected.index)
@@ -86,7 +87,9 @@ def assert_equal(found: Any, expected: Any) -> None:
     assert type(found) is type(expected)
     for field in fields(expected):
         ours, theirs = getattr(found, field.name), getattr(expected, field.name)
-        if isinstance(theirs, Tensor):
+        if isinstance(theirs, Runs):
+            assert_equal(ours, theirs)
+        elif isinstance(theirs, Tensor):
             torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0, msg=field.name)
         else:
             assert ours == theirs, field.name

@@ -130,7 +130,7 @@ class Policy(Learner):
     exact_kl: float | None = None
 
     def take(self, samples: Sharded[Rewarded], *, step: int) -> Sharded[Rewarded]:
-        return route(samples, Rewarded, samples.index.owners, samples.shares)
+        return route(samples, Rewarded, samples.index.runs, samples.shares)
 
     def forward_backward(self, experience: Sharded[Experience], *, step: int) -> Gradient:
         self.diary.calls.append(f"{self.name}.forward_backward {step}")

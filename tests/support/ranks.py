@@ -47,7 +47,10 @@ def _serve(rank: int, device: str, connection: Any) -> None:
             result = ("error", traceback.format_exc())
         if dist.is_initialized():
             if result[0] == "ok":
-                dist.barrier()  # a rank that leaves early would cut off one that is still in a collective
+                try:
+                    dist.barrier()  # a rank that leaves early would cut off one that is still in a collective
+                except RuntimeError:
+                    result = ("cut off", traceback.format_exc())
             dist.destroy_process_group()
         _free_groups()
         os.environ.clear()
@@ -123,9 +126,10 @@ class RankPool:
                 if not connection.poll(TIMEOUT_S[self._device]):
                     raise TimeoutError(f"rank {rank} of {world_size} did not finish {function.__name__}")
                 results.append(connection.recv())
-        for rank, (state, result) in enumerate(results):
-            if state == "error":
-                raise AssertionError(f"rank {rank} of {world_size} failed in {function.__name__}:\n{result}")
+        for wrong in ("error", "cut off"):
+            for rank, (state, result) in enumerate(results):
+                if state == wrong:
+                    raise AssertionError(f"rank {rank} of {world_size} failed in {function.__name__}:\n{result}")
         return [result for _, result in results]
 
     def _start(self) -> None:

@@ -116,4 +116,4 @@ def alone(record: R) -> Sharded[R]:
 def in_parts(record: R, *, num_prompts: int) -> list[R]:
     """Return mini-batches of so many prompts, in their order."""
     cut = MiniBatches(num_prompts=num_prompts, num_epochs=1, shuffle=False, seed=0)
-    return [record.select(samples) for samples in cut.samples(record.groups, len(record.prompts), step=0)]
+    return [record.select(samples) for samples in cut.members(record.groups, len(record.prompts), step=0)]

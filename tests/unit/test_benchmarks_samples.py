@@ -61,7 +61,7 @@ def test_simulated_rank_has_traffic_of_a_run() -> None:
         assert of_rank.get("bytes_sent", 0) == sizes[leaves].sum()
         assert of_rank.get("bytes_received", 0) == sizes[comes].sum()
         assert of_rank["messages"] == len(learnt[leaves].unique()) + len(drawn[comes].unique())
-        assert of_rank["index_bytes"] == len(sizes) * (5 * 8 + 1)
+        assert of_rank["index_bytes"] == len(sizes) * (2 * 8 + 1) + len(set(CASE.groups)) * 3 * 8
         assert of_rank["seconds"] > 0.0
         assert all(spent > 0.0 for spent in of_rank["spots_us"].values())
 

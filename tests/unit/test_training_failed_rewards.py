@@ -91,7 +91,7 @@ def learn(
     Token `i` of `scored` is token `tokens[i]` of `says`. Gradients are those of all tokens.
     """
     found: list[Any] = []
-    rewarded = route(scored, Rewarded, scored.index.owners, scored.shares).share
+    rewarded = route(scored, Rewarded, scored.index.runs, scored.shares).share
     experience, metrics = estimate_alone(
         replace(rewarded, responses=tokens),
         says["old"][tokens],
@@ -103,7 +103,7 @@ def learn(
     )
     found.append(metrics)
     cut = MiniBatches(num_prompts=2, num_epochs=1, shuffle=True, seed=3)
-    for samples in cut.samples(experience.groups, len(experience.prompts), step=0):
+    for samples in cut.members(experience.groups, len(experience.prompts), step=0):
         batch = experience.select(samples)
         if not batch.mask.any():
             continue

@@ -16,7 +16,7 @@ def samples(batches: Iterator[Rollouts]) -> list[list[int]]:
 
 
 def minibatches(record: Rollouts, **settings: Any) -> Iterator[Rollouts]:
-    cut = MiniBatches(**settings).samples(record.groups, len(record.prompts), step=0)
+    cut = MiniBatches(**settings).members(record.groups, len(record.prompts), step=0)
     return (record.select(chosen) for chosen in cut)
 
 
