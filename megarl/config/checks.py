@@ -183,11 +183,13 @@ def partition_faults(model: CheckpointSection, key: str, megatron: MegatronSecti
             f"{megatron.tensor_model_parallel_size} ranks cannot share the norm over all "
             f"{sizes.num_key_value_heads} key-value heads of {key}.path: choose at most {sizes.num_key_value_heads}",
         )
-    if sizes.linear and megatron.context_parallel_size > 1:
+    tp, cp = megatron.tensor_model_parallel_size, megatron.context_parallel_size
+    if sizes.linear and sizes.linear.num_key_heads % tp == 0 and sizes.linear.num_key_heads // tp % cp:
+        heads = sizes.linear.num_key_heads // tp
         yield Fault(
             f"{where}.context_parallel_size",
-            f"the linear attention of {key}.path needs all tokens of a sequence on one rank: leave it out, and raise "
-            "tensor_model_parallel_size or pipeline_model_parallel_size",
+            f"{cp} does not divide the {heads} key heads that a tensor-parallel rank has of the linear attention of "
+            f"{key}.path: choose one of {divisors(heads)}",
         )
     yield from expert_faults(sizes.experts, f"{key}.path", megatron, where)
     expert_ranks = megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size

@@ -16,20 +16,17 @@ from inspect import signature
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    gather_from_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarl.learner.context import Context
 from megarl.learner.norm import RMSNorm, RowSharded
 from megarl.learner.packed import Bounds, places_of
 from megarl.learner.per_tensor import PerTensor
+from megarl.learner.shared_rows import gather_row, permuted
 from megarl.learner.sinks import attention_with_sinks, varlen_with_sinks
 from megarl.models.rotary import QueryScaling
 from megarl.platform.device import to_device
@@ -72,8 +69,7 @@ class PackedAttention(torch.nn.Module):
         """
         bounds = packed_seq_params.cu_seqlens_q
         query, key = self.prepared(query, key, bounds)
-        if self.cp_group.size() > 1:
-            key, value = (gather_row(part, bounds.diff().long(), self.cp_group) for part in (key, value))
+        key, value = (gather_row(part, packed_seq_params, self.cp_group) for part in (key, value))
         if query.is_cuda and query.dtype != torch.float32 and self.cp_group.size() == 1:
             out = _varlen(query, key, value, packed_seq_params, self.scale, self.window, self.sinks())
             return out.flatten(1)
@@ -153,17 +149,6 @@ class SinkAttention(RowSharded, PackedAttention):
     def sinks(self) -> Tensor:
         """Return the logits of this rank's heads."""
         return self.softmax_offset
-
-
-def gather_row(part: Tensor, lengths: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the [N, ...] tokens of a row, in order, from the [N / size, ...] of each rank of a context-parallel group.
-
-    The rank that holds a token receives the sum of its gradients over all ranks.
-    """
-    ranks = range(group.size())
-    places = torch.cat([places_of(lengths, rank, len(ranks), len(part))[0] for rank in ranks])
-    gathered: Tensor = gather_from_sequence_parallel_region(part, group=group)
-    return gathered[places.argsort()]
 
 
 class PaddedRows:
@@ -283,17 +268,18 @@ class _Order:
         tokens = torch.arange(int(lengths.sum())).split(lengths.tolist())
         places = torch.cat([tokens[sequence] for sequence in order.tolist()])
         is_sorted = bool((places.diff() == 1).all())
-        self._places = None if is_sorted else to_device(places, device)
-        self._back = None if is_sorted else to_device(places.argsort(), device)
+        self._orders = None if is_sorted else (to_device(places, device), to_device(places.argsort(), device))
 
     def split(self, row: Tensor) -> tuple[Tensor, ...]:
         """Return the tokens of each group."""
-        return (row if self._places is None else _permuted(row, self._places, self._back)).split(self.sizes)
+        if self._orders:
+            row = permuted(row, *self._orders)
+        return row.split(self.sizes)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the row of the tokens of each group."""
         row = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-        return row if self._back is None else _permuted(row, self._back, self._places)
+        return permuted(row, *reversed(self._orders)) if self._orders else row
 
 
 def similar(lengths: Sequence[int]) -> list[int]:
@@ -306,24 +292,6 @@ def similar(lengths: Sequence[int]) -> list[int]:
             longest = length
         counts[-1] += 1
     return counts
-
-
-class _Permutation(torch.autograd.Function):
-    """A permutation of rows, whose gradient is a permutation too, and not the sum that indexing needs."""
-
-    @staticmethod
-    def forward(ctx: Context[None], rows: Tensor, places: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return rows.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Context[None], gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-def _permuted(rows: Tensor, places: Tensor, back: Tensor | None) -> Tensor:
-    out: Tensor = _Permutation.apply(rows, places, back)
-    return out
 
 
 def _varlen(

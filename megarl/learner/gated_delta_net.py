@@ -1,7 +1,8 @@
 """Linear attention by a gated delta rule (Gated DeltaNet, Yang et al., 2024, arXiv:2412.06464) over packed sequences.
 
 The layer is megarl's own on every device: Megatron's layer refuses packed rows (0.16.1) or needs `fla` for them (0.19).
-Tensor-parallel ranks have equally many key heads, each with its value heads.
+Tensor-parallel ranks have equally many key heads, each with its value heads. Context-parallel ranks divide these heads
+once more between the projections.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -26,6 +28,7 @@ from megarl.learner.delta_rule import Chunks, causal_convolution, gated_delta_ru
 from megarl.learner.norm import Normalization
 from megarl.learner.packed import Bounds
 from megarl.learner.per_tensor import PerTensor
+from megarl.learner.shared_rows import heads_for_tokens, tokens_for_heads
 from megarl.models.linear import LinearAttention
 from megarl.platform.determinism import is_deterministic
 
@@ -56,6 +59,7 @@ class GatedDeltaNet(MegatronModule):
     def __init__(self, config: TransformerConfig, layer_number: int, *, sizes: LinearAttention, **_: object) -> None:
         super().__init__(config)
         self.sizes = sizes
+        self.cp_group = parallel_state.get_context_parallel_group()
         num_ranks = config.tensor_model_parallel_size
         settings = {"config": config, "bias": False, "skip_bias_add": True}
         rows = sizes.size("".join(KINDS))
@@ -79,11 +83,13 @@ class GatedDeltaNet(MegatronModule):
         """Map the hidden states of a packed row, [N, 1, hidden_size] or a part of the tokens, to the same shape."""
         sizes = self.sizes
         rows = self.in_proj(hidden_states)[0].unflatten(-1, (-1, sizes.rows("".join(KINDS))))[:, 0]
+        rows = tokens_for_heads(rows, packed_seq_params, self.cp_group)
         mixed, gate, strength, decay = rows.split([sizes.rows(kinds) for kinds in KINDS], dim=-1)
         device = hidden_states.device
         bounds = packed_seq_params.cu_seqlens_q
         chunks = _chunks.get(bounds, partial(Chunks, packed_seq_params.lengths, device))
-        convolved = causal_convolution(mixed.flatten(1).float(), self.conv_weight[:, 0].float(), chunks.positions)
+        weight = self._own(self.conv_weight)[:, 0].float()
+        convolved = causal_convolution(mixed.flatten(1).float(), weight, chunks.positions)
         convolved = silu(convolved).to(mixed.dtype).view_as(mixed)
         query, key, value = convolved.float().split([sizes.rows(kind) for kind in "qkv"], dim=-1)
         query, key = (_unit(each).repeat_interleave(sizes.group_size, dim=1) for each in (query, key))
@@ -91,14 +97,18 @@ class GatedDeltaNet(MegatronModule):
             query * sizes.key_dim**-0.5,
             key,
             value.reshape(len(value), -1, sizes.value_dim),
-            -self.A_log.float().exp() * softplus(decay.flatten(1).float() + self.dt_bias),
+            -self._own(self.A_log).float().exp() * softplus(decay.flatten(1).float() + self._own(self.dt_bias)),
             strength.flatten(1).sigmoid().float(),
             chunks,
             bounds=bounds,
             dtype=mixed.dtype,
         )
         out = self.out_norm(out.to(mixed.dtype), gate.reshape(out.shape))
-        return self.out_proj(out.flatten(1)[:, None])
+        return self.out_proj(heads_for_tokens(out, packed_seq_params, self.cp_group).flatten(1)[:, None])
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        """Return the rows of a parameter for the heads whose tokens this rank reads."""
+        return parameter.chunk(self.cp_group.size())[self.cp_group.rank()]
 
     def sharded_state_dict(
         self,

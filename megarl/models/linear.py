@@ -45,6 +45,11 @@ class LinearAttention:
         """The numbers that a layer keeps of a sequence: matrices, and the last tokens of the convolution."""
         return self.value_size * self.key_dim + (self.conv_width - 1) * self.size("qkv")
 
+    @property
+    def exchanged_size(self) -> int:
+        """The numbers of a token that context-parallel ranks exchange in a layer: projections, and what was read."""
+        return self.size("qkvzba") + self.value_size
+
     def rows(self, kinds: str) -> int:
         """Return the numbers that one group has of some kinds, such as `qkvz`."""
         of_values = self.group_size * self.value_dim

@@ -107,8 +107,10 @@ def _passes(
     talking = stage / machine.link(grid.tp) + sums * machine.latency(grid.tp)
     itemsize = DTYPE_BYTES[section.dtype]
     if grid.cp > 1:
-        keys = 2 * a.num_key_value_heads * a.head_dim / grid.tp * itemsize * a.num_layers / grid.pp
-        talking += num_passes * mine * (grid.cp - 1) * keys / machine.link(grid.tp * grid.cp)
+        keys = 2 * a.num_key_value_heads * a.head_dim * a.num_caching_layers * (grid.cp - 1)
+        heads = a.linear.exchanged_size * len(a.linear.layers) * (grid.cp - 1) / grid.cp if a.linear else 0.0
+        sent = (keys + heads) / grid.tp * itemsize / grid.pp
+        talking += num_passes * mine * sent / machine.link(grid.tp * grid.cp)
     if a.experts and grid.ep > 1:
         sent = 2 * a.experts.top_k * a.hidden_size * itemsize * a.num_layers / grid.pp * (grid.ep - 1) / grid.ep
         talking += num_passes * mine / grid.tp * sent / machine.link(grid.etp * grid.ep)

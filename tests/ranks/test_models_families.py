@@ -58,7 +58,7 @@ def sizes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     if traits.linear_sections:
         kinds = st.lists(st.sampled_from(["full_attention", "linear_attention"]), min_size=layers, max_size=layers)
         found["layer_types"] = draw(kinds.filter(lambda kinds: len(set(kinds)) == 2))
-        found["linear_num_key_heads"] = draw(st.sampled_from([2, 4]))
+        found["linear_num_key_heads"] = 4  # four ranks may share them
         found["linear_num_value_heads"] = found["linear_num_key_heads"] * draw(st.integers(1, 3))
         found |= {f"linear_{part}_head_dim": draw(st.sampled_from([8, 16])) for part in ("key", "value")}
         found["linear_conv_kernel_dim"] = draw(st.integers(2, 4))
@@ -70,8 +70,7 @@ def sizes(draw: st.DrawFn, family: str) -> dict[str, Any]:
 @st.composite
 def splits(draw: st.DrawFn, family: str) -> tuple[int, dict[str, int]]:
     """Draw a split over at most four ranks; return their number and the fields of a MegatronSection."""
-    possible = PARALLEL[:2] if FAMILIES[family].linear_sections else PARALLEL
-    first, second = draw(st.permutations(possible))[:2]
+    first, second = draw(st.permutations(PARALLEL))[:2]
     split = {first: 2, second: draw(st.integers(1, 2))}
     if FAMILIES[family].experts:
         split |= {EXPERT_PARALLEL: 2, "expert_tensor_parallel_size": 1}
@@ -125,26 +124,37 @@ def expected(checkpoint: Path, scratch: Path) -> tuple[Tensor, Tensor, dict[str,
     return outputs.log_probs.detach(), torch.cat(values), load_file(scratch / "model.safetensors")
 
 
+def check(pool: RankPool, family: str, changes: dict[str, Any], world_size: int, split: dict[str, int]) -> None:
+    """Compare a model that the ranks share with that of `transformers`."""
+    with tempfile.TemporaryDirectory() as name:
+        checkpoint = write_checkpoint(Path(name, "model"), VARIANT_OF[family], **changes)
+        log_probs, values, wanted = expected(checkpoint, Path(name, "gradients"))
+        found = pool.run(world_size, learnt, checkpoint, split)
+    seen = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in wanted.items()}
+    for our_log_probs, our_values, boxes in found:
+        torch.testing.assert_close(our_log_probs, log_probs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(our_values, values, rtol=1e-4, atol=1e-4)
+        for name, box, gradient in boxes:
+            theirs = wanted[name][slices(box)]
+            torch.testing.assert_close(
+                gradient, theirs, rtol=1e-4, atol=3e-5 * float(wanted[name].abs().max() + 1e-6), msg=name
+            )
+            seen[name][slices(box)] = True
+    assert [name for name, places in seen.items() if not places.all() and "e_score_correction" not in name] == []
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_models_learn_as_in_transformers(pool: RankPool, family: str) -> None:
     @settings(max_examples=2, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
     @given(changes=sizes(family), drawn=splits(family))
-    def check(changes: dict[str, Any], drawn: tuple[int, dict[str, int]]) -> None:
-        world_size, split = drawn
-        with tempfile.TemporaryDirectory() as name:
-            checkpoint = write_checkpoint(Path(name, "model"), VARIANT_OF[family], **changes)
-            log_probs, values, wanted = expected(checkpoint, Path(name, "gradients"))
-            found = pool.run(world_size, learnt, checkpoint, split)
-        seen = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in wanted.items()}
-        for our_log_probs, our_values, boxes in found:
-            torch.testing.assert_close(our_log_probs, log_probs, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(our_values, values, rtol=1e-4, atol=1e-4)
-            for name, box, gradient in boxes:
-                theirs = wanted[name][slices(box)]
-                torch.testing.assert_close(
-                    gradient, theirs, rtol=1e-4, atol=3e-5 * float(wanted[name].abs().max() + 1e-6), msg=name
-                )
-                seen[name][slices(box)] = True
-        assert [name for name, places in seen.items() if not places.all() and "e_score_correction" not in name] == []
+    def check_drawn(changes: dict[str, Any], drawn: tuple[int, dict[str, int]]) -> None:
+        check(pool, family, changes, *drawn)
 
-    check()
+    check_drawn()
+
+
+@pytest.mark.parametrize("others", [{}, {PARALLEL[0]: 2, "sequence_parallel": True}, {PARALLEL[1]: 2}])
+def test_context_parallel_ranks_share_linear_heads(pool: RankPool, others: dict[str, int]) -> None:
+    changes = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    split = {PARALLEL[2]: 2 if others else 4} | others
+    check(pool, "qwen3_5_text", changes, 4, split)
