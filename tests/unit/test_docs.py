@@ -16,6 +16,7 @@ from megarl.algorithms.config import AlgorithmSection, FilterGroupsSection, Poli
 from megarl.config.policy import ActorSection
 from megarl.config.root import LINKS
 from megarl.config.schema import Schema
+from megarl.models.families import ALIASES, FAMILIES
 from megarl.rewards import PREFIXES, RULES, SOURCES
 from megarl.rewards.reasoning_gym import REFUSED
 from megarl.tracking.offered import GROUP
@@ -57,6 +58,11 @@ def choices(section: type, key: str) -> list[str]:
 def test_every_algorithm_is_explained(name: str) -> None:
     tables = [line for line in (DOCS / "algorithms.md").read_text().splitlines() if line.startswith("|")]
     assert any(f"`{name}`" in line.split("|")[1] for line in tables)
+
+
+def test_a_table_names_every_family_and_no_other() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "models.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(["model_type", *FAMILIES, *ALIASES])
 
 
 def test_the_tables_name_every_configuration_and_no_other() -> None:
