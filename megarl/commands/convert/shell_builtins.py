@@ -1,4 +1,4 @@
-"""What some programs of a shell print or read, as functions of their words."""
+"""The output and the input of some programs of a shell, as functions of their words."""
 
 import re
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def read_into(name: str, words: Sequence[str], text: str, separators: str) -> di
 
 
 def numbers(words: Sequence[str]) -> str:
-    """Return what `seq` prints for whole numbers, if these are not too many."""
+    """Return the output of `seq` for whole numbers, if these are not too many."""
     if not 1 <= len(words) <= 3 or not all(re.fullmatch(r"-?\d{1,9}", word) for word in words):
         return UNKNOWN
     first, *steps, last = map(int, words) if len(words) > 1 else (1, int(words[0]))
@@ -44,11 +44,11 @@ def numbers(words: Sequence[str]) -> str:
 
 
 def without_directory(path: str, ending: str = "") -> str:
-    """Return what `basename` prints."""
+    """Return the output of `basename`."""
     name = path.rstrip("/").rpartition("/")[2]
     return name.removesuffix(ending) if ending else name
 
 
 def directory_of(path: str) -> str:
-    """Return what `dirname` prints."""
+    """Return the output of `dirname`."""
     return path.rstrip("/").rpartition("/")[0] or "."
