@@ -148,8 +148,8 @@ class RolloutCorrectionSection:
     """Take the ratios of an update from the engine's probabilities."""
     rollout_is: Literal["token", "sequence"] | None = None
     """Weight the policy gradient by the probability ratio of each token or sequence."""
-    rollout_is_threshold: Bound = key(2.0, read_if=BOUNDED)
-    """Largest weight."""
+    rollout_is_threshold: Bound | None = key(2.0, read_if=BOUNDED)
+    """Largest weight; null only if it bounds nothing."""
     rollout_is_threshold_lower: Bound | None = key(None, read_if=when(".rollout_is"))
     """Smallest weight; a ratio that is not between the two counts 0 (IcePop). null = ratios are only bounded above."""
     rollout_is_batch_normalize: bool = key(False, read_if=when(".rollout_is"))
@@ -165,6 +165,17 @@ class RolloutCorrectionSection:
     def needs_is_threshold(self) -> bool:
         """Tell whether weights, or the ratios that are kept, are bounded by `rollout_is_threshold`."""
         return bool(self.rollout_is or (self.rollout_rs and self.rollout_rs_threshold is None))
+
+    @property
+    def largest_weight(self) -> float:
+        """`rollout_is_threshold`, which a rule demands if it bounds something."""
+        assert self.rollout_is_threshold is not None, "weights or ratios without a bound"
+        return self.rollout_is_threshold
+
+    @property
+    def largest_ratio(self) -> float:
+        """The largest ratio that is kept, if ratios are dropped."""
+        return self.rollout_rs_threshold or self.largest_weight
 
 
 @section(ALGORITHM)

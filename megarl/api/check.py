@@ -8,25 +8,21 @@ from pathlib import Path
 from megarl.api.command import run_command
 from megarl.api.rows import as_json, data_files
 from megarl.api.source import Reward, reward_keys
-from megarl.config.faults import ConfigError, Fault
+from megarl.config.faults import Fault
 from megarl.config.load import load_config
-from megarl.config.trial import Trial, call_reward, try_out
+from megarl.config.trial import Trial, call_reward
 from megarl.platform.log import show_on_console
 
 
 def check(*files: str | Path, set: Mapping[str, object] | None = None) -> tuple[Fault, ...]:  # noqa: A002 - as of `train`
-    """Return the faults of a configuration that `megarl train` would refuse; nothing is started.
+    """Return the faults that `megarl config --check` finds, a process of its own; nothing is started.
 
     Args:
         files: YAML files, merged left to right.
         set: keys that override the files.
     """
-    try:
-        for _ in try_out(load_config(_words(files, set), world_size=None)):
-            pass
-    except ConfigError as error:
-        return error.faults
-    return ()
+    found = json.loads(run_command("config", "--of=train", "--json", *_words(files, set), fine=(0, 2)))
+    return tuple(Fault(**fault) for fault in found["faults"])
 
 
 def plan(*files: str | Path, set: Mapping[str, object] | None = None) -> dict[str, object]:  # noqa: A002 - as of `train`

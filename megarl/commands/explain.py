@@ -1,5 +1,6 @@
 """Explain the keys of a configuration: `megarl config [SECTION|KEY ...] [CONFIG.yaml ...] [a.b.c=value ...]`."""
 
+import json
 import re
 import shutil
 import sys
@@ -8,6 +9,7 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import fill
+from typing import TYPE_CHECKING
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import CONFIG_FILE
@@ -32,6 +34,9 @@ from megarl.platform.log import show_on_console
 from megarl.platform.secrets import guard_output, redact, redacted
 from megarl.platform.terminal import visible
 from megarl.section import flatten
+
+if TYPE_CHECKING:
+    from megarl.data.tokenizer import Tokenizer
 
 LOADERS: Mapping[type, Callable[..., AnyConfig]] = {
     Config: load_config,
@@ -68,13 +73,13 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Explain what `argv` names; return 2 if a name is unknown or the configuration is faulty, else 0."""
     typed = parse(CONFIG, argv)
     words: tuple[str, ...] = typed["words"]
+    typed["check"] |= typed["as_json"]
     configuration = [as_file(word) for word in words if typed["check"] or is_configuration(word)]
     names = [word.removesuffix(".*") for word in words if not (typed["check"] or is_configuration(word))]
     try:
         root = BY_COMMAND[typed["of"]] if typed["of"] else _root_of(configuration, names)
         if typed["check"]:
-            check(LOADERS[root](configuration, world_size=None), configuration)
-            return 0
+            return check(root, configuration, as_json=typed["as_json"])
         found = Values.read(root, configuration)
         lines = [line for name in names for line in explain(name, root, found)]
         for line in lines or (written(root, found) if configuration else contents(root)):
@@ -87,32 +92,58 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     return 0
 
 
-def check(config: AnyConfig, argv: Sequence[str]) -> None:
-    """Try what a configuration names, as its command does, and print what the command would say.
+def check(root: type, argv: Sequence[str], *, as_json: bool) -> int:
+    """Try the places and rows of a configuration, as its command does, and print its remarks.
+
+    Args:
+        root: the configuration of the command.
+        argv: files and arguments.
+        as_json: print `{faults, notes}`, also if there are faults; return 2 then.
+
+    Raises:
+        ConfigError: the command would refuse it, and `as_json` is false.
+    """
+    faults: tuple[Fault, ...] = ()
+    notes: list[str] = []
+    try:
+        config = LOADERS[root](argv, world_size=None)
+        show_on_console(rank=0)
+        notes = [*try_here(config), *(() if isinstance(config, VerifyConfig) else start_notes(config, argv))]
+    except ConfigError as error:
+        if not as_json:
+            raise
+        faults = error.faults
+    if as_json:
+        told = [asdict(fault) | {"message": redact(fault.message)} for fault in faults]
+        print(json.dumps({"faults": told, "notes": list(map(redact, notes))}))
+        return 2 if faults else 0
+    print("no faults", *(visible(redact(f"note: {note}")) for note in notes), sep="\n")
+    return 0
+
+
+def try_here(config: AnyConfig, tokenizers: "dict[str, Tokenizer] | None" = None) -> list[str]:
+    """Try what a configuration names, as its command does on this machine; return remarks.
+
+    Args:
+        config: of the command.
+        tokenizers: those of earlier configurations, which serve those with the same data and model; is added to.
 
     Raises:
         ConfigError: the command would refuse it.
     """
-    show_on_console(rank=0)
-    found = try_here(config)
-    print("no faults")
-    for remark in (*found, *(() if isinstance(config, VerifyConfig) else start_notes(config, argv))):
-        print(visible(redact(f"note: {remark}")))
-
-
-def try_here(config: AnyConfig) -> list[str]:
-    """Try what a configuration names, as its command does on this machine; return remarks. Raises as `check` does."""
     found = list(try_out(config))
     if isinstance(config, Config) and Path(config.actor_rollout_ref.model.path).is_dir():
-        encode_prompts(config)
+        encode_prompts(config, {} if tokenizers is None else tokenizers)
     if config.trainer.device == "cuda":  # only torch knows, and it takes seconds to import
         with fault_of("trainer.device"):
             decide_device("cuda")
     return found
 
 
-def encode_prompts(config: Config) -> None:
+def encode_prompts(config: Config, tokenizers: "dict[str, Tokenizer]") -> None:
     """Read the model's files and encode all prompts as a run does, which then finds the tokens.
+
+    A tokenizer is kept in `tokenizers`, by the data and the model.
 
     Raises:
         ConfigError: a file of the model is wrong, or a prompt is too long or none that its chat template takes.
@@ -123,7 +154,10 @@ def encode_prompts(config: Config) -> None:
     model = config.actor_rollout_ref.model
     with fault_of("actor_rollout_ref.model.path"):
         source = Source.read(model)
-        tokenizer = make_tokenizer(config.data, model, source)
+        place = repr((config.data, model))
+        if place not in tokenizers:
+            tokenizers[place] = make_tokenizer(config.data, model, source)
+    tokenizer = tokenizers[place]
     with fault_of("data.train_files"):
         training_prompts(config, tokenizer)
     with fault_of("data.val_files"):

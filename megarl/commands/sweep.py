@@ -16,6 +16,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from megarl.platform import early
 from megarl.checkpoint.directory import CONFIG_FILE
@@ -39,6 +40,9 @@ from megarl.report.differences import OWN_KEYS, between
 from megarl.report.read import read_mapping
 from megarl.report.tracker import REPORT_FILE
 from megarl.tracking.status import STATUS_FILE
+
+if TYPE_CHECKING:
+    from megarl.data.tokenizer import Tokenizer
 
 PROGRAM: Sequence[str] = (sys.executable, "-m", "megarl", "train")
 SCRIPT = "sweep.sh"
@@ -153,6 +157,7 @@ def check(runs: Sequence[SweptRun], *, on_cluster: bool) -> list[SweptRun]:
     """
     names: dict[Fault, list[str]] = {}
     left: list[SweptRun] = []
+    tokenizers: dict[str, Tokenizer] = {}
     for run in runs:
         try:
             config = load_config(run.argv, world_size=None)
@@ -161,7 +166,7 @@ def check(runs: Sequence[SweptRun], *, on_cluster: bool) -> list[SweptRun]:
                 raise ConfigError(unfit)
             if not is_finished(run.directory, config):
                 left.append(run)
-                list(try_out(config) if on_cluster else try_here(config))
+                list(try_out(config) if on_cluster else try_here(config, tokenizers))
         except ConfigError as error:
             for fault in error.faults:
                 names.setdefault(fault, []).append(run.name)

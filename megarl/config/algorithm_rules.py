@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.algorithms.config import RolloutCorrectionSection
 from megarl.config.checks import file_faults, path_faults
 from megarl.config.custom_functions import ESTIMATOR, LOSS, Call
 from megarl.config.faults import Fault
@@ -102,17 +103,30 @@ def _correction(config: Config, context: CheckContext) -> Iterator[Fault]:
             "algorithm.rollout_correction.rollout_is",
             "would correct twice: with bypass_mode the ratios of an update are from the engine's probabilities already",
         )
-    upper = correction.rollout_rs_threshold or correction.rollout_is_threshold
-    lower = correction.rollout_rs_threshold_lower
-    lower = 1.0 / upper if lower is None else lower
+    if correction.needs_is_threshold and correction.rollout_is_threshold is None:
+        yield Fault(
+            "algorithm.rollout_correction.rollout_is_threshold",
+            "null is no bound: write 2 or another number; verl has no weights then, which is rollout_is=null here",
+        )
+        return
+    if correction.rollout_is or correction.rollout_rs:
+        yield from _bounds(correction)
+
+
+def _bounds(correction: RolloutCorrectionSection) -> Iterator[Fault]:
+    """Yield a fault if no weight or no ratio lies between its bounds."""
     smallest = correction.rollout_is_threshold_lower
-    if correction.rollout_is and smallest is not None and smallest > correction.rollout_is_threshold:
+    if correction.rollout_is and smallest is not None and smallest > correction.largest_weight:
         yield Fault(
             "algorithm.rollout_correction.rollout_is_threshold_lower",
-            f"no weight lies between {smallest:g} and {correction.rollout_is_threshold:g}: write less than "
+            f"no weight lies between {smallest:g} and {correction.largest_weight:g}: write less than "
             "rollout_is_threshold",
         )
-    if correction.rollout_rs and lower >= upper:
+    if not correction.rollout_rs:
+        return
+    upper, lower = correction.largest_ratio, correction.rollout_rs_threshold_lower
+    lower = 1.0 / upper if lower is None else lower
+    if lower >= upper:
         yield Fault(
             "algorithm.rollout_correction.rollout_rs_threshold",
             f"no ratio lies between {lower:g} and {upper:g}: write more than 1, or a smaller "

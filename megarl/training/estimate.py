@@ -281,11 +281,11 @@ def _correction(
     weights = mask.to(torch.float32)
     if section.rollout_is:
         ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_is)
-        weights = truncated_weights(ratio, mask, threshold=section.rollout_is_threshold)
+        weights = truncated_weights(ratio, mask, threshold=section.largest_weight)
         if section.rollout_is_threshold_lower is not None:
-            smallest, largest = section.rollout_is_threshold_lower, section.rollout_is_threshold
+            smallest, largest = section.rollout_is_threshold_lower, section.largest_weight
             weights = masked(weights, accepted(ratio, mask, lower=smallest, upper=largest))
-        truncated = (ratio > section.rollout_is_threshold).to(torch.float32)
+        truncated = (ratio > section.largest_weight).to(torch.float32)
         metrics["rollout_corr/rollout_is_mean"] = mean(samples, share.flat(weights))
         if section.rollout_is_batch_normalize:
             flat_weights = share.flat(weights)
@@ -293,7 +293,7 @@ def _correction(
             weights = weights / (average(samples, flat_weights) or 1.0)
         metrics["rollout_corr/rollout_is_ratio_fraction_high"] = mean(samples, share.flat(truncated))
     if section.rollout_rs:
-        upper = section.rollout_rs_threshold or section.rollout_is_threshold
+        upper = section.largest_ratio
         lower = section.rollout_rs_threshold_lower
         ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_rs)
         kept = accepted(ratio, mask, lower=1.0 / upper if lower is None else lower, upper=upper)

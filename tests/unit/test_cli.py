@@ -122,6 +122,9 @@ def test_package_in_foreign_checkout_has_no_commit(tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+        (["versio"], "No such command 'versio'. Did you mean 'version'?"),
+        (["hepl"], "No such command 'hepl'. Did you mean 'help'?"),
+        (["xyz"], "No such command 'xyz'. 'megarl --help' lists all."),
         (["train", "x.yaml", "--reply", "samples"], "No such option '--reply'. Did you mean '--replay'?"),
         (["plan", "x.yaml", "--gpu-memory", "80"], "'80' is not a number with one of the units"),
         (["sweep", "x.yaml", "--over", "a.b"], "'a.b' is not KEY=VALUE,VALUE..."),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from megarl.commands.convert.__main__ import convert
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.foreign import ANY, DEFAULTS, FIXED, FLAGS, KEYS, RENAMES, VALUES, ForeignRow
 from megarl.config.links import shown
@@ -13,6 +14,7 @@ from megarl.config.report import start_notes, unwritten_keys
 from megarl.config.root import Config, SFTConfig
 from megarl.config.schema import Schema
 
+RC = "algorithm.rollout_correction"
 MINIMAL = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
 
 PEERS = {
@@ -206,6 +208,14 @@ def test_bounds_of_weights_stay_as_they_are(written: str, bounds: tuple[float | 
     argv = [*MINIMAL, f"{correction}.rollout_is=token", f"{correction}.rollout_is_threshold={written}"]
     found = load_config(argv, world_size=None, check_paths=False).algorithm.rollout_correction
     assert (found.rollout_is_threshold_lower, found.rollout_is_threshold) == bounds
+
+
+def test_no_bound_of_no_weight_is_accepted() -> None:
+    """verl's weights are off without a bound, whatever `rollout_is` says."""
+    section = f"{RC}={{rollout_is_threshold: null, rollout_rs: token, rollout_rs_threshold: 2}}"
+    load_config([*MINIMAL, section], world_size=None, check_paths=False)
+    found, _ = convert(f"main_ppo {' '.join(MINIMAL)} {RC}.rollout_is=token {RC}.rollout_is_threshold=null")
+    assert any("rollout_is=null" in why for why in found.decisions.values())
 
 
 def test_arguments_of_vllm_may_stand_below_its_name() -> None:

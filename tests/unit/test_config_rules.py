@@ -200,6 +200,14 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             "algorithm.rollout_correction.rollout_is_threshold_lower",
             "no weight lies between 2.5 and 2",
         ),
+        *(
+            (
+                [f"algorithm.rollout_correction.{key}=token", "algorithm.rollout_correction.rollout_is_threshold=null"],
+                "algorithm.rollout_correction.rollout_is_threshold",
+                "null is no bound",
+            )
+            for key in ("rollout_is", "rollout_rs")
+        ),
         (
             [f"{ACTOR}.ptx_coef=0.5"],
             f"{ACTOR}.ptx_files",

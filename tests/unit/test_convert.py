@@ -1,5 +1,8 @@
 """`megarl convert`: scripts are expanded without being run, and each of their keys is in the file or in a comment."""
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -106,6 +109,7 @@ def test_arithmetic_is_of_numbers_alone() -> None:
         f"torchrun --nproc_per_node=2 -m verl.trainer.main_ppo {KEYS}",
         f'L=(uv run python3)\n"${{L[@]}}" -m verl.trainer.main_ppo {KEYS}',
         f"x=1\nsrun main_ppo {KEYS}",
+        f"deepspeed --module verl.trainer.main_ppo {KEYS}",
     ],
 )
 def test_launch_is_found_behind_its_launcher(command: str) -> None:
@@ -235,3 +239,60 @@ def test_values_that_are_no_yaml_are_told(tmp_path: Path) -> None:
     assert found.leaves["actor_rollout_ref.model.path"] == "*x"
     found, _ = convert(f"{RUN} {KEYS} 'data.x=[*a]' 'trainer.y=${{oc.select:a,b}}'")
     assert len(found.decisions) == 2
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
+@pytest.mark.parametrize(
+    "script",
+    [
+        'declare -A M=([a]=1 ["b c"]=2)\nM[d]=3\nk=a\nrun "${M[$k]}" "${M["b c"]}" ${M[d]} ${#M[@]} "${M[x]:-no}"',
+        "declare -A M\nM[a]=1\nM[a]+=2\nrun ${M[a]} ${!M[@]}",
+        'A=(a b c)\nA[1]=x\nA[3]=d\nrun "${A[@]}" "${A[@]:1:2}" "${A[@]/#/p}" ${A[-1]} ${!A[@]}',
+        'A=([2]=z [0]=y)\nrun ${A[2]} ${A[0]} "${A[1]}"',
+        'run "${@:2}" "${@:1:1}" "${A[@]:-none}" ${1:+set}',
+        "N=5\nrun $((N > 3 ? 10 : 20)) $(((N - 8) / 2)) $((N % -3)) $((!N)) $((0x10 + 010)) $((2**3**2)) $((-2**2))",
+        "N=1\nrun $((N++)) $N $((++N)) $((N += 4, N * 2)) $((N == 7 && 1 || 0)) $((1 ? 2 : 1 / 0))",
+        "N=3\nM=N+1\n((M++))\nlet K=N*2\nrun $M $K $((K--)) $K",
+        "A=\nfor ((i = 0; i < 3; i++)); do A=$A$i; done\nrun $A $i",
+        "i=0\nwhile [ $i -lt 4 ]; do i=$((i + 1)); if [ $i = 2 ]; then continue; fi; A+=$i; done\nrun $A",
+        "i=0\nuntil (( i >= 3 )); do ((i += 1)); done\nrun $i",
+        "for x in 1 2 3; do for y in a b; do [[ $y == b ]] && break; A+=$x$y; done; [ $x = 2 ] && break; done\nrun $A",
+        "while [ $# -gt 0 ]; do case $1 in -m) M=$2; shift 2;; *) R+=(\"$1\"); shift;; esac; done\nrun $M \"${R[@]}\"",
+        "read -r -d '' C <<EOF\nrun a \\\\\n  b \"c  d\"\nEOF\nrun $C",
+        "X=2\nA=$(cat <<EOF\none $X $((X + 1))\n'quoted'\nEOF\n)\nrun \"$A\"",
+        "X=2\nA=$(cat <<-'EOF'\n\tone $X\n\tEOF\n)\nrun \"$A\"",
+        'bash -s m "n o" <<EOF\nprintf "%s\\0" a \\$1 "\\$2"\nEOF\nrun e',
+        "IFS=, read -r A B <<< 'x,y,z'\nread C D <<< \"  p q  r \"\nrun \"$A\" \"$B\" \"$C\" \"$D\"",
+        'IFS=: read -ra L <<< "1:2:3"\nreadarray -t R <<< "u\nv w"\nrun "${L[@]}" "${R[@]}"',
+        'A=(x y z)\nJ=$(IFS=,; echo "[${A[*]}]")\nrun "$J"\nIFS=,\nV=1,2\nrun $V "${A[*]}"',
+        "for s in {1..3} {c..a}; do A+=$s; done\nrun {a,b{1,2}} x{,.bak} {1..3}. {a} '{b,c}' a={1,2}",
+        "for i in $(seq 2 4) $(seq 2) $(seq 6 -2 1); do A+=$i; done\nrun $A",
+        "f() { local a=$1 b; b=$2; local c=$*; A=\"$a|$b|$c\"; }\nf 'x y' z\nrun \"$A\"",
+        "run $'a\\tb\\nc' \"$(basename /x/y.z .z)\" \"$(dirname y)\"",
+        'N=A\nA=3\nrun ${!N} ${A:+"${A}b c"} "${A/3/$N}" ${#A}',
+        "P=hello\nrun ${P:1:3} ${P: -2} ${P:1:-1} ${P^} ${P^^} ${P//l/L}",
+        "set -- a 'b c'\nshift\nrun \"$@\" $#\nunset N\nrun \"${N:-d e}\"",
+    ],
+)  # fmt: skip
+def test_words_agree_with_bash(script: str) -> None:
+    real = subprocess.run(
+        ["bash", "-c", f"run() {{ printf '%s\\0' \"$@\"; }}\n{script}", "script.sh", "p", "-m", "q r"],
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+        env={"PATH": os.environ["PATH"]},
+    )
+    ours = follow_script(script, ["p", "-m", "q r"])
+    skipped = {"run": 1, "printf": 2}
+    assert [word for one in ours for word in one.words[skipped[one.words[0]] :]] == real.stdout.split("\0")[:-1]
+
+
+def test_changing_parameter_is_marked() -> None:
+    assert words("run $RANDOM x$$ ${SECONDS}") == [UNKNOWN, f"x{UNKNOWN}", UNKNOWN]
+
+
+@pytest.mark.parametrize("start", ["bash run.sh", "sbatch --nodes=1 ./run.sh", "srun bash run.sh", "source run.sh"])
+def test_script_of_here_document_is_followed(start: str) -> None:
+    found = find_launch(f"N=3\ncat > run.sh <<EOF\n{RUN} {KEYS} data.seed=$N\nEOF\n{start}")
+    assert "data.seed=3" in found.words
+    assert "data.seed=3" in find_launch(f"N=3\nsbatch -N 1 <<EOF\n{RUN} {KEYS} data.seed=$N\nEOF").words

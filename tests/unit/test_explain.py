@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,12 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from megarl.commands.explain import main
+import megarl
+from megarl.commands.explain import main, try_here
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.config.reference import keys_of, sections_of
 from megarl.config.root import COMMANDS
 from megarl.config.schema import Schema
+from megarl.data.tokenizer import Tokenizer
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.tiny import write_checkpoint
 from tests.support.workspace import NUM_TOKENS
@@ -123,6 +126,23 @@ def test_check_finds_what_the_command_would(capsys: Captured) -> None:
     assert "no such file: x.parquet" in printed
 
 
+def with_local_model(directory: Path, rows: Sequence[int]) -> list[str]:
+    """Return the arguments of a GRPO run from a tiny model, whose prompts are so many times as long."""
+    model = write_checkpoint(directory / "model", "llama")
+    train_sentencepiece(model / "tokenizer.model", vocab_size=NUM_TOKENS, normalization_rule_name="identity")
+    constant = {"data_source": "s", "reward_model": {"ground_truth": "1"}}
+    table = pa.Table.from_pylist([{"prompt": "8 7 = " * count, **constant} for count in rows])
+    pq.write_table(table, directory / "rows.parquet")
+    (directory / "reward.py").write_text("def compute_score(**_):\n    return 1.0\n")
+    return [
+        *(f"data.train_files={directory}/rows.parquet", f"actor_rollout_ref.model.path={model}"),
+        *("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=2"),
+        "trainer.n_gpus_per_node=1",
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.max_prompt_length=48", "data.max_response_length=8"),
+        *(f"custom_reward_function.path={directory}/reward.py", f"trainer.default_local_dir={directory}/run"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("rows", "argument", "fault"),
     [
@@ -136,21 +156,25 @@ def test_check_finds_what_the_command_would(capsys: Captured) -> None:
 def test_check_encodes_all_prompts_of_local_models(
     tmp_path: Path, capsys: Captured, rows: list[int], argument: str, fault: str
 ) -> None:
-    model = write_checkpoint(tmp_path / "model", "llama")
-    train_sentencepiece(model / "tokenizer.model", vocab_size=NUM_TOKENS, normalization_rule_name="identity")
-    constant = {"data_source": "s", "reward_model": {"ground_truth": "1"}}
-    table = pa.Table.from_pylist([{"prompt": "8 7 = " * count, **constant} for count in rows])
-    pq.write_table(table, tmp_path / "rows.parquet")
-    (tmp_path / "reward.py").write_text("def compute_score(**_):\n    return 1.0\n")
-    arguments = [
-        *(f"data.train_files={tmp_path}/rows.parquet", f"actor_rollout_ref.model.path={model}"),
-        *("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=2"),
-        "trainer.n_gpus_per_node=1",
-        *("actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.max_prompt_length=48", "data.max_response_length=8"),
-        *(f"custom_reward_function.path={tmp_path}/reward.py", f"trainer.default_local_dir={tmp_path}/run", argument),
-    ]
+    arguments = [*with_local_model(tmp_path, rows), argument]
     printed = shown(capsys, "--check", *arguments, code=2 if fault else 0)
     assert fault in printed
+
+
+def test_program_gets_the_faults_of_the_command(tmp_path: Path) -> None:
+    keys = dict(word.split("=", maxsplit=1) for word in with_local_model(tmp_path, [1, 2, 90]))
+    values = {key: yaml.safe_load(value) for key, value in keys.items()}
+    (fault,) = megarl.check(set=values)
+    assert fault.path == "data.train_files" and "row 2, column prompt: the prompt has " in fault.message
+    assert megarl.check(set=values | {"data.filter_overlong_prompts": True}) == ()
+
+
+def test_configurations_share_a_tokenizer(tmp_path: Path) -> None:
+    arguments = with_local_model(tmp_path, [1, 2])
+    tokenizers: dict[str, Tokenizer] = {}
+    for word in ("actor_rollout_ref.actor.optim.lr=1", "trainer.project_name=p", "data.apply_chat_template=false"):
+        try_here(load_config([*arguments, word], world_size=None), tokenizers)
+    assert len(tokenizers) == 2
 
 
 @pytest.mark.parametrize("word", ["Makefile", "docs", "y.txt", "no/such", "optim.lr", "none.yaml", "none.yml"])

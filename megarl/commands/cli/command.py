@@ -124,6 +124,17 @@ class Commands(click.Group):
             args = ["--version"]
         return super().parse_args(ctx, args)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the sub-command. Raises UsageError that names the nearest word if there is none."""
+        words = [*self.list_commands(ctx), "help", "version"]
+        if ctx.resilient_parsing or args[0] in words or args[0].startswith("-"):
+            return super().resolve_command(ctx, args)
+        close = get_close_matches(args[0], words, n=1)
+        meant = f"Did you mean {close[0]!r}?" if close else "'megarl --help' lists all."
+        raise click.UsageError(f"No such command {args[0]!r}. {meant}", ctx)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sub-commands, each with the first sentence of its help."""
         del ctx

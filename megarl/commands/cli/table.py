@@ -364,8 +364,9 @@ CONFIG = Command(
     _flag(
         "--check",
         "Check what the command checks before it starts: keys, places, models, all rows, the reward on a few of "
-        "them, and the device. Imports torch only for trainer.device=cuda.",
+        "them, all prompts with the tokenizer of a local model, and the device.",
     ),
+    _json("lines, {faults, notes} of --check"),
     module="megarl.commands.explain",
     section=PLANS,
     text="Explain the keys of a configuration.\n\nShows type, default and meaning of a key, or of the keys of a "

@@ -3,38 +3,30 @@
 A part that only the environment or another program could tell becomes a mark in the text: `unset(name)` or `UNKNOWN`.
 """
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import translate
 
-from megarl.commands.convert.shell_syntax import past
+from megarl.commands.convert.arithmetic import evaluate
+from megarl.commands.convert.shell_syntax import Assigned, Document, past
 from megarl.platform.errors import UserError
 
 UNKNOWN = "\ue002"
 """The output of a program that was not run."""
 _UNSET = re.compile("\ue000(\\w+)\ue001")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
+_ITEM = re.compile(r"\[([^\]]*)\]=(.*)", re.DOTALL)
 _INDEX = re.compile(r"\[([^\]]*)\]")
 _OPERATION = re.compile(r":?[-=+?]|%%?|##?|//?|\^\^?|,,?|:")
 _MOST_CHARACTERS = 200_000
-_ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-}
-_LARGEST = 10**30
+_MOST_WORDS = 200
+_CHANGING = ("RANDOM", "SRANDOM", "SECONDS", "EPOCHSECONDS", "BASHPID", "PPID", "$", "!")
+"""Parameters that differ each time."""
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": ""}
 
-Variable = str | list[str]
+Variable = str | list[str] | dict[str, str]
+"""A text, an array, or an array whose items have names."""
 Substitute = Callable[[str], str]
 """Returns the output of a command."""
 
@@ -66,6 +58,8 @@ def without_marks(text: str) -> str:
 
 def fields_of(value: Variable | None) -> list[str]:
     """Return the items of a variable: of a text itself, unless it is empty."""
+    if isinstance(value, dict):
+        return list(value.values())
     if isinstance(value, list):
         return value
     return [value] if value else []
@@ -87,6 +81,16 @@ class Expander:
     def fields(self, word: str) -> list[str]:
         """Return what a word becomes: one text, none, or several."""
         fields: list[str] = []
+        for number, one in enumerate(braces(word)):
+            fields += self._split(one)
+            if sum(map(len, fields)) > _MOST_CHARACTERS or number > _MOST_WORDS:
+                raise UserError("a word of the script becomes too long")
+        return fields
+
+    def _split(self, word: str) -> list[str]:
+        """Expand a word, and split the parts that are not quoted."""
+        fields: list[str] = []
+        blanks = f"[{re.escape(self._separators())}]+" if self._separators() else "(?!)"
         current: str | None = None
         for text, is_quoted, is_list in self._parts(word):
             if is_list is not None:
@@ -97,7 +101,7 @@ class Expander:
             elif is_quoted:
                 current = (current or "") + text
             else:
-                pieces = re.split(r"[ \t\n]+", text)
+                pieces = re.split(blanks, text)
                 for number, piece in enumerate(pieces):
                     if number and current is not None:
                         fields.append(current)
@@ -105,9 +109,11 @@ class Expander:
                     current = (current or "") + piece if piece or current is not None else None
         if current is not None:
             fields.append(current)
-        if sum(map(len, fields)) > _MOST_CHARACTERS:
-            raise UserError("a word of the script becomes too long")
         return fields
+
+    def _separators(self) -> str:
+        separators = self.variables.get("IFS", " \t\n")
+        return separators if isinstance(separators, str) else " \t\n"
 
     def text(self, word: str) -> str:
         """Return the text of a word that is not split, as in an assignment."""
@@ -115,6 +121,15 @@ class Expander:
         if len(found) > _MOST_CHARACTERS:
             raise UserError("a word of the script becomes too long")
         return found
+
+    def document(self, document: Document) -> str:
+        """Return the text of a here-document or a here-string."""
+        if document.is_word:
+            return self.text(document.text)
+        if document.is_quoted:
+            return document.text
+        parts = self._parts(document.text, quoted=True)
+        return "".join(" ".join(is_list) if is_list is not None else text for text, _, is_list in parts)
 
     def _parts(self, word: str, *, quoted: bool = False) -> list[tuple[str, bool, list[str] | None]]:
         """Return the parts of a word: text, whether it is kept whole, and the fields of a list instead."""
@@ -127,7 +142,7 @@ class Expander:
             if one == "\\":
                 parts.append((_escaped(piece, quoted=quoted), True, None))
             elif piece.startswith("$'") and not quoted:
-                parts.append((piece[2:-1], True, None))
+                parts.append((re.sub(r"\\(.)", lambda one: _ESCAPES.get(one[1], one[1]), piece[2:-1]), True, None))
             elif one == "'" and not quoted:
                 parts.append((piece[1:-1], True, None))
             elif one == '"' and not quoted:
@@ -157,7 +172,7 @@ class Expander:
             text, several = self._parameter(inner[1:].partition("[")[0], "@" if "[" in inner else None, quoted=True)
             return str(len(several) if several is not None else len(without_marks(text))), None
         if inner.startswith("!"):
-            return (self._parameter(self.text(f"${{{inner[1:]}}}"), None, quoted=True)[0] if inner[1:] else ""), None
+            return self._indirect(inner[1:])
         name = _NAME.match(inner)
         if not name:
             return UNKNOWN, None
@@ -165,15 +180,30 @@ class Expander:
         text, several = self._parameter(name[0], index[1] if index else None, quoted=quoted)
         rest = inner[index.end() if index else name.end() :]
         operation = _OPERATION.match(rest)
+        operand = rest[operation.end() :] if operation else ""
+        if several is not None and operation:
+            if operation[0].lstrip(":") in ("-", "=", "?", "+"):
+                several = several if bool(several) != operation[0].endswith("+") else fields_of(self.text(operand))
+            elif operation[0] == ":":
+                several = self._slice_of(several if name[0] not in "@*" else ["script.sh", *several], operand)
+            else:
+                several = [self._operate(name[0], item, operation[0], operand) for item in several]
+            operation = None
         if several is not None and quoted and "*" in (name[0], index[1] if index else ""):
-            text, several = " ".join(several), None
+            text, several = self._separators()[:1].join(several), None
         if not operation:
             return text, several
-        if several is not None:
-            if operation[0].endswith("-") and not several:
-                return self.text(rest[operation.end() :]), None
-            return text, several
-        return self._operate(name[0], text, operation[0], rest[operation.end() :]), None
+        found = self._operate(name[0], text, operation[0], operand)
+        is_operand = operation[0][-1] in "-=+" and found != text and not quoted and ('"' in operand or "'" in operand)
+        return found, self._split(operand) if is_operand else None
+
+    def _indirect(self, inner: str) -> tuple[str, list[str] | None]:
+        """Expand `${!NAME}`, the variable that NAME names, or `${!NAME[@]}`, the indices of an array."""
+        name = inner.partition("[")[0]
+        if inner.endswith(("[@]", "[*]")):
+            value = self.variables.get(name)
+            return "", list(value) if isinstance(value, dict) else [str(i) for i in range(len(fields_of(value)))]
+        return (self._parameter(self.text(f"${{{inner}}}"), None, quoted=True)[0] if inner else ""), None
 
     def _parameter(self, name: str, index: str | None, *, quoted: bool) -> tuple[str, list[str] | None]:
         """Return the text of a parameter, or its fields if it is a list."""
@@ -184,6 +214,8 @@ class Expander:
             return "".join(known[int(name) : int(name) + 1]), None
         if name == "#":
             return str(len(self.arguments)), None
+        if name in _CHANGING and name not in self.variables:
+            return UNKNOWN, None
         value = self.variables.get(name)
         if index in ("@", "*"):
             return "", fields_of(value)
@@ -193,7 +225,31 @@ class Expander:
             number = self.arithmetic(index or "0")
             position = int(number) if number.lstrip("-").isdigit() else 0
             return (value[position] if -len(value) <= position < len(value) else ""), None
+        if isinstance(value, dict):
+            written = self.text(index or "0")
+            return value.get(written, value.get(self.arithmetic(index or "0"), "")), None
         return value, None
+
+    def assign(self, one: Assigned) -> None:
+        """Give a variable its text, an array its items, or an item of an array its text."""
+        old = self.variables.get(one.name)
+        if one.index is not None:
+            item = self.text(one.index)
+            before = self._parameter(one.name, one.index, quoted=True)[0] if one.append and old is not None else ""
+            items = old if isinstance(old, dict) else {str(at): text for at, text in enumerate(fields_of(old))}
+            changed = {**items, item: before + self.text(one.words[0])}
+            is_list = isinstance(old, list) and list(changed) == [str(at) for at in range(len(changed))]
+            self.variables[one.name] = list(changed.values()) if is_list else changed
+        elif one.is_array and any(map(_ITEM.match, one.words)):
+            named = (match for match in map(_ITEM.match, one.words) if match)
+            items = {self.text(match[1]): self.text(match[2]) for match in named}
+            self.variables[one.name] = {**(old if isinstance(old, dict) and one.append else {}), **items}
+        elif one.is_array or (one.append and isinstance(old, list)):
+            added = [item for word in one.words for item in self.fields(word)]
+            self.variables[one.name] = [*fields_of(old), *added] if one.append else added
+        else:
+            before_text = old if one.append and isinstance(old, str) else ""
+            self.variables[one.name] = before_text + self.text(one.words[0])
 
     def _operate(self, name: str, text: str, operation: str, operand: str) -> str:
         is_set = name in self.variables or (name.isdigit() and 0 < int(name) <= len(self.arguments))
@@ -212,58 +268,80 @@ class Expander:
                 return _change_case(text, operation)
             case "/" | "//":
                 old, _, new = operand.partition("/")
-                pattern = re.sub(r"\\[zZ]$", "", translate(self.text(old)))
+                side = old[:1] if old[:1] in ("#", "%") else ""
+                pattern = re.sub(r"\\[zZ]$", "", translate(self.text(old.removeprefix(side))))
+                pattern = rf"\A(?:{pattern})" if side == "#" else rf"(?:{pattern})\Z" if side else pattern
                 return re.sub(pattern, lambda _: self.text(new), text, count=0 if operation == "//" else 1)
             case _:
                 return _trim(text, operation, self.text(operand))
 
     def _slice(self, text: str, operand: str) -> str:
-        start, _, length = operand.partition(":")
         try:
-            first = int(self.arithmetic(start))
-            return text[first:][: int(self.arithmetic(length))] if length else text[first:]
+            return text[self._range(operand, len(text))]
         except ValueError:
             return UNKNOWN
 
+    def _slice_of(self, items: Sequence[str], operand: str) -> list[str]:
+        try:
+            return list(items[self._range(operand, len(items))])
+        except ValueError:
+            return [UNKNOWN]
+
+    def _range(self, operand: str, size: int) -> slice:
+        """Return `start` or `start:length` as a slice of `size` items. Raises ValueError if these are no numbers."""
+        start, _, length = operand.partition(":")
+        first = int(self.arithmetic(start))
+        first = max(first + size, 0) if first < 0 else first
+        count = int(self.arithmetic(length)) if length else size
+        return slice(first, first + count if count >= 0 else size + count)
+
     def arithmetic(self, expression: str) -> str:
         """Return the value of an expression of whole numbers; `UNKNOWN` if it is none."""
-        names = re.sub(r"(?<![\w$\{])([A-Za-z_]\w*)", r"${\1:-0}", expression)
-        text = without_marks(self.text(names)).strip() or "0"
-        text = text.replace("&&", " and ").replace("||", " or ").replace("/", "//")
-        if len(text) > 500:
-            return UNKNOWN
         try:
-            return str(int(_value(ast.parse(text, mode="eval").body)))
-        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+            return str(evaluate(without_marks(self.text(expression)), self._read, self.variables.__setitem__))
+        except (ValueError, ArithmeticError, RecursionError, UserError):
             return UNKNOWN
 
+    def _read(self, name: str) -> str:
+        return without_marks(self._parameter(name, None, quoted=True)[0])
 
-def _value(node: ast.expr) -> int:
-    """Return the value of a tree of numbers and operators. Raises ValueError for anything else."""
-    match node:
-        case ast.Constant(value=int() as number):
-            found = int(number)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            found = -_value(operand)
-        case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            base, power = _value(left), _value(right)
-            if not (0 <= power <= 60 and abs(base) <= 10**6):
-                raise ValueError
-            found = base**power
-        case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
-            if type(op) not in _ARITHMETIC:
-                raise ValueError
-            found = int(_ARITHMETIC[type(op)](_value(left), _value(right)))
-        case ast.BoolOp(op=op, values=values):
-            combine = all if isinstance(op, ast.And) else any
-            found = int(combine([_value(one) for one in values]))
-        case ast.IfExp(test=test, body=body, orelse=otherwise):
-            found = _value(body if _value(test) else otherwise)
-        case _:
-            raise ValueError
-    if abs(found) > _LARGEST:
-        raise ValueError
-    return found
+
+def braces(word: str) -> Iterator[str]:
+    """Yield the words that `a{b,c}d` or `{1..3}` expands to; any other word as it is."""
+    index = 0 if word.count("{") < _MOST_WORDS else len(word)
+    while index < len(word):
+        if word[index] == "{":
+            end, parts = _brace(word, index)
+            if len(parts) > 1:
+                for part in parts:
+                    for rest in braces(part + word[end:]):
+                        yield word[:index] + rest
+                return
+        index = past(word, index) if word[index] in "\\$`'\"" else index + 1
+    yield word
+
+
+def _brace(word: str, start: int) -> tuple[int, list[str]]:
+    """Return the index behind the brace that begins at `start`, and its parts; none if it is never closed."""
+    depth, index, begin = 0, start, start + 1
+    parts: list[str] = []
+    while index < len(word):
+        one = word[index]
+        depth += (one == "{") - (one == "}")
+        if (one == "," and depth == 1) or not depth:
+            parts.append(word[begin:index])
+            begin = index + 1
+        if not depth:
+            bounds = _RANGE.fullmatch(parts[0]) if len(parts) == 1 else None
+            return index + 1, _numbers(int(bounds[1]), int(bounds[2])) if bounds else parts
+        index = past(word, index) if one in "\\$`'\"" else index + 1
+    return index, []
+
+
+def _numbers(first: int, last: int) -> list[str]:
+    if abs(last - first) >= _MOST_WORDS:
+        raise UserError("a word of the script expands to too many words")
+    return [str(number) for number in (range(first, last + 1) if first <= last else range(first, last - 1, -1))]
 
 
 def _escaped(piece: str, *, quoted: bool) -> str:

@@ -59,7 +59,9 @@ def _launched(command: Program) -> Launched | None:
     """Return a command as a launch, if it is one."""
     words = command.words
     for start, word in enumerate(words[:-1]):
-        is_module = start and words[start - 1] == "-m" and "." in word and word not in ("torch.distributed.run",)
+        is_module = (
+            start and words[start - 1] in ("-m", "--module") and "." in word and word not in ("torch.distributed.run",)
+        )
         is_command = word == "trl" or (word in ("swift", "megatron") and words[start + 1] == "rlhf")
         is_script = is_command or (word.endswith(".py") and "=" not in word)
         if (is_module and word not in ("sglang.launch_server", "pip", "accelerate.commands.launch")) or is_script:

@@ -1,7 +1,8 @@
 """The programs of a shell script, with their arguments. None of them is run.
 
-Variables, arrays, functions, loops and conditions on texts and numbers are followed. A condition on a file or on
-another program counts as not met. `exit` ends its branch alone, so that a check of the usage ends nothing.
+Variables, arrays, functions, loops, here-documents and conditions on texts and numbers are followed. A condition on a
+file or on another program counts as not met. `exit` ends its branch alone, so that a check of the usage ends nothing.
+A loop ends when a round changes no variable.
 """
 
 import re
@@ -10,28 +11,33 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import takewhile
 
-from megarl.commands.convert.expand import UNKNOWN, Expander, Variable, fields_of, matches, without_marks
+from megarl.commands.convert.expand import UNKNOWN, Expander, Variable, matches, without_marks
+from megarl.commands.convert.shell_builtins import READERS, directory_of, numbers, read_into, without_directory
 from megarl.commands.convert.shell_syntax import (
-    Assigned,
+    ASSIGNED,
     Branches,
     Chain,
     Choice,
     Defined,
+    Looped,
     Negated,
     Node,
     Repeated,
     Simple,
+    assignment_of,
     parse_script,
 )
 from megarl.platform.errors import UserError
 
 _MOST_COMMANDS = 20_000
 _MOST_CALLS = 40
+_MOST_ROUNDS = 100
 _SHELLS = ("bash", "sh", "zsh", "dash")
+_STARTERS = (*_SHELLS, "sbatch", "source", ".")
+"""Programs that run the script which an argument names, or which they read."""
 _DECLARES = ("export", "declare", "local", "typeset", "readonly")
 _NUMBERS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 _FILES = re.compile(r"-[a-eghkprstuwxGLNOS]")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 
 
 class Outcome(Enum):
@@ -56,7 +62,14 @@ _COMBINED = {"||": Outcome.MET, "-o": Outcome.MET, "&&": Outcome.FAILED, "-a": O
 
 
 class _BranchEnd(Exception):  # noqa: N818 - it is no error
-    """Ends the branch in which `exit`, `return`, `break` or `continue` stands."""
+    """Ends the branch in which `exit` or `return` stands."""
+
+
+class _RoundEnd(Exception):  # noqa: N818 - it is no error
+    """Ends the round of a loop; `break` also ends the loop."""
+
+    def __init__(self, *, is_last: bool) -> None:
+        self.is_last = is_last
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,7 @@ class Shell:
     variables: dict[str, Variable] = field(default_factory=dict)
     functions: dict[str, Chain] = field(default_factory=dict)
     commands: list[Program] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)  # that here-documents fill, by name
     printed: list[str] | None = None  # of a command whose output a word takes
     calls: int = 0
     count: list[int] = field(default_factory=lambda: [0])  # of all commands, shared with those of a substitution
@@ -111,12 +125,9 @@ class Shell:
             case Branches():
                 return self._branch(node)
             case Repeated():
-                words = list(self.arguments)
-                if node.words is not None:
-                    words = [one for word in node.words for one in self._expander().fields(word)]
-                for word in words:
-                    self.variables[node.name] = word
-                    self._body(node.body)
+                self._repeat(node)
+            case Looped():
+                self._loop(node)
             case Choice():
                 self._choose(node)
         return Outcome.MET
@@ -126,6 +137,40 @@ class Shell:
             return self.follow(chain)
         except _BranchEnd:
             return Outcome.MET
+
+    def _whole(self, chain: Chain) -> Outcome:
+        """Follow the commands of a script or of a function."""
+        try:
+            return self._body(chain)
+        except _RoundEnd:  # outside of a loop
+            return Outcome.MET
+
+    def _round(self, chain: Chain) -> bool:
+        """Follow the body of a loop; return whether another round may follow."""
+        try:
+            self._body(chain)
+        except _RoundEnd as end:
+            return not end.is_last
+        return True
+
+    def _repeat(self, node: Repeated) -> None:
+        words = list(self.arguments)
+        if node.words is not None:
+            words = [one for word in node.words for one in self._expander().fields(word)]
+        for word in words:
+            self.variables[node.name] = word
+            if not self._round(node.body):
+                return
+
+    def _loop(self, node: Looped) -> None:
+        for _ in range(_MOST_ROUNDS):
+            before = dict(self.variables), list(self.arguments)
+            outcome = self.follow(node.condition)
+            if (outcome.negated() if node.is_until else outcome) is not Outcome.MET:
+                return
+            changes = self._round(node.body) and before != (self.variables, self.arguments)
+            if not changes or self.count[0] > _MOST_COMMANDS // 2:
+                return
 
     def _pipe(self, node: Node) -> None:
         """Let a program change what was printed: the calculator is known, and no other one."""
@@ -152,46 +197,59 @@ class Shell:
         """Return what a command prints, if it only prints texts that are known."""
         if self.calls > _MOST_CALLS:
             raise UserError("a command of the script has its own output in it")
-        inner = Shell(
-            arguments=self.arguments,
-            variables=dict(self.variables),
-            functions=self.functions,
-            printed=[],
-            calls=self.calls + 1,
-            count=self.count,
+        inner = replace(
+            self, variables=dict(self.variables), commands=[], printed=[], calls=self.calls + 1, count=self.count
         )
-        inner._body(parse_script(text))
+        inner._whole(parse_script(text))
         return "\n".join(inner.printed or []) if inner.printed else UNKNOWN
 
     def _run(self, command: Simple) -> Outcome:
         expander = self._expander()
         if not command.words:
             for one in command.assigned:
-                self._assign(one, expander)
+                expander.assign(one)
             return Outcome.MET
         if command.words[0].startswith("(("):
             return self._test_number(command.words[0][2:-2])
         if command.words[0] == "[[":
             return self._test([expander.text(word) for word in command.words[1:-1]])
-        words = [one for word in command.words for one in expander.fields(word)]
         if command.words[0] in _DECLARES:
-            for one in command.assigned:
-                self._assign(one, expander)
-            for word in words[1:]:
-                match = _ASSIGNMENT.fullmatch(word)
-                if match:
-                    self.variables[match[1]] = match[3]
+            self._declare(command, expander)
             return Outcome.MET
+        words = [one for word in command.words for one in expander.fields(word)]
+        given = [expander.document(document) for document in command.documents][-1:]
+        if given and self._take_document(command, words, given[0]):
+            return Outcome.UNKNOWN
         return self._call(words, command.line) if words else Outcome.MET
 
-    def _assign(self, one: Assigned, expander: Expander) -> None:
-        old = self.variables.get(one.name)
-        if one.is_array or (one.append and isinstance(old, list)):
-            items = [item for word in one.words for item in expander.fields(word)]
-            self.variables[one.name] = [*fields_of(old), *items] if one.append else items
+    def _declare(self, command: Simple, expander: Expander) -> None:
+        for one in command.assigned:
+            expander.assign(one)
+        options = "".join(word for word in command.words[1:] if word.startswith("-"))
+        for word in command.words[1:]:
+            if ASSIGNED.match(word):
+                expander.assign(assignment_of(word))
+            elif "A" in options and word.isidentifier():
+                self.variables.setdefault(word, {})
+
+    def _take_document(self, command: Simple, words: list[str], text: str) -> bool:
+        """Give a here-document to the command that reads it; return whether the command is known."""
+        name, *rest = words
+        if name in READERS:
+            given = [self._expander().text(one.words[0]) for one in command.assigned if one.name == "IFS"]
+            self.variables |= read_into(name, rest, text, given[0] if given else " \t\n")
+        elif name == "cat" and command.files:
+            target = self._expander().text(command.files[-1])
+            self.files[target] = text
+        elif name == "cat" and self.printed is not None:
+            self.printed.append(text.rstrip("\n"))
+        elif any(word.rpartition("/")[2] in _STARTERS for word in words) and not _script_of(words):
+            start = next(at for at, word in enumerate(words) if word.rpartition("/")[2] in _STARTERS)
+            options = list(takewhile(lambda word: word.startswith("-"), words[start + 1 :]))
+            self._follow_inner(text, words[start + 1 + len(options) :], command.line)
         else:
-            before_text = old if one.append and isinstance(old, str) else ""
-            self.variables[one.name] = before_text + expander.text(one.words[0])
+            return False
+        return True
 
     def _call(self, words: list[str], line: int) -> Outcome:
         """Follow a builtin or a function, or record a program."""
@@ -199,27 +257,37 @@ class Shell:
         if name in self.functions:
             return self._call_function(name, rest)
         match name:
-            case "exit" | "return" | "break" | "continue" | "exec" if name != "exec" or not rest:
+            case "exit" | "return" | "exec" if name != "exec" or not rest:
                 raise _BranchEnd
+            case "break" | "continue":
+                raise _RoundEnd(is_last=name == "break")
             case "[" | "test":
                 return self._test(rest[:-1] if name == "[" else rest)
-            case "true" | ":" | "set" | "shopt" | "trap" | "wait" | "cd" | "ulimit" | "umask":
-                if rest[:1] == ["--"] and name == "set":
-                    self.arguments[:] = rest[1:]
+            case "set" | "shift" | "unset":
+                self._change(name, rest)
+            case "true" | ":" | "shopt" | "trap" | "wait" | "cd" | "ulimit" | "umask":
+                pass
+            case "let":
+                return [self._test_number(one) for one in rest][-1] if rest else Outcome.FAILED
             case "false":
                 return Outcome.FAILED
-            case "shift":
-                count = int(rest[0]) if rest and rest[0].isdigit() else 1
-                del self.arguments[:count]
-            case "unset":
-                for one in rest:
-                    self.variables.pop(one, None)
             case "eval" | "exec" | "time":
                 return self.follow(parse_script(" ".join(rest))) if name == "eval" else self._call(rest, line)
             case _:
-                inner = _script_of(words)
+                inner = _script_of(words) or self._written_script(words)
                 return self._follow_inner(*inner, line) if inner else self._record(name, rest, line)
         return Outcome.MET
+
+    def _change(self, name: str, rest: Sequence[str]) -> None:
+        """Change the arguments or the variables as a builtin does."""
+        if name == "unset":
+            for one in rest:
+                self.variables.pop(one, None)
+        elif name == "shift":
+            count = int(rest[0]) if rest and rest[0].isdigit() else 1
+            del self.arguments[:count]
+        elif rest[:1] == ["--"]:
+            self.arguments[:] = rest[1:]
 
     def _follow_inner(self, text: str, arguments: Sequence[str], line: int) -> Outcome:
         """Follow the script of a further shell, which changes no variable here."""
@@ -229,17 +297,25 @@ class Shell:
             chain = parse_script(text)
         except UserError:
             return Outcome.UNKNOWN  # only that shell can tell
-        inner = Shell(
+        inner = replace(
+            self,
             arguments=list(arguments),
             variables=dict(self.variables),
             functions=dict(self.functions),
-            printed=self.printed,
+            commands=[],
             calls=self.calls + 1,
-            count=self.count,
         )
-        inner._body(chain)
+        inner._whole(chain)
         self.commands += [replace(one, line=line + one.line - 1) for one in inner.commands]
         return Outcome.UNKNOWN
+
+    def _written_script(self, words: Sequence[str]) -> tuple[str, Sequence[str]] | None:
+        """Return the script among the words that a here-document has written, and its arguments."""
+        known = {name.removeprefix("./"): text for name, text in self.files.items()}
+        for at, word in enumerate(words):
+            if word.removeprefix("./") in known and (not at or words[0] in _STARTERS or words[at - 1] in _STARTERS):
+                return known[word.removeprefix("./")], words[at + 1 :]
+        return None
 
     def _call_function(self, name: str, rest: list[str]) -> Outcome:
         if self.calls > _MOST_CALLS:
@@ -248,24 +324,25 @@ class Shell:
         self.arguments[:] = rest
         self.calls += 1
         try:
-            return self._body(self.functions[name])
+            return self._whole(self.functions[name])
         finally:
             self.calls -= 1
             self.arguments[:] = outer
 
     def _record(self, name: str, rest: Sequence[str], line: int) -> Outcome:
-        if self.printed is None or name not in ("echo", "basename", "dirname"):
+        if self.printed is None or name not in ("echo", "basename", "dirname", "seq"):
             self.commands.append(Program(line, (name, *rest)))
             return Outcome.MET if name in ("echo", "printf") else Outcome.UNKNOWN
         words = [word for word in rest if not word.startswith("-")]
-        last = words[0].rstrip("/") if words else ""
         match name:
             case "echo":
                 self.printed.append(" ".join(words))
+            case "seq":
+                self.printed.append(numbers(rest))
             case "basename":
-                self.printed.append(last.rpartition("/")[2].removesuffix(words[1] if len(words) > 1 else "\0"))
+                self.printed.append(without_directory(*words[:2] or ("",)))
             case _:
-                self.printed.append(last.rpartition("/")[0] or ".")
+                self.printed.append(directory_of(words[0] if words else ""))
         return Outcome.MET
 
     def _test(self, words: list[str]) -> Outcome:
@@ -323,7 +400,7 @@ def follow_script(text: str, arguments: Sequence[str] = (), variables: Sequence[
     plain = re.sub("[\ue000-\ue00f]", "", text.replace("\r\n", "\n"))
     shell = Shell(arguments=list(arguments), variables=dict(variables))
     try:
-        shell._body(parse_script(plain))
+        shell._whole(parse_script(plain))
     except RecursionError as error:
         raise UserError("its commands are nested too deeply") from error
     return shell.commands

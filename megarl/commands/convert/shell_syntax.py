@@ -2,19 +2,33 @@
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megarl.platform.errors import UserError
 
 _OPERATOR = re.compile(r"&&|\|\||;;&?|\n|[;&|()]")
 _REDIRECT = re.compile(r"\d*(?:<<<|<<-?|>>|>&|<&|&>>?|>\||<>|>|<)")
-_ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\[[^\]]*\])?(?P<append>\+?)=")
+ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\[(?P<index>[^\]]*)\])?(?P<append>\+?)=")
 _BLANKS = " \t\r"
 _ENDS = _BLANKS + "\n;&|()<>"
 _QUOTES = {'"': "\\$`", "`": "\\"}
 """What begins a quoting or an expansion within these quotes; elsewhere more does."""
 _CLOSING = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac", "{": "}", "(": ")"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """The lines of a here-document, which the lexer finds after the command; or the word of a here-string."""
+
+    lines: list[str]
+    is_quoted: bool = False  # no variable in it is expanded
+    is_word: bool = False
+
+    @property
+    def text(self) -> str:
+        """The text, before variables are expanded."""
+        return "".join(self.lines)
 
 
 @dataclass(frozen=True)
@@ -25,16 +39,18 @@ class Token:
     text: str
     line: int
     items: tuple[str, ...] = ()  # of an array
+    document: Document | None = None  # of `<<`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assigned:
-    """`NAME=word`, `NAME+=word`, or the same with an array."""
+    """`NAME=word`, `NAME[index]=word`, `NAME+=word`, or an array instead of a word."""
 
     name: str
     append: bool
     words: tuple[str, ...]
     is_array: bool
+    index: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +60,25 @@ class Simple:
     line: int
     assigned: list[Assigned] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
+    documents: list[Document] = field(default_factory=list)  # that it reads
+    files: list[str] = field(default_factory=list)  # that it writes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Branches:
-    """`if`, `elif` and `else`, or `while`: conditions and their bodies."""
+    """`if`, `elif` and `else`: conditions and their bodies."""
 
     arms: list[tuple["Chain", "Chain"]]
     otherwise: "Chain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looped:
+    """`while` or `until`: a condition and a body."""
+
+    condition: "Chain"
+    body: "Chain"
+    is_until: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +113,7 @@ class Negated:
     command: "Node"
 
 
-Node = Simple | Branches | Repeated | Choice | Defined | Negated | list[tuple[str, "Node"]]
+Node = Simple | Branches | Looped | Repeated | Choice | Defined | Negated | list[tuple[str, "Node"]]
 """A command."""
 Chain = list[tuple[str, Node]]
 """Commands, each after the operator before it: `&&`, `||`, `|`, or `;` for all others."""
@@ -137,7 +164,7 @@ class _Lexer:
         self.text = text
         self.index = 0
         self.line = 1
-        self.waiting: list[str] = []  # delimiters of here-documents
+        self.waiting: list[tuple[str, bool, Document]] = []  # delimiters of here-documents; whether tabs are taken off
 
     def tokens(self) -> Iterator[Token]:
         while self._skip_blanks():
@@ -171,19 +198,25 @@ class _Lexer:
         redirect = _REDIRECT.match(text, self.index)
         if redirect:
             token = self._token("redirect", redirect.end(), line)
-            if re.fullmatch(r"\d*<<-?", token.text):
-                self._skip_blanks()
-                start = self.index
-                self._move(self._word_end())
-                self.waiting.append(re.sub(r"['\"\\]", "", text[start : self.index]))
-            return token
+            if "<<" not in token.text:
+                return token
+            self._skip_blanks()
+            start = self.index
+            self._move(self._word_end())
+            word = text[start : self.index]
+            if token.text.endswith("<<<"):
+                return replace(token, document=Document([word], is_word=True))
+            delimiter = re.sub(r"['\"\\]", "", word)
+            document = Document([], is_quoted=delimiter != word)
+            self.waiting.append((delimiter, token.text.endswith("-"), document))
+            return replace(token, document=document)
         operator = _OPERATOR.match(text, self.index)
         if operator:
             token = self._token("operator", operator.end(), line)
             if token.text == "\n":
-                self._skip_documents()
+                self._read_documents()
             return token
-        assigned = _ASSIGNED.match(text, self.index)
+        assigned = ASSIGNED.match(text, self.index)
         if assigned and text.startswith("(", assigned.end()):
             self._move(assigned.end() + 1)
             return Token("array", assigned[0], line, tuple(self._items()))
@@ -214,8 +247,8 @@ class _Lexer:
                 yield self.text[start : self.index]
         _found(-1)
 
-    def _skip_documents(self) -> None:
-        for delimiter in self.waiting:
+    def _read_documents(self) -> None:
+        for delimiter, without_tabs, document in self.waiting:
             while self.index < len(self.text):
                 end = self.text.find("\n", self.index)
                 end = end if end >= 0 else len(self.text)
@@ -223,6 +256,7 @@ class _Lexer:
                 self._move(min(end + 1, len(self.text)))
                 if row.strip() == delimiter:
                     break
+                document.lines.append(f"{row.lstrip(chr(9)) if without_tabs else row}\n")
         self.waiting.clear()
 
 
@@ -260,8 +294,8 @@ class _CommandParser:
         makers: dict[str, Callable[[], Node]] = {
             "if": self._if,
             "for": self._for,
-            "while": self._while,
-            "until": self._while,
+            "while": lambda: self._while(is_until=False),
+            "until": lambda: self._while(is_until=True),
             "case": self._case,
         }
         if token.kind == "word" and token.text in makers:
@@ -311,12 +345,14 @@ class _CommandParser:
             if word != "elif":
                 return Branches(arms=arms, otherwise=otherwise)
 
-    def _while(self) -> Branches:
+    def _while(self, *, is_until: bool) -> Looped:
         condition = self._until("do")
-        return Branches(arms=[(condition, self._until("done"))], otherwise=[])
+        return Looped(condition=condition, body=self._until("done"), is_until=is_until)
 
-    def _for(self) -> Repeated:
+    def _for(self) -> Repeated | Chain:
         name = self._take()
+        if name.startswith("(("):
+            return self._counted(name[2:-2])
         words: list[str] | None = None
         if self._peek("in"):
             self._take()
@@ -327,6 +363,16 @@ class _CommandParser:
             self._take()
         self._take()
         return Repeated(name=name, words=words, body=self._until("done"))
+
+    def _counted(self, parts: str) -> Chain:
+        """Return `for ((first; condition; step))` as the first assignment and a loop."""
+        line = self.tokens[self.index - 1].line
+        first, condition, step = (Simple(line=line, words=[f"(({part}))"]) for part in f"{parts};;".split(";")[:3])
+        while not self._peek("do"):
+            self._take()
+        self._take()
+        body: Chain = [*self._until("done"), (";", step)]
+        return [(";", first), (";", Looped(condition=[(";", condition)], body=body, is_until=False))]
 
     def _case(self) -> Choice:
         word = self._take()
@@ -358,13 +404,11 @@ class _CommandParser:
                 break
             self.index += 1
             if token.kind == "redirect" and not conditional:
-                self._skip_target(token.text)
+                self._redirect(command, token)
             elif token.kind == "array":
-                command.assigned.append(_assignment(token.text, token.items, is_array=True))
-            elif not command.words and token.kind == "word" and _ASSIGNED.match(token.text):
-                match = _ASSIGNED.match(token.text)
-                assert match
-                command.assigned.append(_assignment(match[0], (token.text[match.end() :],), is_array=False))
+                command.assigned.append(assignment(token.text, token.items, is_array=True))
+            elif not command.words and token.kind == "word" and ASSIGNED.match(token.text):
+                command.assigned.append(assignment_of(token.text))
             else:
                 conditional = (conditional or (not command.words and token.text == "[[")) and token.text != "]]"
                 command.words.append(token.text)
@@ -372,15 +416,30 @@ class _CommandParser:
             self.index += self.tokens[self.index].text == ")"  # of nothing
         return command
 
-    def _skip_target(self, redirect: str) -> None:
-        if not re.fullmatch(r"\d*<<-?", redirect) and self.index < len(self.tokens):
-            self.index += self.tokens[self.index].kind == "word"
+    def _redirect(self, command: Simple, token: Token) -> None:
+        """Note what a command reads and writes, and read the word of its redirection."""
+        if token.document:
+            command.documents.append(token.document)
+        elif self.index < len(self.tokens) and self.tokens[self.index].kind == "word":
+            if token.text in (">", ">>", ">|"):
+                command.files.append(self.tokens[self.index].text)
+            self.index += 1
 
 
-def _assignment(target: str, words: tuple[str, ...], *, is_array: bool) -> Assigned:
-    match = _ASSIGNED.match(target)
+def assignment_of(word: str) -> Assigned:
+    """Return a word that begins as an assignment as such."""
+    match = ASSIGNED.match(word)
     assert match
-    return Assigned(name=match["name"], append=bool(match["append"]), words=words, is_array=is_array)
+    return assignment(match[0], (word[match.end() :],), is_array=False)
+
+
+def assignment(target: str, words: tuple[str, ...], *, is_array: bool) -> Assigned:
+    """Return an assignment of `words` to a target, which ends with its sign."""
+    match = ASSIGNED.match(target)
+    assert match
+    return Assigned(
+        name=match["name"], append=bool(match["append"]), words=words, is_array=is_array, index=match["index"]
+    )
 
 
 def parse_script(text: str) -> Chain:
