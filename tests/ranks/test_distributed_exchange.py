@@ -71,10 +71,16 @@ def over_five_groups() -> tuple[float, int]:
     return total.item(), names.count("gloo_tcp_loop")
 
 
+def leave_world() -> None:
+    """Destroy the default group of the pool when every rank has connected."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def connected_late(store: Path) -> float:
     """Return the sum in a world whose ranks connect when they first talk."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
+    leave_world()
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     join_world(store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=timedelta(minutes=5))
     return over_five_groups()[0]
@@ -87,7 +93,7 @@ def of_cuda(store: Path) -> Any:
     from megarl.rollout.segments import claim
 
     rank, size, start = dist.get_rank(), dist.get_world_size(), dist.init_process_group
-    dist.destroy_process_group()
+    leave_world()
     with (
         patch.object(exchange, "on_cuda", lambda: True),
         patch.object(dist, "init_process_group", lambda backend, **place: start({"nccl": "fake"}[backend], **place)),
