@@ -98,29 +98,24 @@ def together(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [compute()]
-    failure: Exception | None = None
-    try:
-        mine: T | _Failure = compute()
-    except Exception as error:
-        failure = error
-        mine = _Failure(_portable(error))
+    mine = _result(compute)
     if group is None:
         wait_for_all()
-    results = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(results, mine, group=group or host_group())
-    found = list[T]()
-    for result in results:
-        if isinstance(result, _Failure):
-            raise failure or result.error
-        found.append(result)
-    return found
+    return _gathered(mine, group)
 
 
 def on_each_rank(compute: Callable[[], T]) -> T:
-    """Call `compute` on every rank, and return this rank's own result. Raises as `together` does."""
-    mine = list[T]()
-    together(lambda: mine.append(compute()))
-    return mine[0]
+    """Call `compute` on every rank, and return this rank's own result. Raises as `together` does.
+
+    No result travels: if no rank fails, it costs a flag.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return compute()
+    mine = _result(compute)
+    if largest(int(isinstance(mine, _Failure))):
+        _gathered(mine if isinstance(mine, _Failure) else None)
+    assert not isinstance(mine, _Failure), "a failure of any rank was raised"
+    return mine
 
 
 def on_first_rank(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
@@ -159,6 +154,27 @@ class _Failure:
     """The result of a rank that raised an error."""
 
     error: Exception
+
+
+def _result(compute: Callable[[], T]) -> T | _Failure:
+    """Return the result of this rank."""
+    try:
+        return compute()
+    except Exception as error:
+        return _Failure(error)
+
+
+def _gathered(mine: T | _Failure, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the results of all ranks of `group`, by default of all. Raises as `together` does."""
+    sent = _Failure(_portable(mine.error)) if isinstance(mine, _Failure) else mine
+    results = [sent] * dist.get_world_size(group)
+    dist.all_gather_object(results, sent, group=group or host_group())
+    found = list[T]()
+    for result in results:
+        if isinstance(result, _Failure):
+            raise mine.error if isinstance(mine, _Failure) else result.error
+        found.append(result)
+    return found
 
 
 def _portable(error: Exception) -> Exception:

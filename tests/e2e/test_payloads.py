@@ -87,6 +87,6 @@ def test_no_collective_grows_with_the_tokens(
         )
         found.append(json.loads((tmp_path / f"bytes-{length}.0").read_text()))
     short, long = found
-    assert {"sharded.py:_gather", "exchange.py:together", "all_gather.py:all_gather"} <= short.keys()
+    assert {"sharded.py:_gather", "exchange.py:_gathered", "all_gather.py:all_gather"} <= short.keys()
     grown = {place: (short.get(place, 0), num) for place, num in long.items() if num > 1.1 * short.get(place, 0)}
     assert not grown

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from megarl.distributed import exchange
 from megarl.distributed.agreement import agree
-from megarl.distributed.exchange import host_group, join_world, together, wait_for_all
+from megarl.distributed.exchange import host_group, join_world, on_each_rank, together, wait_for_all
 from megarl.training import steps
 from tests.support.ranks import RankPool
 
@@ -35,15 +36,15 @@ class LockedError(Exception):
         self.handle = lambda: None
 
 
-def told(faulty: dict[int, Exception]) -> tuple[str, str]:
-    """Return type and message of the error that `together` raises if the given ranks fail."""
+def told(faulty: dict[int, Exception], share: Callable[[Callable[[], None]], object] = together) -> tuple[str, str]:
+    """Return type and message of the error that `share` raises if the given ranks fail."""
 
     def compute() -> None:
         if error := faulty.get(dist.get_rank()):
             raise error
 
     try:
-        together(compute)
+        share(compute)
     except Exception as error:
         assert together(dist.get_rank) == [0, 1, 2]  # every rank is still there and at the same place
         return type(error).__name__, str(error)
@@ -56,6 +57,12 @@ def two_parts() -> Any:
 
 def locked() -> Any:
     return told({1: LockedError("in use")})
+
+
+def results_of_each_rank() -> tuple[int, int]:
+    """Return a rank's own result, and the objects that travelled for it."""
+    with patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gather:
+        return on_each_rank(dist.get_rank), gather.call_count
 
 
 def exceptions_as_answers() -> list[str]:
@@ -133,13 +140,19 @@ def test_every_rank_learns_all_answers_in_rank_order(pool: RankPool) -> None:
     assert pool.run(2, together, dist.get_rank) == [[0, 1]] * 2
 
 
-def test_error_on_one_rank_is_raised_on_all(pool: RankPool) -> None:
-    assert pool.run(3, told, {2: ValueError("row 7")}) == [("ValueError", "row 7")] * 3
+@pytest.mark.parametrize("share", [together, on_each_rank])
+def test_error_on_one_rank_is_raised_on_all(pool: RankPool, share: Any) -> None:
+    assert pool.run(3, told, {2: ValueError("row 7")}, share) == [("ValueError", "row 7")] * 3
 
 
-def test_rank_raises_own_error_or_first_of_several(pool: RankPool) -> None:
+@pytest.mark.parametrize("share", [together, on_each_rank])
+def test_rank_raises_own_error_or_first_of_several(pool: RankPool, share: Any) -> None:
     errors = {1: ValueError("row 7"), 2: KeyError("prompt")}
-    assert pool.run(3, told, errors) == [("ValueError", "row 7"), ("ValueError", "row 7"), ("KeyError", "'prompt'")]
+    assert pool.run(3, told, errors, share) == [
+        ("ValueError", "row 7"),
+        ("ValueError", "row 7"),
+        ("KeyError", "'prompt'"),
+    ]
 
 
 def test_an_error_that_cannot_travel_arrives_in_words(pool: RankPool) -> None:
@@ -147,6 +160,10 @@ def test_an_error_that_cannot_travel_arrives_in_words(pool: RankPool) -> None:
     assert pool.run(3, two_parts) == [there, ("TwoPartError", "disk: full"), there]
     there = ("RuntimeError", "LockedError: in use")
     assert pool.run(3, locked) == [there, ("LockedError", "in use"), there]
+
+
+def test_own_results_do_not_travel(pool: RankPool) -> None:
+    assert pool.run(3, results_of_each_rank) == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_an_answer_may_be_an_exception(pool: RankPool) -> None:
