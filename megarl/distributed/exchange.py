@@ -118,6 +118,20 @@ def on_each_rank(compute: Callable[[], T]) -> T:
     return mine
 
 
+def sum_of_ranks(compute: Callable[[], int]) -> int:
+    """Call `compute` on every rank, and return the sum of the results on each. Raises as `together` does."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return compute()
+    mine = _result(compute)
+    found = torch.tensor([1, 0] if isinstance(mine, _Failure) else [0, mine])
+    with waiting():
+        dist.all_reduce(found, group=host_group())
+    num_failures, total = found.tolist()
+    if num_failures:
+        _gathered(mine)
+    return int(total)
+
+
 def on_first_rank(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Call `compute` on the first rank of `group`, by default of all, and return its result on every rank.
 

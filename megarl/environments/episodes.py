@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megarl.batch import Generation, Prompt, Prompts, StopReason, Turn, float32, int32
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import sum_of_ranks
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.encoding import Observer
 from megarl.environments.host import DONE, Host
@@ -254,7 +254,7 @@ class Episodes:
         """
         keys = [(each.prompt, each.sample) for each in generation]
         mine = {key: self._asked.pop(key) for key in keys if key in self._asked}
-        num = sum(together(lambda: len(mine)))
+        num = sum_of_ranks(lambda: len(mine))
         answers = gather(mine, num, self._read, group=self._group)
         assert len(answers) >= sum(not each.truncated for each in generation), "a turn that no rank has asked about"
         section = self._environments.section

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megarl.distributed import watchdog
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import sum_of_ranks, together
 from megarl.platform.errors import UserError
 from megarl.sandbox.pool import ScoringResult
 
@@ -58,7 +58,7 @@ def gather(
     with watchdog.polling(lambda: not all(future.done() for future in futures.values())):
         while num:
             new = dict[K, V]()
-            num_new = sum(together(partial(collect, new)))
+            num_new = sum_of_ranks(partial(collect, new))
             if num_new:
                 watchdog.note_progress()
                 arrived(num_new)

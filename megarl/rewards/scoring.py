@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from megarl.platform import progress
 from megarl.batch import Prompt, Rollouts, Scored
-from megarl.distributed.exchange import on_each_rank, together
+from megarl.distributed.exchange import on_each_rank, sum_of_ranks
 from megarl.distributed.sharded import Sharded
 from megarl.platform.log import show_printed
 from megarl.platform.secrets import beginning
@@ -153,7 +153,7 @@ class RuleScorer:
         self, started: Mapping[int, PendingResponse], group: dist.ProcessGroup | None
     ) -> dict[int, tuple[str, ScoringResult]]:
         """Return text and result, by sample, of the responses that any rank of `group` has begun. Collective."""
-        num = sum(together(lambda: len(started)))
+        num = sum_of_ranks(lambda: len(started))
         if num:
             progress.announce(num, "rewards")
         return gather(

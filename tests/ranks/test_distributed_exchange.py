@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megarl.distributed import exchange
 from megarl.distributed.agreement import agree
-from megarl.distributed.exchange import host_group, join_world, on_each_rank, together, wait_for_all
+from megarl.distributed.exchange import host_group, join_world, on_each_rank, sum_of_ranks, together, wait_for_all
 from megarl.training import steps
 from tests.support.ranks import RankPool
 
@@ -36,12 +36,13 @@ class LockedError(Exception):
         self.handle = lambda: None
 
 
-def told(faulty: dict[int, Exception], share: Callable[[Callable[[], None]], object] = together) -> tuple[str, str]:
+def told(faulty: dict[int, Exception], share: Callable[[Callable[[], int]], object] = together) -> tuple[str, str]:
     """Return type and message of the error that `share` raises if the given ranks fail."""
 
-    def compute() -> None:
+    def compute() -> int:
         if error := faulty.get(dist.get_rank()):
             raise error
+        return 0
 
     try:
         share(compute)
@@ -140,12 +141,12 @@ def test_every_rank_learns_all_answers_in_rank_order(pool: RankPool) -> None:
     assert pool.run(2, together, dist.get_rank) == [[0, 1]] * 2
 
 
-@pytest.mark.parametrize("share", [together, on_each_rank])
+@pytest.mark.parametrize("share", [together, on_each_rank, sum_of_ranks])
 def test_error_on_one_rank_is_raised_on_all(pool: RankPool, share: Any) -> None:
     assert pool.run(3, told, {2: ValueError("row 7")}, share) == [("ValueError", "row 7")] * 3
 
 
-@pytest.mark.parametrize("share", [together, on_each_rank])
+@pytest.mark.parametrize("share", [together, on_each_rank, sum_of_ranks])
 def test_rank_raises_own_error_or_first_of_several(pool: RankPool, share: Any) -> None:
     errors = {1: ValueError("row 7"), 2: KeyError("prompt")}
     assert pool.run(3, told, errors, share) == [
@@ -160,6 +161,10 @@ def test_an_error_that_cannot_travel_arrives_in_words(pool: RankPool) -> None:
     assert pool.run(3, two_parts) == [there, ("TwoPartError", "disk: full"), there]
     there = ("RuntimeError", "LockedError: in use")
     assert pool.run(3, locked) == [there, ("LockedError", "in use"), there]
+
+
+def test_every_rank_learns_the_sum(pool: RankPool) -> None:
+    assert pool.run(3, sum_of_ranks, dist.get_rank) == [3, 3, 3]
 
 
 def test_own_results_do_not_travel(pool: RankPool) -> None:
