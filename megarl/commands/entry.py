@@ -97,7 +97,7 @@ def run(program: JobProgram[C], argv: Sequence[str]) -> None:
     try:
         launched = detect(os.environ)
         if OPTION in argv:
-            _detach(program.module, argv, Path(program.read(argv, None).trainer.default_local_dir), launched)
+            _detach(argv, Path(program.read(argv, None).trainer.default_local_dir), launched)
             return
         launch = launched or _start(program, argv)
     except UserError as error:
@@ -168,16 +168,16 @@ def _start(program: JobProgram[C], argv: Sequence[str]) -> Launch:
     return start(program.module, argv, wanted, imports=program.imports)
 
 
-def _detach(module: str, argv: Sequence[str], directory: Path, launch: Launch | None) -> None:
-    """Start the command `module` without --detach in a process of its own, and print how it is watched and ended.
+def _detach(argv: Sequence[str], directory: Path, launch: Launch | None) -> None:
+    """Start this command without --detach in a process of its own, and print how it is watched and ended.
 
     Raises:
         UserError: a launcher has started this process, and waits for it.
     """
     if launch:
         raise UserError(f"{OPTION} is for a run without a launcher: leave it out under torchrun, mpirun or srun")
-    words = [word for word in argv if word != OPTION]
-    process = start_detached([sys.executable, "-m", module, *words], directory)
+    program = sys.orig_argv[1 : len(sys.orig_argv) - len(argv)]  # as typed, because the run says how to resume it
+    process = start_detached([sys.executable, *program, *(word for word in argv if word != OPTION)], directory)
     print(visible(f"process {process.pid} trains, also if this terminal closes; it prints into {directory / CONSOLE}"))
     print(visible(f"watch it with\n  megarl watch {shlex.quote(str(directory))}"))
     print(f"let it save and end with\n  kill {process.pid}")

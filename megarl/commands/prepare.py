@@ -1,7 +1,7 @@
 """The command `megarl prepare`: makes the files of a known task or of the user's own rows, or checks a file."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
@@ -101,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             with explained(str(path)):
                 write_rows(path, rows, note)
             print(f"{path}: {len(rows)} rows")
+        for path in _of_earlier_calls(arguments.out, splits):
+            print(redact(f"note: {path} is of an earlier call, and its rows may be in the files above: remove it"))
         _show(splits, arguments.tokenizer)
         if task is own and not arguments.sft:
             for line in check.remarks([str(arguments.out / f"{split}.parquet") for split in splits]):
@@ -161,6 +163,11 @@ def _hub_datasets(arguments: SimpleNamespace) -> list[str]:
     names = [*getattr(arguments, "files", []), *([arguments.source] if hasattr(arguments, "source") else [])]
     found = (HubData.named(str(name)) for name in names)
     return [data.id for data in found if data]
+
+
+def _of_earlier_calls(out: Path, splits: Container[str]) -> list[Path]:
+    """Return the files of other splits in a directory, which nobody would expect to belong to other data."""
+    return [path for path in sorted(out.glob("*.parquet")) if path.stem not in splits]
 
 
 def _find(tokenizer: str) -> None:

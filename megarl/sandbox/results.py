@@ -46,8 +46,11 @@ def as_numbers(result: Any) -> Numbers:
     """
     values = result if isinstance(result, Mapping) else {"score": result}
     if not is_number(values.get("score")):
+        remedy = (
+            "; .item() of an array or a tensor of one number gives it" if hasattr(values.get("score"), "item") else ""
+        )
         raise TypeError(
-            f"a reward returns a finite number or a dict with such a 'score', not {show(result)} (as float32)"
+            f"a reward returns a finite number or a dict with such a 'score', not {show(result)} (as float32){remedy}"
         )
     if not is_number(values.get("acc", 0.0)):
         raise TypeError(f"'acc' is a finite number as the score is, not {show(values['acc'])} (as float32)")

@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load
 
 from tests.support.hub_server import hub_server
-from tests.support.programs import PYTHON, succeed
+from tests.support.programs import PYTHON, TORCHRUN, succeed
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.tiny import write_checkpoint
 
@@ -30,10 +30,15 @@ def test_model_comes_from_hub_and_returns(tmp_path: Path, monkeypatch: pytest.Mo
         succeed(*PYTHON, "megarl", "sft", *keys, timeout_s=300)
         printed = succeed(*PYTHON, "megarl", "export", run, out, "--push-to", "ann/mine", "--private", timeout_s=300)
         published = hub.repositories["models/ann/mine"]
+        split = (run, tmp_path / "split", "--push-to", "ann/split")
+        printed += succeed(*TORCHRUN, "megarl.commands.export", *split, timeout_s=300)
+        published_by_two = hub.repositories["models/ann/split"]
     assert f"uploaded to {hub.address}/ann/mine" in printed
     assert published.private
     assert published.files == {path.name: path.read_bytes() for path in out.iterdir()}
     assert load(published.files["model.safetensors"])
+    assert sum("ann/split/commit" in one for one in hub.asked) == 1 and printed.count("uploaded to") == 2
+    assert published_by_two.files["model.safetensors"] == published.files["model.safetensors"]
     card = published.files["README.md"].decode()
     assert 'from_pretrained("ann/mine")' in card and str(out) not in card
     front: dict[str, Any] = yaml.safe_load(card.split("---\n")[1])

@@ -280,6 +280,12 @@ def test_cells_of_a_text_table_may_be_long(tmp_path: Path) -> None:
     assert [row["prompt"] for row in rows] == [text, "y"]
 
 
+def test_files_of_earlier_calls_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for num_val, is_left in ((4, False), (0, True)):
+        own(jsonl(tmp_path), "--prompt", "question", "--val", num_val, out=tmp_path / "out")
+        assert ("val.parquet is of an earlier call" in capsys.readouterr().out) is is_left
+
+
 def test_rows_that_cannot_teach_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": f"{number} + 1", "total": str(number + 1)} for number in range(20)]
     rows += [{"prompt": " ", "total": "1"}, {"prompt": "5 - 5", "total": ""}, rows[0]]
