@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.models.families import FAMILIES
 from megarl.reshard.layout import Box
-from tests.support.families import PARALLEL, VARIANT_OF, likelihood, sizes, splits
+from tests.support.families import OF_EXPERTS, PARALLEL, VARIANT_OF, likelihood, sizes, splits
 from tests.support.layouts import slices
 from tests.support.learners import draw_head, make_test_learner, outputs_of_all, update, value_head
 from tests.support.ranks import RankPool
@@ -88,6 +88,13 @@ def test_random_models_learn_as_in_transformers(pool: RankPool, family: str) -> 
         check(pool, family, changes, *drawn)
 
     check_drawn()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eight_ranks_share_every_dimension(pool: RankPool, family: str) -> None:
+    traits = FAMILIES[family]
+    linear = {"linear_num_key_heads": 4, "linear_num_value_heads": 8} if traits.linear_sections else {}
+    check(pool, family, linear, 8, dict.fromkeys(PARALLEL, 2) | (OF_EXPERTS if traits.experts else {}))
 
 
 @pytest.mark.parametrize("others", [{}, {PARALLEL[0]: 2, "sequence_parallel": True}, {PARALLEL[1]: 2}])

@@ -12,6 +12,7 @@ from tests.support.tiny import VARIANTS
 
 PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 EXPERT_PARALLEL = "expert_model_parallel_size"
+OF_EXPERTS = {EXPERT_PARALLEL: 2, "expert_tensor_parallel_size": 1}
 VARIANT_OF = {changes["model_type"]: variant for variant, changes in reversed(VARIANTS.items())}
 
 
@@ -60,7 +61,7 @@ def splits(draw: st.DrawFn, family: str) -> tuple[int, dict[str, int]]:
     first, second = draw(st.permutations(PARALLEL))[:2]
     split = {first: 2, second: draw(st.integers(1, 2))}
     if FAMILIES[family].experts:
-        split |= {EXPERT_PARALLEL: 2, "expert_tensor_parallel_size": 1}
+        split |= OF_EXPERTS
     shared = split.get(PARALLEL[0], 1) * split.get(PARALLEL[2], 1)
     pipeline = split.get(PARALLEL[1], 1)
     return max(shared, split.get(EXPERT_PARALLEL, 1)) * pipeline, split
