@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start many processes, which compile what they import if no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-peers docs quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-oldest test-faults hollow test-hollow-core test-hollow test-cuda test-te clean
+.PHONY: help setup setup-peers docs quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-oldest test-faults hollow hollow-newest test-hollow-core test-hollow test-cuda test-cuda-newest test-te clean
 
 help:
 	@echo "make setup        .venv with exactly requirements/cpu.lock (PYTHON=... chooses the interpreter)"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-oldest  tests of what touches vLLM, with the oldest vLLM and torch (3 GB of packages)"
 	@echo "make test-hollow  a part of the next, for each change: it takes minutes, after the packages (6 GB)"
 	@echo "make test-cuda    tests of what touches CUDA, on a hollow device: no kernel runs, and no GPU is needed"
+	@echo "make test-cuda-newest  tests of what touches vLLM, with its newest release, which has no build for the CPU (6 GB)"
 	@echo "make test-te      the same of Transformer Engine, which is compiled first for a quarter of an hour"
 	@echo "make test-faults  tests in which ranks die, stop or hang, N=1 times, and a count of the runs that passed"
 	@echo "make clean        remove environments and caches; keep what users made"
@@ -99,8 +100,13 @@ test-oldest:
 hollow:
 	@scripts/setup.sh cuda
 	@$(MAKE) --no-print-directory build/hollow/built
-build/hollow/built: tests/hollow/build.py $(wildcard tests/hollow/device/*) .venv-cuda/.project
-	.venv-cuda/bin/python tests/hollow/build.py build/hollow $(wildcard build/transformer_engine)
+hollow-newest:
+	@scripts/setup.sh cuda-newest
+	@$(MAKE) --no-print-directory build/hollow-newest/built
+build/hollow/built: .venv-cuda/.project
+build/hollow-newest/built: .venv-cuda-newest/.project
+build/hollow/built build/hollow-newest/built: tests/hollow/build.py $(wildcard tests/hollow/device/*)
+	$(@D:build/hollow%=.venv-cuda%)/bin/python tests/hollow/build.py $(@D) $(wildcard build/transformer_engine)
 	@touch $@
 
 # Transformer Engine is compiled once, for a quarter of an hour.
@@ -115,7 +121,8 @@ test-te: setup build/transformer_engine/built hollow
 		.venv-cuda/bin/python -m pytest tests/hollow/test_transformer_engine.py
 
 # The sanitizer and an interpreted update take minutes on a busy machine.
-ON_HOLLOW := tests/hollow/run .venv-cuda/bin/python -m pytest --timeout 900 -n 2 $(BY_FILE)
+PYTEST_ON_HOLLOW := -m pytest --timeout 900 -n 2 $(BY_FILE)
+ON_HOLLOW := tests/hollow/run .venv-cuda/bin/python $(PYTEST_ON_HOLLOW)
 CASE := tests/hollow/test_learner.py::test_learner_on_cuda_matches_learner_on_cpu
 test-hollow-core: hollow
 	$(ON_HOLLOW) tests/hollow/test_device_memory.py "$(CASE)[alone-policy]"
@@ -134,6 +141,16 @@ test-cuda: setup hollow
 		$(BIN)/python scripts/gpu_check.py --hollow --out build/hollow/check --stages {}
 	$(BIN)/python -m tests.hollow.branches "$(LINES)"
 
+# Arguments, patches, an engine, training, and a family with each kind of layer that vLLM computes in a way of its own.
+ON_NEWEST := HOLLOW_BUILD=build/hollow-newest tests/hollow/run .venv-cuda-newest/bin/python
+test-cuda-newest: hollow-newest
+	$(ON_NEWEST) $(PYTEST_ON_HOLLOW) tests/gpu/test_rollout_cuda.py \
+		$(patsubst %,tests/hollow/test_%.py,device_memory solid engine_counters engine) \
+		$(patsubst %,tests/unit/test_%.py,learner_patches rollout_arguments rollout_draws rollout_meanings)
+	@rm -rf build/hollow-newest/check
+	HOLLOW_DEVICES=1 $(ON_NEWEST) scripts/gpu_check.py --hollow --out build/hollow-newest/check \
+		--stages train-0.5b-grpo,verify-qwen3_moe,verify-deepseek_v3,verify-qwen3_next,verify-gpt_oss
+
 N := 1
 FAULTS = $(shell grep -rl --include 'test_*.py' mark.faults tests)
 test-faults: setup
@@ -143,4 +160,4 @@ test-faults: setup
 	done; [ $$passed -eq $(N) ]
 
 clean:
-	rm -rf build .venv .venv-cuda .venv-docs .venv-newest .venv-oldest .venv-peers .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf build .venv .venv-cuda .venv-cuda-newest .venv-docs .venv-newest .venv-oldest .venv-peers .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -8,6 +8,7 @@
 #   scripts/setup.sh peers      .venv-peers: .venv, completed by requirements/peers.lock
 #   scripts/setup.sh docs       .venv-docs: .venv, completed by requirements/docs.lock
 #   scripts/setup.sh cuda       .venv-cuda: requirements/gpu.lock, for the hollow device (docs/hollow.md); Python 3.12
+#   scripts/setup.sh cuda-newest   .venv-cuda-newest: the same, overridden by requirements/gpu-newest.txt
 #
 # PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12).
 set -euo pipefail
@@ -194,29 +195,33 @@ find_python_312() {
         "Install it (Ubuntu: apt-get install python3.12-venv), or name it: PYTHON_312=/path/to/python3.12 make hollow"
 }
 
-install_gpu_lock() {
-    grep -vE "$LEFT_OUT" requirements/gpu.lock >"$log.lock"
-    uv_install .venv-cuda/bin/python -r "$log.lock" || uv_install .venv-cuda/bin/python -r "$log.lock"
+# install_gpu_lists VENV LIST...: install the packages of the lists. Of a package in several lists the first line counts.
+install_gpu_lists() {
+    local venv=$1
+    shift
+    cat "$@" | awk -F== '!seen[$1]++' | grep -vE "$LEFT_OUT" >"$log.lock"
+    uv_install "$venv/bin/python" -r "$log.lock" || uv_install "$venv/bin/python" -r "$log.lock"
     rm -f "$log.lock"
 }
 
+# setup_cuda VENV LIST...: make VENV with the packages of the lists.
 setup_cuda() {
-    local python_312 stamp
+    local venv=$1 python_312 stamp
+    shift
     setup_packages
     python_312=$(find_python_312)
-    stamp=$({ "$python_312" -VV && cat requirements/gpu.lock pyproject.toml "$0"; } | cksum)
-    if stamped .venv-cuda/.project "$stamp"; then
-        echo "setup: .venv-cuda is up to date"
+    stamp=$({ "$python_312" -VV && cat "$@" pyproject.toml "$0"; } | cksum)
+    if stamped "$venv/.project" "$stamp"; then
+        echo "setup: $venv is up to date"
         return
     fi
     check_tools
-    step "create .venv-cuda ($("$python_312" -V))" "Remove .venv-cuda and try again." \
-        "$python_312" -m venv --clear .venv-cuda
-    step "install requirements/gpu.lock" "Check the network, the disk (9 GB) and the sources: pip config list." \
-        install_gpu_lock
-    step "install megarl (editable)" "Check pyproject.toml; it needs no network." .venv-cuda/bin/python -m pip install \
+    step "create $venv ($("$python_312" -V))" "Remove $venv and try again." "$python_312" -m venv --clear "$venv"
+    step "install $1" "Check the network, the disk (9 GB) and the sources: pip config list." \
+        install_gpu_lists "$venv" "$@"
+    step "install megarl (editable)" "Check pyproject.toml; it needs no network." "$venv/bin/python" -m pip install \
         --no-deps --disable-pip-version-check --no-build-isolation --no-index -e .
-    echo "$stamp" >.venv-cuda/.project
+    echo "$stamp" >"$venv/.project"
 }
 
 python=$(find_python)
@@ -230,6 +235,7 @@ newest) lay_over .venv-newest requirements/newest.txt ;;
 oldest) lay_over .venv-oldest requirements/oldest.txt ;;
 peers) lay_over .venv-peers requirements/peers.lock trl.trainer.grpo_trainer transfer_queue ;;
 docs) lay_over .venv-docs requirements/docs.lock mkdocs material mkdocstrings_handlers.python ;;
-cuda) setup_cuda ;;
-*) die "unknown argument '$1': give none, 'packages', 'newest', 'oldest', 'peers', 'docs' or 'cuda'." ;;
+cuda) setup_cuda .venv-cuda requirements/gpu.lock ;;
+cuda-newest) setup_cuda .venv-cuda-newest requirements/gpu-newest.txt requirements/gpu.lock ;;
+*) die "unknown argument '$1': give none, 'packages', 'newest', 'oldest', 'peers', 'docs', 'cuda' or 'cuda-newest'." ;;
 esac

@@ -54,7 +54,7 @@ OF_CUDA_ENGINE = (
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.worker.gpu_worker",
 )
-"""What an engine on CUDA imports when it starts, minutes after the job. Of vLLM 0.32; 0.26 lacks some."""
+"""What an engine on CUDA imports when it starts, minutes after the job. Of vLLM 0.32 and 0.33; 0.26 lacks some."""
 COMPILED = ("torch", "transformers", "vllm", "megatron.core", "mlflow")
 """Packages of thousands of modules, which every process imports."""
 PATCHING = (

@@ -53,7 +53,7 @@ def llm_arguments(
         # The trainer computes the probabilities of all tokens, after the temperature. If top_p or top_k exclude tokens,
         # processed probabilities cover only the remaining tokens, so the engine returns raw ones.
         "logprobs_mode": "processed_logprobs" if section.draws_from_all else "raw_logprobs",
-        # vLLM 0.26 - 0.32 by default rounds logits to the model's type; the trainer does not (`megarl.learner.heads`).
+        # vLLM 0.26 - 0.33 by default rounds logits to the model's type; the trainer does not (`megarl.learner.heads`).
         # It would also make quantised layers for a quantised checkpoint; a sync brings plain weights.
         "hf_overrides": {"head_dtype": "float32"} | ({} if loads else {KEY: None}) | dict(overrides),
     }
@@ -90,7 +90,7 @@ def is_eager(section: RolloutSection, *, on_cpu: bool) -> bool:
 def _graph_sizes(section: RolloutSection, *, on_cpu: bool) -> dict[str, int]:
     """Return the argument that captures graphs for as many sequences as may decode together, up to `MOST_GRAPHED`.
 
-    By default vLLM 0.26 - 0.32 captures up to `USUALLY_GRAPHED`, and runs a larger step without a graph.
+    By default vLLM 0.26 - 0.33 captures up to `USUALLY_GRAPHED`, and runs a larger step without a graph.
     """
     is_usual = on_cpu or is_eager(section, on_cpu=on_cpu) or section.max_num_seqs <= USUALLY_GRAPHED
     if is_usual or GRAPHS & section.engine_kwargs.keys():

@@ -173,7 +173,7 @@ class _Recorder(TorchDispatchMode):
         param, tensor = self._watched.get(_storage(args[0]), ("a tensor that is no parameter", None))
         if function is torch.ops.aten.copy_.default and tensor is not None:
             self._note(param, tensor.dtype, target=args[0], value=args[1])
-        elif function is torch.ops.aten.fill_.Scalar and tensor is not None and args[1] == 0:
+        elif function is torch.ops.aten.fill_.Scalar and tensor is not None and (args[1] == 0 or not args[0].numel()):
             self._note_padding(param, args[0])
         else:
             raise self._refusal(param, f"calls {function}", *args)

@@ -19,7 +19,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
         *("quantization", "quantization_config", "allow_deprecated_quantization", "enable_lora", "default_mm_loras"),
         *("model_impl", "model_class_overrides", "model_weights", "engram_config"),
         *("weight_transfer_config", "enable_eplb", "eplb_config", "expert_placement_strategy"),
-        *("enable_ep_weight_filter", "worker_cls"),
+        *("enable_ep_weight_filter", "worker_cls", "sleep_mode_backend"),
     ),
     "moves the engine's weights to the host, and a sync writes them on the device": (
         *("cpu_offload_gb", "offload_group_size"),
@@ -75,6 +75,7 @@ ACCEPTED = frozenset(
             "enable_flashinfer_autotune",
         ),
         *("disable_cascade_attn", "disable_custom_all_reduce", "use_fp64_gumbel", "sparse_indexer_topk_backend"),
+        "monokernel",
         *("mamba_backend", "mamba_config", "mamba_ssu_algorithm", "gdn_prefill_backend", "kda_decode_backend"),
         *("kda_prefill_backend", "dcp_comm_backend", "dcp_q_replicate", "dbo_decode_token_threshold"),
         *("dbo_prefill_token_threshold", "dp_sync_interval", "disable_nccl_for_dp_synchronization"),
@@ -104,6 +105,7 @@ ACCEPTED = frozenset(
         *("enable_logging_iteration_details", "show_hidden_metrics_for_version", "otlp_traces_endpoint"),
         *("collect_detailed_traces", "kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics"),
         *("enable_mfu_metrics", "enable_layerwise_nvtx_tracing", "profiler_config", "kv_events_config"),
+        "watchdog_config",
         *("custom_histogram_buckets", "ray_workers_use_nsight", "shutdown_timeout", "distributed_timeout_seconds"),
         *("cpu_distributed_timeout_seconds", "fail_on_environ_validation", "max_logprobs", "additional_config"),
         # of adapters, which need enable_lora
@@ -132,6 +134,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "model_impl": "auto",
     "offload_group_size": 0,
     "runner": "generate",
+    "sleep_mode_backend": "cumem",
     "worker_cls": "auto",
 }
 """Values other than none, false for a switch, and one of anything that mean what vLLM does without the argument."""

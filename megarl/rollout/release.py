@@ -6,7 +6,7 @@ from megarl.platform.errors import UserError
 from megarl.platform.versions import versions
 
 OLDEST = (0, 26)
-NEWEST = (0, 32)
+NEWEST = (0, 33)
 
 
 def installed_release() -> str | None:

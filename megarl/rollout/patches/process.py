@@ -15,7 +15,7 @@ from megarl.platform.device import on_cuda
 from megarl.platform.patching import replaced
 from megarl.rollout.patches.releases import declare_vllm
 
-# vLLM 0.26 - 0.32. Read when vLLM is imported or starts.
+# vLLM 0.26 - 0.33. Read when vLLM is imported or starts.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # external_launcher needs the engine in this process, and so does megarl
     "VLLM_LOGGING_LEVEL": "ERROR",  # every rank would log its complete start
@@ -38,7 +38,7 @@ MEMORY_BINDING = declare_vllm(
 UNFREEZING = declare_vllm(
     "gc",
     "unfreeze",
-    reason="0.26 - 0.32 collect garbage among all that was ever imported when an engine ends, which takes seconds",
+    reason="0.26 - 0.33 collect garbage among all that was ever imported when an engine ends, which takes seconds",
     upstream="vllm/v1/engine/core.py: EngineCore.shutdown",
     until="the shutdown no longer collects garbage",
 )
@@ -49,14 +49,16 @@ def prepare_environment() -> None:
     for key, value in (ENVIRONMENT if on_cuda() else ENVIRONMENT | CPU_ENVIRONMENT).items():
         os.environ.setdefault(key, value)
     # vLLM 0.32 warns that triton has no CPU backend before it has set up its own logging.
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    # vLLM 0.33 uses names that torch 2.14 deprecates. Every rank would log that.
+    for name in ("vllm", "torch._opaque_base", "torch._library.opaque_object"):
+        logging.getLogger(name).setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
 @contextmanager
 def start_isolated() -> Iterator[None]:
     """Undo what the start of an engine does to the process around it.
 
-    vLLM 0.26 - 0.32 seeds the global generators of Python, numpy and torch, which are the trainer's
+    vLLM 0.26 - 0.33 seeds the global generators of Python, numpy and torch, which are the trainer's
     (https://github.com/vllm-project/vllm/issues/11953). On CPU it overwrites LOCAL_WORLD_SIZE with the engine's
     parallel size, although checkpoint writers read the launcher's value later, and it adds to LD_PRELOAD, which would
     reach every process that megarl starts. 0.32 warns of deprecated names in torch, on every rank.
@@ -96,7 +98,7 @@ def frozen() -> AbstractContextManager[Any]:
 def compilation(*, allowed: bool) -> AbstractContextManager[Any]:
     """Run vLLM's small compiled helpers (log-prob ranks, vocabulary mask) as they are written, unless `allowed`.
 
-    vLLM 0.26 - 0.32 marks them with `torch.compile` even under enforce_eager. On CPU that costs seconds in the first
+    vLLM 0.26 - 0.33 marks them with `torch.compile` even under enforce_eager. On CPU that costs seconds in the first
     step (a quarter of a minute with a cold cache) and, on two ranks, more than half of the time of every later step.
     """
     return nullcontext() if allowed else torch.compiler.set_stance("force_eager")

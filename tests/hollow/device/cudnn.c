@@ -2,9 +2,15 @@
 #include "hollow.h"
 
 static char handle;
+static const int version[] = {HOLLOW_CUDNN_VERSION}; /* major, minor, patch: build.py takes them from torch */
 
 PUBLIC size_t cudnnGetVersion(void) {
-    return 92000;
+    return (size_t)(10000 * version[0] + 100 * version[1] + version[2]);
+}
+
+PUBLIC int cudnnGetProperty(int place, int *number) {
+    *number = version[place];
+    return 0;
 }
 
 PUBLIC size_t cudnnGetCudartVersion(void) {

@@ -1,5 +1,6 @@
 """Kernels of Triton for vLLM's gated delta rule, in torch: Triton cannot interpret them, or takes minutes."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -8,6 +9,12 @@ from torch import Tensor
 from torch.nn.functional import conv1d, silu, softplus
 
 from tests.hollow.solid.triton_kernels import WrittenOut
+
+
+def last_tensor(arguments: Sequence[Any]) -> Tensor:
+    """Return the tensor that a kernel writes to: it follows the tensors that releases of vLLM add to a convolution."""
+    *_, result = (argument for argument in arguments if isinstance(argument, Tensor))
+    return result
 
 
 def convolve_sequences(
@@ -26,8 +33,8 @@ def convolve_sequences(
     `states` are the last inputs of each sequence, [blocks, dim, at least width - 1]; a sequence has those before it if
     it `continues`. A sequence whose block is the last argument is padding.
     """
-    assert not settings["IS_APC_ENABLED"]
-    result, padding = rest[6], rest[-1]
+    assert not settings.get("IS_APC_ENABLED")  # vLLM 0.33 has no such setting
+    result, padding = last_tensor(rest), rest[-1]
     dim, width = weight.shape
     for block, has_history, (start, end) in zip(
         blocks.tolist(), continues.tolist(), pairwise(starts.tolist()), strict=True
@@ -47,8 +54,8 @@ def step_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, blocks: Tensor, *rest: Any, **settings: Any
 ) -> None:
     """Compute Triton's `_causal_conv1d_update_kernel`: a token [n, dim, 1] of each sequence, by [dim, width]."""
-    assert not (settings["IS_VARLEN"] or settings["IS_APC_ENABLED"] or settings["IS_SPEC_DECODING"])
-    result, padding = rest[4], rest[-1]
+    assert not (settings["IS_VARLEN"] or settings.get("IS_APC_ENABLED") or settings["IS_SPEC_DECODING"])
+    result, padding = last_tensor(rest), rest[-1]
     rows = (blocks != padding).nonzero()[:, 0]
     chosen = blocks[rows].long()
     width = weight.shape[1]

@@ -151,7 +151,7 @@ def normalize_and_rotate_in_torch(module: Any) -> None:
 def filter_tokens_in_torch(module: Any) -> None:
     """Let torch filter the most likely tokens: Triton cannot interpret vLLM's kernel for it."""
 
-    def apply(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    def apply(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, **hints: bool) -> Tensor:
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
         return apply_top_k_top_p_pytorch(logits, top_k, top_p)

@@ -14,6 +14,10 @@ from typing import Any
 PREPARED = {  # modules, and the functions that take them after their import
     "torch": ("tests.hollow.solid.mode", "enter_everywhere"),
     "triton.runtime.interpreter": ("tests.hollow.solid.interpreted", "interpret_in_place"),
+    "vllm.model_executor.kernels.linear.cute_dsl.ll_fp32w": (
+        "tests.hollow.solid.cute_kernels",
+        "multiply_by_router_without",
+    ),
     "vllm.model_executor.layers.fused_moe.fused_moe": (
         "tests.hollow.solid.triton_kernels",
         "multiply_by_experts_in_torch",
