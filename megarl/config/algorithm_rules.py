@@ -41,7 +41,11 @@ def _estimator(config: Config, context: CheckContext) -> Iterator[Fault]:
     if config.algorithm.filter_groups.enable and not comparing:
         comparing = "algorithm.filter_groups"
     if comparing and rollout.n == 1:
-        yield Fault(f"{ROLLOUT}.n", f"{comparing} compares the responses to one prompt: write n=2 or more (5 is usual)")
+        yield Fault(
+            f"{ROLLOUT}.n",
+            f"{comparing} compares the responses to one prompt: write n=2 or more (5 is usual), or for single "
+            "responses adv_estimator=reinforce_plus_plus",
+        )
     if comparing and not rollout.do_sample:
         yield Fault(
             f"{ROLLOUT}.do_sample",

@@ -177,7 +177,7 @@ def test_all_faults_come_at_once_with_their_place(tmp_path: Path) -> None:
         "6 faults in the configuration:",
         "  actor_rollout_ref.actor.optim.betas [command line]: item 2 is missing, not [0.9]",
         "  actor_rollout_ref.rollout.n: algorithm.adv_estimator=grpo compares the responses to one prompt: "
-        "write n=2 or more (5 is usual)",
+        "write n=2 or more (5 is usual), or for single responses adv_estimator=reinforce_plus_plus",
         f"  actor_rollout_ref.rollout.temperature [{file}]: should be a valid number, not 'hot'",
         f"  actor_rollout_ref.rollout.top_k [{file}]: must be -1 (all tokens) or at least 1, not 0",
         f"  data.train_bach_size [{file}]: unknown key: did you mean data.train_batch_size?",

@@ -25,7 +25,7 @@ else:
 """
 
 
-def test_command_is_repeated_in_a_session_of_its_own(tmp_path: Path) -> None:
+def test_command_is_repeated_in_another_session(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     words = ("-X", "utf8", "program.py", "run", "--detach", "a.b=c d")
     printed = succeed(sys.executable, *words, timeout_s=60, cwd=tmp_path)
