@@ -3,6 +3,7 @@
 The process of the tests works on the CPU; tests that need a GPU have ranks of their own.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ os.environ.setdefault("MEGARL_CACHE", tempfile.mkdtemp(prefix="megarl-cache-")) 
 # A process of pytest-xdist ignores SIGINT, and so would every program that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 take_share()
+COLLECTIONS_BEFORE_ALL = 100
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,14 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     """Decide the device before the first test module asks. The process that only distributes tests imports no torch."""
     if isinstance(collector, pytest.Session):
         import_module("megarl.platform.device").decide_device("cpu")
+
+
+def pytest_collection_finish() -> None:
+    """Search all memory for garbage less often: it has a million objects of imports."""
+    gc.collect()
+    gc.freeze()
+    newest, middle, _ = gc.get_threshold()
+    gc.set_threshold(newest, middle, COLLECTIONS_BEFORE_ALL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
