@@ -1,5 +1,6 @@
 """The columns that are read of a data file."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -8,6 +9,7 @@ from typing import Any
 from megarl.platform.errors import UserError
 
 DataRow = dict[str, Any]
+_PLAIN = re.compile(r"\w+([ .-]\w+)*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class WantedColumns:
         faults = []
         missing = [self._described(column) for column in self.required if column not in found]
         if missing:
-            faults.append(f"has no column {', '.join(missing)}; it has {', '.join(found)}")
+            faults.append(f"has no column {', '.join(missing)}; it has {', '.join(map(_name, found))}")
         twice = [repr(column) for column in wanted if found.count(column) > 1]
         if twice:
             faults.append(f"has more than one column {', '.join(twice)}: rename or remove all but one")
@@ -40,3 +42,8 @@ class WantedColumns:
 
     def _described(self, column: str) -> str:
         return f"{column!r} ({self.remedies[column]})" if column in self.remedies else repr(column)
+
+
+def _name(column: str) -> str:
+    """Return the name of a column for a list, in quotes if its beginning and its end would not show there."""
+    return column if _PLAIN.fullmatch(column) else repr(column)

@@ -187,6 +187,7 @@ def write_lines(path: Path, *rows: Any) -> str:
         ([{"prompt": CHAT, "a": "2"}], ("--answer", "a"), "line 1, column prompt: the last message is the assistant's"),
         ([{"prompt": CHAT[1:]}], (), "line 1, column prompt: without the last message, which is the assistant's: []"),
         ([{"prompt": [{"from": "ghost", "value": "a"}]}], (), "line 1, column prompt: message 0: role 'ghost' is none"),
+        ([{" prompt": "a", "b;c": "", "d e": ""}], (), "it has ' prompt', 'b;c', d e"),
         ([{"prompt": "a"}], ("--sft",), "line 1: there is no response: name its column with --answer"),
         ([{"prompt": "a", "b": " "}], ("--sft", "--answer", "b"), "line 1: the response is no text: ' '"),
     ],
