@@ -91,12 +91,12 @@ def _describe_model(key: str, section: CheckpointSection, *, is_frozen: bool) ->
             place = downloaded(section.path, MARKERS)
             if place is None:
                 raise UserError("it is neither here nor in the cache of the hub")
+        if place is None or place.is_file():
+            return _describe(key, section.path)
+        files = [path for path in sorted(place.iterdir()) if path.is_file() and path.name.endswith(suffixes)]
+        return {redact(f"{section.path}/{path.name}"): _local(path) for path in files}
     except (UserError, OSError) as error:
         return _unknown(key, section.path, error)
-    if place is None or place.is_file():
-        return _describe(key, section.path)
-    files = [path for path in sorted(place.iterdir()) if path.is_file() and path.name.endswith(suffixes)]
-    return {redact(f"{section.path}/{path.name}"): _local(path) for path in files}
 
 
 def _describe(key: str, name: str) -> dict[str, str]:

@@ -144,7 +144,7 @@ def build_training(config: Config, launch: Launch, resources: ExitStack) -> Trai
     tracker = run_tracker(config, launch, resume_point, last_step=inputs.last_step)
     _log_sizes(config, resume_point, tracker, inputs)
     scorer = make_scorer(config, inputs.rules, models.mesh, inputs.tokenizer, inputs.source)
-    step_cache = make_step_cache(config, inputs.prompts, resume_point)
+    step_cache = make_step_cache(config, resume_point)
     sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, inputs.environments, step_cache)
     validation = (
         make_validation(config, inputs.val_prompts, sampler, scorer, tracker, replaces=True)

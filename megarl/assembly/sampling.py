@@ -94,7 +94,7 @@ def make_sampler(
     )
 
 
-def make_step_cache(config: Config, prompts: PromptStream, resume_point: ResumePoint) -> StepCache | None:
+def make_step_cache(config: Config, resume_point: ResumePoint) -> StepCache | None:
     """Make the files of complete responses. Return None if the run keeps none."""
     if not config.actor_rollout_ref.rollout.keep_complete:
         return None
@@ -110,7 +110,6 @@ def make_step_cache(config: Config, prompts: PromptStream, resume_point: ResumeP
         run_dir,
         config=json.dumps(what_matters),
         checkpoint_of=lambda step: resume_point.checkpoint if step == first_step else run_dir / f"{STEP_PREFIX}{step}",
-        prompt_of=prompts.prompt_of,
         shares=Shares.blocks(config.actor_rollout_ref.rollout.tensor_model_parallel_size),
     )
 

@@ -3,7 +3,7 @@
 RUN_DIR/global_step_40/                     complete
         .global_step_40.part/               being written, fetched or removed; may remain after a crash
         latest_checkpointed_iteration.txt   the pointer: the step to resume from; an earlier step if that is damaged
-        set_aside-20260131-235959/          checkpoints, and the pointer, that the run does not continue
+        set_aside-20260131-235959-012345/   checkpoints, and the pointer, that the run does not continue
         .lock                               host and process of the job that has the directory, locked while it lives
 """
 
@@ -68,7 +68,7 @@ def saved_steps(directory: Path) -> list[int]:
 def step_of_name(name: str) -> int | None:
     """Return the step of the checkpoint `name`; None if this is not the name of a checkpoint."""
     number = name.removeprefix(STEP_PREFIX)
-    return None if number == name else parse_step(number.encode())
+    return None if number == name else parse_step(number.encode(errors="replace"))  # it may not be UTF-8
 
 
 def parse_step(text: bytes) -> int | None:
@@ -119,7 +119,7 @@ def set_aside(directory: Path, steps: Collection[int], *, latest: int | None) ->
     Raises:
         WriteError: a file cannot be moved.
     """
-    target = directory / f"set_aside-{datetime.now():%Y%m%d-%H%M%S}"
+    target = directory / f"set_aside-{datetime.now():%Y%m%d-%H%M%S-%f}"
     with explained(str(target)):
         if latest is not None:  # first, so that a crash in between does not bring back what is being moved
             name_latest(directory, latest)

@@ -69,10 +69,9 @@ def require_space(directory: Path, num_bytes: int) -> None:
     probe = directory / f".room-{dist.get_rank()}"
     share = num_bytes // dist.get_world_size() + SMALL_BYTES
     needed = _gb(share * dist.get_world_size())
-    free = _free(directory)
-    what = f"a checkpoint of about {needed} GB in {directory.parent}, which has {free} GB free,"
 
     def try_share() -> None:
+        what = f"a checkpoint of about {needed} GB in {directory.parent}, which has {_free(directory)} GB free,"
         with explained(what), probe.open("wb") as file:
             reserve(file, share)
 

@@ -1,5 +1,6 @@
 """Copies a remote checkpoint into the run's directory: completely or not at all, by all ranks together."""
 
+import shutil
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -38,6 +39,18 @@ def fetch(remote: Remote, directory: Path) -> Path:
         if on_first_rank(lambda: read_bytes(final / MANIFEST_FILE)) == manifest:
             return final
         raise UserError(f"{final} is intact, but differs from {remote}: move it away")
+    try:
+        _copy(remote, part, manifest)
+    except Exception:
+        if dist.get_rank() == 0:  # the run's own checkpoints need the space
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+    on_first_rank(lambda: publish(part, final))
+    return final
+
+
+def _copy(remote: Remote, part: Path, manifest: bytes) -> None:
+    """Copy the files that a manifest lists, and the manifest, and check them. Collective. Raises as `fetch`."""
     files = parse_manifest(manifest, remote)
     on_first_rank(lambda: make_empty(part, {str(Path(file).parent) for file in files}))
     size = dist.get_world_size()
@@ -50,5 +63,3 @@ def fetch(remote: Remote, directory: Path) -> Path:
     damage = find_damage(part)
     if damage:
         raise UserError(f"{remote} arrived damaged: {damage}")
-    on_first_rank(lambda: publish(part, final))
-    return final

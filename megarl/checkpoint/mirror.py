@@ -45,7 +45,7 @@ class Mirror:
 
         A checkpoint in another directory, or with another name, is ignored. `best` is the step of the best validation.
         """
-        self._uploader.best = best
+        self._uploader.best = self._uploader.arrived_best = best
         step = step_of_name(checkpoint.name)
         if checkpoint.parent == self._directory and step is not None:
             self._add(step)

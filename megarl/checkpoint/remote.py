@@ -2,7 +2,7 @@
 
 The file system only has to write complete files, list and delete: object stores have no rename. A file that exists may
 be half written; a checkpoint is complete if it has its manifest, which is written last. An operation that fails is
-tried again.
+tried again. Bytes travel as they are, whatever compression the name of a file seems to tell.
 """
 
 import os
@@ -68,7 +68,7 @@ class Remote:
         """Return the content of a small file, None if it is missing. Raises Damage if it is not small."""
         filesystem, root = self._opened
         try:
-            with filesystem.open_input_stream(f"{root}/{name}") as file:
+            with filesystem.open_input_stream(f"{root}/{name}", compression=None) as file:
                 content: bytes = file.read(MAX_BYTES + 1)
         except FileNotFoundError:
             return None
@@ -108,7 +108,8 @@ class Remote:
     def get(self, name: str, file: Path) -> None:
         """Download a file, and flush it to the disk."""
         filesystem, root = self._opened
-        with filesystem.open_input_stream(f"{root}/{name}") as source, file.open("wb") as target:
+        opened = filesystem.open_input_stream(f"{root}/{name}", compression=None)
+        with opened as source, file.open("wb") as target:
             shutil.copyfileobj(source, target, CHUNK_BYTES)
             target.flush()
             os.fsync(target.fileno())
@@ -174,7 +175,7 @@ class Remote:
         path = f"{root}/{name}"
         if filesystem.type_name not in WITHOUT_DIRECTORIES:
             filesystem.create_dir(path.rpartition("/")[0], recursive=True)
-        return filesystem.open_output_stream(path)
+        return filesystem.open_output_stream(path, compression=None)
 
 
 def share_of(files: Mapping[str, Seal], rank: int, world_size: int) -> list[tuple[str, Seal]]:

@@ -41,7 +41,7 @@ class Uploader:
         self._keep = keep
         self._uploaded: defaultdict[int, set[str]] = defaultdict(set)  # step -> files that this rank has uploaded
         self.best: int | None = None  # the step of the best validation
-        self._arrived_best: int | None = None  # the last one that the mirror had
+        self.arrived_best: int | None = None  # the last one that the mirror had
         self.num_bytes = 0  # uploaded by this rank so far
         self.deleted: set[int] = set()  # steps removed locally before the mirror was known to have them
 
@@ -121,9 +121,9 @@ class Uploader:
         The best stays, and the best before it until this one has arrived.
         """
         if self.best is None or self.best in self.remote.complete_steps():
-            self._arrived_best = self.best
+            self.arrived_best = self.best
         old = self.remote.resumable_steps()[: -self._keep] if self._keep else []
-        old = [step for step in old if step not in (self.best, self._arrived_best)]
+        old = [step for step in old if step not in (self.best, self.arrived_best)]
         for step in {*old, *self.deleted.difference(self.remote.complete_steps())}:
             self.remote.remove(step)
         self.deleted.clear()

@@ -79,7 +79,7 @@ def _keep(error: Exception, directory: Path, rank: int) -> Path | None:
     path = (directory / "errors" / f"rank_{rank}.txt").absolute()
     try:
         path.parent.mkdir(exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:  # of names that are not UTF-8
             file.write(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}\n{format_error(error)}\n\n")
     except OSError as failure:
         logger.warning("%s cannot be written: %s", path, remedy(failure))
@@ -90,7 +90,7 @@ def _keep(error: Exception, directory: Path, rank: int) -> Path | None:
 def _notify(rank: int, path: Path) -> None:
     """Name the file to the process that watches this rank: ours, or an agent of torchrun."""
     if _watcher is not None:
-        os.write(_watcher, f"{last_line(rank, str(path))}\n".encode())
+        os.write(_watcher, f"{last_line(rank, str(path))}\n".encode(errors="backslashreplace"))
         return
     reason = {"message": last_line(rank, str(path)), "timestamp": int(time.time())}
     elastic = os.environ.get(ELASTIC_FILE)

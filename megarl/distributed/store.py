@@ -87,7 +87,7 @@ def reported_by_rank0(store: Store, message: str, launch: Launch) -> bool:
 
     An error that all ranks find together is then printed once. If rank 0 finds no error, or has gone, each rank speaks.
     """
-    key = f"megarl/said/{hashlib.sha256(message.encode()).hexdigest()}"
+    key = f"megarl/said/{hashlib.sha256(message.encode(errors='backslashreplace')).hexdigest()}"
     try:
         if launch.rank == 0:
             store.set(key, "")

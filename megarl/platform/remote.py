@@ -111,7 +111,8 @@ class RemoteDirectory:
         """Copy a remote file to the disk, report the bytes of each part, and return the MD5. Raise all errors."""
         filesystem, root = self._opened
         digest = hashlib.md5(usedforsecurity=False)
-        with filesystem.open_input_stream(f"{root}/{name}") as source, file.open("wb") as target:
+        opened = filesystem.open_input_stream(f"{root}/{name}", compression=None)  # whatever its name ends with
+        with opened as source, file.open("wb") as target:
             while chunk := source.read(CHUNK_BYTES):
                 target.write(chunk)
                 digest.update(chunk)
@@ -152,7 +153,7 @@ class RemoteDirectory:
 
     def _content(self, name: str) -> bytes:
         filesystem, root = self._opened
-        with filesystem.open_input_stream(f"{root}/{name}") as file:
+        with filesystem.open_input_stream(f"{root}/{name}", compression=None) as file:
             content: bytes = file.read()
         return content
 

@@ -2,25 +2,31 @@
 
 RUN_DIR/kept/step_40-0f3a.../00007-2.parquet   samples of replica 2 in groups that became complete at an exchange
 
-The name of the directory has a digest of everything that the responses follow from: the configuration, and the
-checkpoint that the step starts from. So a run reads only what itself would draw. A step that starts from no checkpoint
-keeps nothing, because no run can resume at it. A file is there completely or not at all, and the files of a step are
-removed when another step begins. A group is drawn again if one of its files is missing or damaged.
+The name of the directory has a digest of everything that the responses follow from: the configuration, the checkpoint
+that the step starts from, and the tokens of its prompts. So a run reads only what itself would draw. A step that starts
+from no checkpoint keeps nothing, because no run can resume at it. A file is there completely or not at all, and the
+files of a step are removed when another step begins. A group is drawn again if one of its files is missing or damaged.
+If the disk refuses a file, the run continues, and a rank keeps nothing more of the step.
 """
 
 import hashlib
+import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from megarl.batch import Group
 from megarl.checkpoint.directory import STATE_FILE
 from megarl.distributed.exchange import on_each_rank, on_first_rank
 from megarl.distributed.sharded import Shares
-from megarl.platform.files import write_whole
+from megarl.platform.files import remedy, write_whole
 from megarl.platform.small_files import Damage
-from megarl.samples.in_flight import PromptOf, SampleRow, joined, rows_of, to_bytes
+from megarl.samples.in_flight import SampleRow, joined, rows_of, to_bytes
+
+logger = logging.getLogger(__name__)
 
 KEPT = "kept"
 DIGITS = 16  # of the digest
@@ -35,7 +41,6 @@ class StepCache:
         *,
         config: str,
         checkpoint_of: Callable[[int], Path | None],
-        prompt_of: PromptOf,
         shares: Shares,
     ) -> None:
         """Keep files in `run_dir`.
@@ -44,52 +49,52 @@ class StepCache:
             run_dir: the directory of the run.
             config: the settings that the responses follow from.
             checkpoint_of: returns the place of the checkpoint that a step starts from; None: the start of the run.
-            prompt_of: returns the prompt of a row of the data set.
             shares: of the engine replicas.
         """
         self._directory = run_dir / KEPT
         self._config = config
         self._checkpoint_of = checkpoint_of
-        self._prompt_of = prompt_of
         self._shares = shares
         self._place: Path | None = None  # of the step; None: nothing is kept
         self._number = 0  # of the next file
 
     def begin(self, step: int, groups: Sequence[Group]) -> dict[int, Group]:
         """Begin a step, counted from 0. Return those of its groups that an earlier job kept, by number. Collective."""
-        self._place, files = on_first_rank(lambda: self._begin(step))
+        self._place, files = on_first_rank(lambda: self._begin(step, groups))
         self._number = 1 + max((int(file.stem.partition("-")[0]) for file in files), default=-1)
         taken = files[self._shares.here :: self._shares.number]
         mine = on_each_rank(lambda: [row for file in taken for row in _rows_if_intact(file)])
-        found = joined(mine, self._shares, self._prompt_of)
-        return {
-            number: group
-            for number, group in found.items()
-            if number < len(groups)
-            and group.prompt.index == groups[number].prompt.index
-            and len(group.samples) == len(groups[number].samples)
-        }
+        prompts = {group.prompt.index: group.prompt for group in groups}
+        found = joined(mine, self._shares, prompts.__getitem__)
+        return {number: group for number, group in found.items() if len(group.samples) == len(groups[number].samples)}
 
     def keep(self, groups: Mapping[int, Group]) -> None:
         """Write groups that are complete, by number. Collective."""
         on_each_rank(lambda: self._keep(groups))
 
-    def _begin(self, step: int) -> tuple[Path | None, list[Path]]:
-        place = self._place_of(step)
+    def _begin(self, step: int, groups: Sequence[Group]) -> tuple[Path | None, list[Path]]:
+        place = self._place_of(step, groups)
         for other in self._directory.glob("step_*"):
             if other != place:
-                shutil.rmtree(other)
+                shutil.rmtree(other, ignore_errors=True)  # the next step tries again
         return place, sorted(place.glob("*.parquet")) if place else []
 
     def _keep(self, groups: Mapping[int, Group]) -> None:
         if self._place and groups and self._shares.reports:
-            self._place.mkdir(parents=True, exist_ok=True)
-            name = f"{self._number:05}-{self._shares.here}.parquet"
-            write_whole(self._place / name, to_bytes(groups, self._shares))
+            path = self._place / f"{self._number:05}-{self._shares.here}.parquet"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, to_bytes(groups, self._shares))
+            except OSError as error:
+                logger.warning("%s was not written, training continues: %s", path, remedy(error))
+                self._place = None
         self._number += 1
 
-    def _place_of(self, step: int) -> Path | None:
+    def _place_of(self, step: int, groups: Sequence[Group]) -> Path | None:
         digest = hashlib.sha256(self._config.encode())
+        for group in groups:
+            digest.update(f"row {group.prompt.index}, {len(group.prompt.token_ids)} tokens".encode())
+            digest.update(np.asarray(group.prompt.token_ids, dtype=np.int32).tobytes())
         checkpoint = self._checkpoint_of(step)
         if checkpoint:
             try:

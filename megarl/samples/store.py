@@ -111,6 +111,7 @@ def _write_share(path: Path, samples: Sharded[Scored], baselines: Tensor | None,
 def _publish(unfinished: Path, path: Path) -> None:
     """Give what has been written its name, and remove what had the name before. Raises OSError."""
     old = path.with_name(f".{path.name}.old")
+    _remove(old)  # of a job that was killed here: no directory replaces another that has files
     with suppress(FileNotFoundError):
         path.rename(old)  # a directory that other programs read cannot be removed, but it can be renamed
     unfinished.rename(path)

@@ -11,12 +11,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megarl.platform.log import printed
 from megarl.sandbox import signals
@@ -198,7 +198,7 @@ class _Supervisor:
         replies = self._inbox.wait()
         for text in filter(str.strip, [reply.pop("printed") for reply in replies]):
             printed.info("%s", text.rstrip("\n"))
-        return [ScoringResult(**reply) for reply in replies]
+        return [ScoringResult(**reply | _whole_characters(reply)) for reply in replies]
 
     def close(self) -> None:
         """Hang up; the supervisor then ends its descendants and itself."""
@@ -214,3 +214,9 @@ class _Supervisor:
 def _search_path() -> str:
     """Return the module path of this process as `PYTHONPATH`: rewards can import what this process can."""
     return os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+
+
+def _whole_characters(reply: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of a reply with `?` for each half of a character: no file of UTF-8 can hold one."""
+    texts = {name: reply.get(name) for name in ("pred", "detail")}
+    return {name: text.encode(errors="replace").decode() for name, text in texts.items() if text}

@@ -9,6 +9,7 @@ Invariant: every rank has the same index of the samples, so every rank keeps the
 engine step. The samples are a pure function of the position in the data, the step and the actor's weights.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol, assert_never
 
@@ -173,7 +174,9 @@ def _without_baseline(scored: Sharded[Scored], baseline: Sharded[Scored]) -> Sha
     own = share.failures or [None] * len(share)
     reasons = {place: f"the greedy response to its prompt has no score: {why}" for place, why in greedy.items()}
     failures = [failure or reasons.get(place) for failure, place in zip(own, share.groups.tolist(), strict=True)]
-    scored = scored.with_share(replace(share, failures=failures))
+    is_lost = torch.tensor([failure is not None for failure in failures], dtype=torch.bool)
+    numbers = {name: getattr(share, name).masked_fill(is_lost, math.nan) for name in ("scores", "accuracies")}
+    scored = scored.with_share(replace(share, failures=failures, **numbers))
     num_scored = int(scored.sum(scored.share.has_score()))
     require_scores(num_scored, of=len(scored), failures=first_failures(scored))
     return scored

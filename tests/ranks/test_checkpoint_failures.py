@@ -1,5 +1,6 @@
 """Checkpoints of a model cut over ranks, on a disk that is full for a while."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,21 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], is_async: bool) -> tu
     diary.append(save(5))
     run.close()
     return diary, str(raised.value)
+
+
+def space_on_disk_that_a_rank_lost(directory: Path) -> str:
+    """Return the error of this rank if the disk is gone on the host of rank 1."""
+    from megarl.checkpoint import failures
+
+    def forget(path: Path) -> None:
+        raise OSError(errno.ESTALE, "stale", str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(failures.shutil, "disk_usage", forget)
+        with pytest.raises(OSError, match="stale") as raised:
+            failures.require_space(directory, 1000)
+    return str(raised.value)
 
 
 def saves_with_exports(source: Path, disk: Disk, split: dict[str, Any]) -> list[Any]:
@@ -177,3 +193,8 @@ def test_read_only_run_directory_is_named_everywhere(pool: RankPool, tmp_path: P
         for message in pool.run(2, refused, disk.path / "run"):
             assert message.startswith(f"trainer.default_local_dir={disk.path / 'run'} cannot be written: ")
             assert message.endswith("Read-only file system; have it mounted for writing, or name another directory")
+
+
+def test_disk_that_one_rank_lost_fails_on_all(pool: RankPool, tmp_path: Path) -> None:
+    one, other = pool.run(2, space_on_disk_that_a_rank_lost, tmp_path)
+    assert one == other

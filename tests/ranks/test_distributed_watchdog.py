@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.distributed import watchdog
-from megarl.distributed.watchdog import EXIT_CODE, RankProgress, polling, read_reports, summary, watching
+from megarl.distributed.watchdog import EXIT_CODE, RankProgress, Watchdog, polling, read_reports, summary, watching
 from tests.support import stalled
 from tests.support.forked import Job
 from tests.support.ranks import RankPool
@@ -102,6 +102,14 @@ def test_polling_rank_reports_itself_whether_it_waits(
     pool: RankPool, tmp_path: Path, holds_up: bool | None, waits: list[bool]
 ) -> None:
     assert pool.run(2, waits_in_a_barrier, tmp_path, holds_up) == [waits] * 2
+
+
+def test_error_of_disk_does_not_end_watch(tmp_path: Path) -> None:
+    watch = Watchdog(tmp_path / ("x" * 300) / "hang", rank=0, world_size=1, timeout_s=1000.0, grace_s=0.2)
+    watch.start()
+    time.sleep(0.5)
+    assert watch._thread.is_alive()
+    watch.stop()
 
 
 def test_ranks_in_an_earlier_phase_are_behind() -> None:

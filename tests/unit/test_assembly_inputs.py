@@ -87,6 +87,14 @@ def test_another_content_under_the_same_name_is_named(
     assert ("the best starts anew" in said) != keeps_best
 
 
+def test_unreadable_file_of_model_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = with_inputs(tmp_path)
+    (tmp_path / "model" / "vocab.json").symlink_to("/proc/self/mem")  # whose first byte nobody can read
+    assert inputs_of(config).keys() == INPUTS.keys() - {"actor_rollout_ref.model.path"}
+    [warning] = caplog.messages
+    assert f"a resume will not notice another content of {tmp_path}/model, which cannot be read" in warning
+
+
 def test_checkpoint_without_input_descriptions_reports_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -119,6 +119,7 @@ def test_damaged_mirror_checkpoint_is_named_and_predecessor_used(
     assert found(here, there) == here / "global_step_1"
     assert "global_step_2 of the mirror is skipped" in caplog.text
     assert f"{SHARDS} has another content than when it was written" in caplog.text
+    assert sorted(path.name for path in here.iterdir()) == ["global_step_1", LATEST_FILE]
 
 
 def test_mirror_without_complete_checkpoint_raises_error(here: Path, there: Path) -> None:

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import CheckpointStore
+from megarl.platform.remote import RemoteDirectory
 from tests.support.faulty_filesystem import FaultyFileSystem
 
 FILES = ["huggingface/config.json", "random_states.pt", "state.json"]
@@ -223,6 +225,30 @@ def test_old_best_stays_mirrored_until_new_one_arrives(tmp_path: Path) -> None:
     run.save(State(step=5, best=Best(0.7, 4)))
     settle(run)
     assert intact(there) == ["global_step_2", "global_step_5"]
+
+
+@pytest.mark.parametrize("name", ["merges.txt.gz", "vocab.json.bz2", "codes.zst", "codes.lz4"])
+def test_compressed_file_arrives_as_it_is(tmp_path: Path, name: str) -> None:
+    remote, content = Remote(f"file://{tmp_path / 'there'}"), b"compressed or not" * 100
+    (tmp_path / name).write_bytes(content)
+    remote.put(tmp_path / name, name, (len(content), crc32(content)), lambda num_bytes: None)
+    assert (tmp_path / "there" / name).read_bytes() == remote.read(name) == content
+    remote.get(name, tmp_path / "back")
+    RemoteDirectory(f"file://{tmp_path / 'there'}").download(name, tmp_path / "copy", lambda num_bytes: None)
+    assert (tmp_path / "back").read_bytes() == (tmp_path / "copy").read_bytes() == content
+
+
+def test_resumed_run_keeps_old_best_until_new_arrives(tmp_path: Path) -> None:
+    run, there = start(tmp_path, keep=1), tmp_path / "there"
+    run.save(State(step=1, best=Best(0.5, 1)))
+    settle(run)
+    resumed = start(tmp_path, keep=1)
+    resumed.load(tmp_path / "here" / "global_step_1")
+    FaultyFileSystem.arm(faults={"global_step_2/state.json": 300})
+    for state in (State(step=2, best=Best(0.6, 2)), State(step=3, best=Best(0.6, 2))):
+        resumed.save(state)
+        settle(resumed)
+    assert intact(there) == ["global_step_1", "global_step_3"]
 
 
 def test_mirror_removes_oldest_but_keeps_last_complete_checkpoint(tmp_path: Path) -> None:

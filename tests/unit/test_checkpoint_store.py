@@ -1,6 +1,7 @@
 """Checkpoints on disk: complete or absent, whenever the process dies."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from megatron.core import tensor_parallel
 
 from megarl.checkpoint.background import run_blocking
 from megarl.checkpoint.contents import RANDOM_STATES
-from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, saved_steps
+from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, saved_steps, set_aside
 from megarl.checkpoint.failures import SMALL_BYTES, warn_of_space
 from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.manifest import sealing
@@ -127,10 +128,17 @@ def test_unremovable_unfinished_files_do_not_block_start(tmp_path: Path, caplog:
 
 def test_other_names_and_links_are_not_checkpoints(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 7)
-    for name in ("007", "7.bak", "\u0663"):
+    for name in ("007", "7.bak", "\u0663", os.fsdecode(b"\xff")):
         shutil.copytree(tmp_path / "global_step_7", tmp_path / f"global_step_{name}")
     (tmp_path / "global_step_8").symlink_to(tmp_path / "global_step_7")
     assert saved_steps(tmp_path) == [7]
+
+
+def test_checkpoints_moved_in_one_second_do_not_collide(tmp_path: Path) -> None:
+    for step in (3, 7):
+        write_checkpoint(tmp_path, step)
+        set_aside(tmp_path, [step], latest=None)
+    assert [path.name for path in sorted(tmp_path.glob("set_aside-*/global*"))] == ["global_step_3", "global_step_7"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -1,9 +1,14 @@
-"""An error that all ranks find is printed by rank 0 alone."""
+"""An error that all ranks find is printed by rank 0 alone, whatever its text is."""
 
+from pathlib import Path
+
+import pytest
 from torch.distributed import HashStore, TCPStore
 
+from megarl.distributed.failures import report
 from megarl.distributed.place import Launch
 from megarl.distributed.store import reported_by_rank0
+from megarl.platform.errors import UserError
 
 
 def place(rank: int) -> Launch:
@@ -14,6 +19,12 @@ def test_rank_0_reports_shared_error_for_all() -> None:
     store = HashStore()
     assert not reported_by_rank0(store, "no tokenizer", place(0))
     assert reported_by_rank0(store, "no tokenizer", place(1))
+
+
+@pytest.mark.parametrize("kind", [ValueError, UserError])
+def test_error_with_half_a_character_is_reported(tmp_path: Path, kind: type[Exception]) -> None:
+    report(kind("no file b\udcffd"), tmp_path, place(0), HashStore())
+    assert "no file b\\udcffd" in (tmp_path / "errors" / "rank_0.txt").read_text(encoding="utf-8")
 
 
 def test_rank_reports_its_own_different_error() -> None:

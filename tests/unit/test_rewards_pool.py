@@ -120,6 +120,13 @@ def test_a_failure_names_the_line_of_the_file(behaviour: str, outcomes: dict[str
     assert Path(RULES.path or "").read_text().splitlines()[int(line) - 1].strip().startswith(("raise", "sys.exit"))
 
 
+def test_message_of_failure_has_whole_characters() -> None:
+    with closing(make_pool(timeout_s=100.0)) as pool:
+        [outcome] = outcomes_of(pool, "says_half_a_character")
+    assert without_places(outcome.detail).startswith("ValueError: ?")
+    assert outcome.detail.encode()
+
+
 @pytest.mark.parametrize("behaviour", SUCCEEDS)
 def test_a_response_that_is_scored_has_its_score(behaviour: str, outcomes: dict[str, list[ScoringResult]]) -> None:
     for outcome in outcomes[behaviour]:

@@ -24,10 +24,12 @@ def prompt(row: int) -> Prompt:
     return Prompt(index=row, token_ids=[row, row], text="", data_source="", ground_truth=None, extra_info={})
 
 
-def group(row: int) -> Group:
+def group(row: int, *, token: int | None = None) -> Group:
+    """Return the group of a row of the data; `token` is the first of its prompt instead of the row's number."""
+    asked = prompt(row) if token is None else replace(prompt(row), token_ids=[token, row])
     tokens, log_probs, versions = int32([row, 7]), float32([-0.5, -1.5]), int32([3, 3])
     sample = Generation(0, tokens, log_probs, truncated=False, weight_versions=versions)
-    return Group(prompt=prompt(row), samples=(sample, replace(sample, sample=1)), started=3)
+    return Group(prompt=asked, samples=(sample, replace(sample, sample=1)), started=3)
 
 
 ASKED = [group(row) for row in range(10)]  # of the step, by number
@@ -37,7 +39,7 @@ def kept(run_dir: Path, *, config: str = "a config") -> StepCache:
     def checkpoint_of(step: int) -> Path | None:
         return run_dir / f"global_step_{step}" if step else None
 
-    return StepCache(run_dir, config=config, checkpoint_of=checkpoint_of, prompt_of=prompt, shares=Shares())
+    return StepCache(run_dir, config=config, checkpoint_of=checkpoint_of, shares=Shares())
 
 
 def save(run_dir: Path, step: int, state: str = "{}") -> None:
@@ -72,7 +74,7 @@ def test_a_step_without_a_checkpoint_keeps_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / KEPT).exists()
 
 
-@pytest.mark.parametrize("change", ["config", "checkpoint", "step"])
+@pytest.mark.parametrize("change", ["config", "checkpoint", "step", "prompts"])
 def test_what_follows_from_something_else_is_removed(tmp_path: Path, change: str) -> None:
     save(tmp_path, 3)
     first = kept(tmp_path)
@@ -81,7 +83,8 @@ def test_what_follows_from_something_else_is_removed(tmp_path: Path, change: str
     if change == "checkpoint":
         save(tmp_path, 3, state="another")
     other = kept(tmp_path, config="another config" if change == "config" else "a config")
-    assert other.begin(2 if change == "step" else 3, ASKED) == {}
+    asked = [group(row, token=77) for row in range(10)] if change == "prompts" else ASKED
+    assert other.begin(2 if change == "step" else 3, asked) == {}
     assert not [*(tmp_path / KEPT).iterdir()]
 
 
@@ -93,6 +96,16 @@ def test_responses_of_damaged_file_are_generated_again(tmp_path: Path) -> None:
     [file, _] = sorted((tmp_path / KEPT).rglob("*.parquet"))
     file.write_bytes(file.read_bytes()[:-9])
     assert kept(tmp_path).begin(0, ASKED) == {8: group(8)}
+
+
+def test_full_disk_only_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = kept(tmp_path)
+    cache.begin(0, ASKED)
+    (tmp_path / KEPT).write_text("a file in the place of the directory")
+    for row in (5, 8):
+        cache.keep({row: group(row)})
+    [warning] = caplog.messages
+    assert "training continues" in warning and "a file is in the place of the directory" in warning
 
 
 def test_group_with_missing_sample_is_drawn_again(tmp_path: Path) -> None:

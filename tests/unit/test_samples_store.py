@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,15 @@ def test_samples_of_other_replica_count_are_replaced(tmp_path: Path) -> None:
             [path] = tmp_path.iterdir()
             assert (path.name, path.is_dir()) == ("val_step_3.parquet", is_directory)
     assert_same(read_samples(path)[0], record)
+
+
+def test_leftover_of_killed_job_hinders_no_replacement(tmp_path: Path) -> None:
+    two = shard(scored([2, 1, 4, 3]), torch.tensor([0, 0, 1, 1]), Shares(ranks=((0,), (1,))))
+    with world_of_one():
+        assert SampleStore(tmp_path).keep_step(two, None, step=3)
+        shutil.copytree(tmp_path / "step_3.parquet", tmp_path / ".step_3.parquet.old")
+        assert SampleStore(tmp_path).keep_step(two, None, step=3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3.parquet"]
 
 
 @pytest.mark.parametrize("function", ["rmdir", "unlink"])

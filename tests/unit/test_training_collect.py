@@ -23,8 +23,10 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.distributed.sharded import Sharded, Shares
 from megarl.rewards.collective import RewardError
 from megarl.rollout.responses import of_groups
+from megarl.samples.store import SampleStore, read_samples
 from megarl.tracking.timers import Timers
 from megarl.training.collect import Collected, Collector
+from tests.support.ranks import world_of_one
 from tests.support.records import alone, of_rows
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.sessions import HandSession, answered
@@ -363,12 +365,15 @@ def test_step_with_mostly_failed_rewards_stops_run(five: PromptStream, enable: b
         collector(five, world, enable=enable).collect(Position(), Timers(), step=7)
 
 
-def test_baseline_without_score_excludes_samples_of_its_prompt(five: PromptStream) -> None:
+def test_baseline_without_score_excludes_samples_of_its_prompt(five: PromptStream, tmp_path: Path) -> None:
     world = World(right_and_wrong())
     world.odd_baselines = [3]
     collected = collector(five, world, estimator="remax", enable=False).collect(Position(0, 2), Timers(), step=7)
     reason = "the greedy response to its prompt has no score: nan is odd"
     assert collected.scored.share.failures == [None, None, reason, reason]
+    with world_of_one():
+        assert SampleStore(tmp_path).keep_step(collected.scored, collected.baselines, step=8)
+    assert read_samples(tmp_path / "step_8.parquet")[0].failures == [None, None, reason, reason]
     kept = collected.scored_only()
     judged, baselines = kept.scored.share, kept.baselines
     assert baselines is not None
