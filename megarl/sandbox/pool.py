@@ -46,6 +46,13 @@ class ScoringResult:
     detail: str = ""  # of the fault, for people
 
 
+def failed(error: Exception) -> Future[ScoringResult]:
+    """Return a result that raises this error when it is read."""
+    result: Future[ScoringResult] = Future()
+    result.set_exception(error)
+    return result
+
+
 @dataclass(frozen=True, eq=False)
 class _Task:
     """A response that waits for a process."""
