@@ -29,6 +29,8 @@ from megarl.sandbox.pool import Pool, ScoringResult, failed
 from megarl.sandbox.results import is_number
 from megarl.sandbox.wire import pack
 
+MAX_REPLY_BYTES = 16 << 20
+"""Most bytes of a prompt or an observation as the environment's process sends it: up to 7 for a character."""
 Key = tuple[int, int]
 """An episode of a session: the number of its prompt, and of the sample."""
 
@@ -130,6 +132,7 @@ class Environments:
             timeout_s=section.timeout_s,
             max_memory=int(section.max_memory_gb * 1e9),
             isolation="process",  # it keeps the episode between two turns
+            max_reply=MAX_REPLY_BYTES,
         )
         self.section = section
         self.tokenizer = tokenizer
