@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.platform.errors import UserError
 from megarl.platform.secrets import beginning, redact
 from megarl.platform.terminal import visible
+from megarl.sandbox.results import is_number
 
 if TYPE_CHECKING:
     from megarl.data.tokenizer import Tokenizer  # prompts are also checked without a tokenizer
@@ -61,15 +62,26 @@ def text_faults(text: object, *, may_be_empty: bool = True) -> Iterator[str]:
         yield f"the text has half a character (a lone surrogate) at position {error.start}: {text[error.start]!r}"
 
 
+def margin_faults(margin: object) -> Iterator[str]:
+    """Yield the fault of the margin of a pair, which must be a number that is finite in float32."""
+    if not is_number(margin):
+        yield f"a finite number is expected (as float32), not {shown(margin)}"
+
+
 def shown(value: object) -> str:
     """Format a value of a row for a message, cut if it is long."""
     text = beginning(repr(value), SHOWN_OF_VALUE + 1)
     return text if len(text) <= SHOWN_OF_VALUE else f"{text[:SHOWN_OF_VALUE]}..."
 
 
+def content_of(message: Message) -> str:
+    """Return the text of a message; '' if it only calls tools."""
+    return message.get("content") or ""
+
+
 def plain_text(prompt: Written) -> str:
     """Return a text as it is, or the contents of messages, joined by line breaks."""
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] or "" for message in prompt)
+    return prompt if isinstance(prompt, str) else "\n".join(map(content_of, prompt))
 
 
 def as_messages(prompt: Written, tokenizer: "Tokenizer") -> list[Message] | None:
@@ -137,7 +149,7 @@ def as_read(what: str, prompt: Written, token_ids: Sequence[int], tokenizer: "To
 
 def as_written(what: str, prompt: str | Sequence[Message]) -> str:
     """Describe the prompt `what` as it is in the data file, cut in the middle."""
-    text = prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+    text = prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {content_of(turn)}" for turn in prompt)
     return f"{what}:\n{_quoted(text)}"
 
 

@@ -25,10 +25,12 @@ from megarl.platform.seeds import seed_of
 from megarl.rewards.collective import gather
 from megarl.rewards.scoring import Decode
 from megarl.sandbox.limits import WorkerLimits
-from megarl.sandbox.pool import Pool, ScoringResult
+from megarl.sandbox.pool import Pool, ScoringResult, failed
 from megarl.sandbox.results import is_number
 from megarl.sandbox.wire import pack
 
+MAX_REPLY_BYTES = 16 << 20
+"""Most bytes of a prompt or an observation as the environment's process sends it: up to 7 for a character."""
 Key = tuple[int, int]
 """An episode of a session: the number of its prompt, and of the sample."""
 
@@ -130,6 +132,7 @@ class Environments:
             timeout_s=section.timeout_s,
             max_memory=int(section.max_memory_gb * 1e9),
             isolation="process",  # it keeps the episode between two turns
+            max_reply=MAX_REPLY_BYTES,
         )
         self.section = section
         self.tokenizer = tokenizer
@@ -168,7 +171,10 @@ class Environments:
     def submit(
         self, prompt: Prompt, number: int, responses: Sequence[str], observations: Sequence[str]
     ) -> Future[ScoringResult]:
-        """Ask for the answer to the last of the responses of episode `number`, see `Players.answer`."""
+        """Ask for the answer to the last of the responses of episode `number`, see `Players.answer`.
+
+        Never raises: reading the result raises the error, on all ranks together.
+        """
         row = {
             "prompt": prompt.raw_prompt,
             "ground_truth": prompt.ground_truth,
@@ -177,8 +183,13 @@ class Environments:
             "seed": seed_of(self._seed, prompt.index),
         }
         history = {"responses": list(responses), "observations": list(observations)}
-        request = pack({"data_source": prompt.data_source, "row": row, "episode": str(number), **history})
-        return self._pools[number % len(self._pools)].submit(request)
+        request = {"data_source": prompt.data_source, "row": row, "episode": str(number), **history}
+        try:
+            return self._pools[number % len(self._pools)].submit(pack(request))
+        except TypeError as error:
+            return failed(UserError(f"data row {prompt.index}: {error}"))
+        except Exception as error:  # another rank may already wait in a collective
+            return failed(error)
 
     def begin(self, *, max_tokens: int, group: dist.ProcessGroup) -> "Episodes":
         """Return the means to play the episodes of a session, of at most `max_tokens`, with the ranks of `group`."""
@@ -236,8 +247,13 @@ class Episodes:
         if prompt.fault:
             unbegun = self._asked[key] = Future[ScoringResult]()
             unbegun.set_result(ScoringResult(seconds=0.0, fault="error", detail=prompt.fault))
-        if prompt.fault or generation.truncated:
-            return
+        elif not generation.truncated:
+            try:
+                self._asked[key] = self._answer_to(key, prompt, generation)
+            except Exception as error:  # another rank may already wait in a collective
+                self._asked[key] = failed(error)
+
+    def _answer_to(self, key: Key, prompt: Prompt, generation: Generation) -> Future[ScoringResult]:
         observations = [turn.observation or "" for turn in generation.turns]
         if key not in self._playing:
             self._playing[key] = self._begin(prompt, generation, observations)
@@ -245,7 +261,7 @@ class Episodes:
         turn = generation.token_ids[start_of_turn(generation) :]
         episode.responses.append(self._environments.written(turn))
         episode.last = turn[-1]
-        self._asked[key] = self._environments.submit(prompt, episode.number, episode.responses, observations)
+        return self._environments.submit(prompt, episode.number, episode.responses, observations)
 
     def answer(self, generation: Sequence[Generation]) -> list[Generation]:
         """Wait for the answers to the last turns of these episodes. Return them as `proceed` does. Collective.

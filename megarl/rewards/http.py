@@ -69,7 +69,7 @@ class Server:
                 content = await _read(reply)
         except (TimeoutError, httpx.TimeoutException):
             raise PassingError(f"no reply in {self.key}.attempt_s={self.attempt_s:g}") from None
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:  # a lost connection, or a reply that is compressed wrongly
             raise PassingError(f"{type(error).__name__}: {error}") from None
         text = content.decode(errors="replace")
         description = f"status {reply.status_code}: {show(text)}"
@@ -79,7 +79,7 @@ class Server:
             raise ServerError(f"{self.name} at {self.key}.url refuses the request: {description}")
         try:
             return json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise PassingError(f"the reply is no JSON: {show(text)}") from None
 
     @cached_property

@@ -28,7 +28,7 @@ from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool, make_rules
 from megarl.rewards.rules import Rules, known_data_source
 from megarl.rewards.signature import IDS, PROMPT
-from megarl.sandbox.pool import Pool, ScoringResult
+from megarl.sandbox.pool import Pool, ScoringResult, failed
 from megarl.sandbox.wire import pack
 
 SHOWN_CHARACTERS = 120
@@ -120,10 +120,19 @@ class RuleScorer:
         return [by_sample[sample] for sample in range(len(share))]
 
     def _submit(self, prompt: Prompt, token_ids: list[int]) -> PendingResponse:
-        text = self._decode(token_ids)
+        """Start to score a response. Never raises: reading the result raises the error, on all ranks together."""
+        text = ""
+        try:
+            text = self._decode(token_ids)
+            return PendingResponse(text, self.pool.submit(self._packed(prompt, text, token_ids)))
+        except Exception as error:  # another rank may already wait in a collective
+            return PendingResponse(text, failed(error))
+
+    def _packed(self, prompt: Prompt, text: str, token_ids: list[int]) -> object:
+        """Return the arguments of the rules. Raises RewardError for a value that cannot be passed to them."""
         ids = {IDS: token_ids} if self.pool.takes_ids else {}
         try:
-            arguments = pack(
+            return pack(
                 {
                     PROMPT: prompt.text,
                     "data_source": prompt.data_source,
@@ -134,10 +143,7 @@ class RuleScorer:
                 }
             )
         except TypeError as error:
-            unreadable: Future[ScoringResult] = Future()
-            unreadable.set_exception(RewardError(f"data row {prompt.index}: {error}"))
-            return PendingResponse(text, unreadable)
-        return PendingResponse(text, self.pool.submit(arguments))
+            raise RewardError(f"data row {prompt.index}: {error}") from error
 
     def _find(self, rollouts: Rollouts, sample: int) -> PendingResponse | None:
         """Take the response of a sample out of those that this rank has begun; None if it has not begun it."""

@@ -16,4 +16,5 @@ class WorkerLimits:
     max_memory: int  # bytes of private memory of one process
     num_together: int = 1  # responses that a process handles at once
     isolation: Isolation = "response"
+    max_reply: int = 1 << 16  # bytes of the reply for one response
     canary_every: int = 0  # requests to a process after which it scores a canary; 0 = never

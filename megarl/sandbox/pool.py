@@ -31,7 +31,9 @@ MAX_SUPERVISORS = 2
 """Most supervisors that are tried with one response: the first may have ended for another reason."""
 PATIENCE_S = 0.25
 """Seconds that a response waits for a process before another process is started."""
-_MAX_REPLY_BYTES = 1 << 20
+_ESCAPED = 4
+"""Most bytes in the supervisor's JSON of a byte in the worker's, which may have characters without escapes."""
+_MAX_PRINTED_BYTES = 1 << 20  # with the seconds and the fault
 _SLACK_S = 60.0
 
 
@@ -44,6 +46,13 @@ class ScoringResult:
     pred: str | None = None  # the extracted answer, see `RuleResult`
     fault: Literal["timeout", "error", "canary"] | None = None
     detail: str = ""  # of the fault, for people
+
+
+def failed(error: Exception) -> Future[ScoringResult]:
+    """Return a result that raises this error when it is read."""
+    result: Future[ScoringResult] = Future()
+    result.set_exception(error)
+    return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +185,8 @@ class _Supervisor:
         self._connection, theirs = socket.socketpair()
         num_calls = 2 + (MAX_CALLS if limits.canary_every else 0)
         self._connection.settimeout(num_calls * (2 * START_S + limits.timeout_s + CLEAN_S) + _SLACK_S)
-        self._inbox = Inbox(self._connection, max_bytes=_MAX_REPLY_BYTES * limits.num_together)
+        max_reply = _ESCAPED * limits.max_reply + _MAX_PRINTED_BYTES
+        self._inbox = Inbox(self._connection, max_bytes=max_reply * limits.num_together)
         with theirs, signals.blocked():  # the supervisor inherits the mask, and unblocks once its handlers are set
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", rules.supervisor, str(theirs.fileno()), str(os.getpid())],

@@ -55,8 +55,9 @@ def as_numbers(result: Any) -> Numbers:
     if not is_number(values.get("acc", 0.0)):
         raise TypeError(f"'acc' is a finite number as the score is, not {show(values['acc'])} (as float32)")
     numbers = {name: float(values[name]) for name in ("score", "acc") if name in values}
+    most = len(numbers) + MAX_NUMBERS
     for name, number in _others(values):
-        if len(numbers) == MAX_NUMBERS + 2:
+        if len(numbers) == most:
             break
         numbers.setdefault(name, number)
     return numbers

@@ -44,8 +44,6 @@ MAX_PROCESSES = 64
 """Most descendants of one supervisor, its worker included."""
 CANCEL_S = 2.0
 """Seconds, after the limit, in which a call for several responses may end those that are late."""
-MAX_REPLY_BYTES = 1 << 16
-"""Most bytes of the reply for one response."""
 _POLL_S = 0.1
 _THREADS = (
     "; its file starts threads when it is loaded, and no thread is in the process of a response (start them in the "
@@ -202,7 +200,7 @@ class Supervisor:
         output, printed = os.pipe()
         os.set_blocking(output, False)
         ours.settimeout(START_S)
-        inbox = Inbox(ours, max_bytes=MAX_REPLY_BYTES * self._limits.num_together)
+        inbox = Inbox(ours, max_bytes=self._limits.max_reply * self._limits.num_together)
         return ChildProcess(connection=ours, inbox=inbox, output=output), theirs, printed
 
     def _ask(self, worker: ChildProcess, samples: Sequence[object]) -> list[Reply]:

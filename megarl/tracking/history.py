@@ -75,7 +75,7 @@ def _commit() -> str | None:
         return None
     try:
         found = subprocess.run(
-            [git, "rev-parse", "HEAD"], capture_output=True, encoding="utf-8", timeout=GIT_S, check=False
+            [git, "rev-parse", "--verify", "HEAD"], capture_output=True, encoding="utf-8", timeout=GIT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,13 @@ import torch.distributed as dist
 
 from megarl.batch import Generation, Prompts, StopReason, Turn, float32, int32
 from megarl.environments.config import EnvironmentSection
-from megarl.environments.episodes import Episodes
+from megarl.environments.episodes import Environments, Episodes
 from megarl.environments.host import DONE
 from megarl.environments.scoring import EpisodeScorer
 from megarl.rewards.collective import RewardError
 from megarl.rollout.responses import as_rollouts
 from megarl.sandbox.pool import ScoringResult
+from tests.support.programs import ROOT
 from tests.support.ranks import RankPool
 from tests.support.records import prompts
 from tests.support.spread import spread
@@ -26,6 +28,7 @@ from tests.support.spread import spread
 pytestmark = pytest.mark.ranks
 
 ASKED: list[Any] = [*prompts([2, 3]).prompts]
+SECTION = EnvironmentSection(name="Count", path=str(ROOT / "tests" / "support" / "own_environments.py"))
 OWNERS = [[0, 1, 1, 0], [1] * 4]  # the rank that has each episode; the first may have none
 
 
@@ -84,6 +87,33 @@ def test_failed_environment_may_stop_every_rank(pool: RankPool, owners: list[int
     [message] = pool.run(1, scored, "stop", None)
     assert message.startswith("the environment failed on sample 1 (data row 0): lost; ")
     assert pool.run(2, scored, "stop", owners) == [message] * 2
+
+
+def opened_and_answered() -> list[str]:
+    """Return the errors of this rank: of rows that an environment cannot get, and of a turn that has no text."""
+    found = []
+
+    def written(ids: Sequence[int]) -> str:
+        raise ValueError(f"token {ids[0]} has no text")
+
+    tokenizer: Any = None
+    made = Environments(SECTION, tokenizer, tokenizer, written=written, seed=1)
+    rows = [replace(ASKED[0], index=number, extra_info={"x": {1}} if number == 1 else {}) for number in range(2)]
+    episodes = made.begin(max_tokens=20, group=dist.group.WORLD)
+    said = [Generation(0, int32([7]), float32([-1.0]), truncated=False, complete=False)]
+    if dist.get_rank() == 1:
+        episodes.ask(ASKED[0], said[0])
+    for ask in (lambda: made.open(Prompts(prompts=rows), max_tokens=20), lambda: episodes.answer(said)):
+        try:
+            ask()
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_unreadable_row_or_turn_stops_every_rank(pool: RankPool) -> None:
+    errors = ["data row 1: a set cannot be passed to a reward", "token 7 has no text"]
+    assert pool.run(2, opened_and_answered) == [errors] * 2
 
 
 def answered(numbers: Sequence[int]) -> list[tuple[float, str | None]]:

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.batch import Rollouts
+from megarl.rewards.scoring import Decode
 from tests.support.places import without_places
 from tests.support.ranks import RankPool
 from tests.support.records import answer, prompts
@@ -47,6 +48,12 @@ def words(ids: Sequence[int]) -> str:
     return " ".join(map(str, ids))
 
 
+def words_without_30(ids: Sequence[int]) -> str:
+    if 30 in ids:
+        raise ValueError("token 30 has no text")
+    return words(ids)
+
+
 def judged(
     path: str,
     started: Sequence[tuple[int, int]] = (),
@@ -55,6 +62,7 @@ def judged(
     on_failure: Any = "score",
     isolation: Any = "response",
     owners: Sequence[int] | None = None,
+    decode: Decode = words,
 ) -> Any:
     """Return texts, scores, accuracies, metrics and warnings; or the error.
 
@@ -80,7 +88,7 @@ def judged(
         isolation=isolation,
         canary_every=1,
     )
-    scorer = RuleScorer.make(section, CustomRewardSection(path=path), words)
+    scorer = RuleScorer.make(section, CustomRewardSection(path=path), decode)
     for rank, sample in started:
         if rank == dist.get_rank():
             scorer.begin(rollouts.prompt_of(sample), rollouts.response_ids(sample).tolist())
@@ -206,6 +214,13 @@ def test_row_unreadable_by_reward_stops_every_rank(pool: RankPool, tmp_path: Pat
     (tmp_path / "mine.py").write_text("def compute_score(**_): return 1.0\n")
     message = "data row 1: a set cannot be passed to a reward"
     assert pool.run(2, judged, str(tmp_path / "mine.py"), [(1, 2)], UNREADABLE) == [message] * 2
+
+
+@pytest.mark.parametrize("started", [[], [(1, 2)]])
+def test_undecodable_response_stops_every_rank(started: Any, pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def compute_score(**_): return 1.0\n")
+    given = (str(tmp_path / "mine.py"), started, BATCH, 100.0, "score", "response", None, words_without_30)
+    assert pool.run(2, judged, *given) == ["token 30 has no text"] * 2
 
 
 def judged_apart(

@@ -52,18 +52,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, text: str, attempt: int) -> None:
         match text.split(maxsplit=1):
-            case ["fails-once", said] if attempt == 1:
-                self._send(500, "an inner fault")
-            case ["limits-once", said] if attempt == 1:
-                self._send(429, "slow down", {"Retry-After": "2"})
-            case ["stalls-once", said] if attempt == 1:
-                time.sleep(30)
-            case ["hangs-up-once", said] if attempt == 1:
-                self.close_connection = True
-            case ["talks-nonsense-once", said] if attempt == 1:
-                self._send(200, "<html>")
-            case ["fails-once" | "limits-once" | "stalls-once" | "hangs-up-once" | "talks-nonsense-once", said]:
-                self._say(said)
+            case [failing, said] if failing.endswith("-once"):
+                if attempt == 1:
+                    self._fail(failing.removesuffix("-once"))
+                else:
+                    self._say(said)
             case ["refuses"]:
                 self._send(401, f"no such key: {self.headers['Authorization']}")
             case ["is-away"]:
@@ -78,6 +71,23 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(200, json.dumps({"choices": [{"message": {"content": None}}]}))
             case _:
                 self._say(text)
+
+    def _fail(self, how: str) -> None:
+        match how:
+            case "fails":
+                self._send(500, "an inner fault")
+            case "limits":
+                self._send(429, "slow down", {"Retry-After": "2"})
+            case "stalls":
+                time.sleep(30)
+            case "hangs-up":
+                self.close_connection = True
+            case "talks-nonsense":
+                self._send(200, "<html>")
+            case "compresses-wrongly":
+                self._send(200, "no gzip", {"Content-Encoding": "gzip"})
+            case "nests-deeply":
+                self._send(200, "[" * 100_000)
 
     def _say(self, content: str, reason: str = "stop") -> None:
         time.sleep(0.05)

@@ -25,6 +25,13 @@ class Count:
         return Step(f"{self._turns}:{response}", float(self._turns), done=self._turns == self._last)
 
 
+class Repeats(Count):
+    """Begins with the prompt of the row."""
+
+    def reset(self, row: Row) -> Any:
+        return row.prompt
+
+
 class Dies(Count):
     """Loses its process once, at a turn that asks for it."""
 

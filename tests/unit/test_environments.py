@@ -284,6 +284,12 @@ def test_the_environment_begins_each_episode() -> None:
             environments("Silent", on_failure="stop").open(rows, max_tokens=20)
 
 
+def test_an_environment_may_begin_with_long_prompt() -> None:
+    with world_of_one():
+        long = replace(PROMPT, raw_prompt="\N{CJK UNIFIED IDEOGRAPH-957F}" * 100_000)
+        assert environments("Repeats").open(Prompts(prompts=[long]), max_tokens=20).prompts == [long]
+
+
 def test_failed_start_is_retried_and_affects_one_row() -> None:
     with world_of_one():
         made = environments("Busy", num_workers=1)

@@ -26,6 +26,8 @@ SCORES = {
     "stalls-once Score: 0.5": 0.5,
     "hangs-up-once Score: 0.5": 0.5,
     "talks-nonsense-once Score: 0.5": 0.5,
+    "compresses-wrongly-once Score: 0.5": 0.5,
+    "nests-deeply-once Score: 0.5": 0.5,
 }
 NO_VERDICT = "no verdict with one number, as reward_model.judge.pattern describes it"
 FAULTS = {

@@ -99,6 +99,12 @@ def test_different_names_stay_different_numbers(names: set[str]) -> None:
     assert all(len(name) <= 64 and name.isprintable() for name in found)
 
 
+@pytest.mark.parametrize("given", [{"score": 1}, {"score": 1, "acc": 0}])
+def test_most_extra_numbers_with_and_without_accuracy(given: dict[str, float]) -> None:
+    found = as_numbers({**given, **{f"n {i}": i for i in range(2 * MAX_NUMBERS)}})
+    assert found == {**given, **{f"n {i}": i for i in range(MAX_NUMBERS)}}
+
+
 def test_names_in_any_script_stay_as_they_are() -> None:
     reported = {"score": 1.0, "正确": 1.0, "format ok": 0.5, "größe/mittel": 2.0}
     assert as_numbers(reported) == reported

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from megarl.distributed.watchdog import note, watching
 from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.tracking.console import Console
+from megarl.tracking.history import origin
 from megarl.tracking.jsonl import Jsonl, read_jsonl
 from megarl.tracking.protocol import NullTracker, Tracker
 from megarl.tracking.timers import Timers
@@ -33,6 +35,12 @@ STEP = {
     "timing_s/update_actor": 0.4,
     "timing_s/step": 2.0,
 }
+
+
+def test_a_repository_without_commits_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)  # noqa: S607
+    monkeypatch.chdir(tmp_path)
+    assert "commit" not in origin()
 
 
 def jsonl(run_dir: Path, **options: Any) -> Tracker:
