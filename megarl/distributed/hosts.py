@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -270,8 +271,11 @@ def describe_failure(error: Exception, host: str, port: int) -> str:
     """Return a message for a person about an error that torch raised while the ranks connected."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     interfaces = ", ".join(f"{name}={os.environ.get(name, '')}" for name in INTERFACES)
+    addresses = list[str]()
+    with suppress(OSError, UnicodeError):  # the name may be unknown by now, which would hide the error
+        addresses = addresses_of(host)
     return (
-        f"{socket.gethostname()} cannot reach the other ranks at MASTER_ADDR={host} ({', '.join(resolve(host))}), "
+        f"{socket.gethostname()} cannot reach the other ranks at MASTER_ADDR={host} ({', '.join(addresses)}), "
         f"MASTER_PORT={port}, with {interfaces}: {first}. Remedy: {REMEDY}"
     )
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.distributed.hosts import describe_failure
 from megarl.distributed.launch import Launch, detect, rendezvous
 from tests.support.programs import ROOT
 
@@ -108,6 +109,11 @@ def test_open_mpi_across_hosts_accepts_given_address() -> None:
     launch = Launch(rank=1, world_size=4, local_rank=1, local_world_size=2)
     environ = {**OPEN_MPI, "MASTER_ADDR": "node7", "MASTER_PORT": "123"}
     assert rendezvous(environ, launch, Path()) == ("node7", 123)
+
+
+def test_failure_is_described_if_host_is_forgotten() -> None:
+    message = describe_failure(RuntimeError("connection reset\nby peer"), "rank0.invalid", 29500)
+    assert "MASTER_ADDR=rank0.invalid (), MASTER_PORT=29500" in message and ": connection reset. Remedy: " in message
 
 
 def test_open_mpi_hosts_meet_at_rank_0_address(tmp_path: Path) -> None:
