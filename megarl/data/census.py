@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 
-from megarl.data.messages import Written, shown
+from megarl.data.messages import Written, content_of, shown
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import together
 from megarl.platform.errors import UserError
@@ -52,7 +52,7 @@ class Census:
     def see(self, prompt: Written, *responses: str) -> None:
         """Count a row without faults."""
         name = self._tokenizer.spelt_in(prompt, *responses)
-        text = prompt if isinstance(prompt, str) else prompt[-1]["content"] or ""
+        text = prompt if isinstance(prompt, str) else content_of(prompt[-1])
         is_templated = self._tokenizer.templates(prompt)
         is_written = self._begins_with_token(text) or (is_templated and opens_a_turn(text))
         self.counts += Counts(

@@ -67,9 +67,15 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_OF_VALUE else f"{text[:SHOWN_OF_VALUE]}..."
 
 
+def content_of(message: Message) -> str:
+    """Return the text of a message; '' if it only calls tools."""
+    text: str = message.get("content") or ""
+    return text
+
+
 def plain_text(prompt: Written) -> str:
     """Return a text as it is, or the contents of messages, joined by line breaks."""
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] or "" for message in prompt)
+    return prompt if isinstance(prompt, str) else "\n".join(map(content_of, prompt))
 
 
 def as_messages(prompt: Written, tokenizer: "Tokenizer") -> list[Message] | None:
@@ -137,7 +143,7 @@ def as_read(what: str, prompt: Written, token_ids: Sequence[int], tokenizer: "To
 
 def as_written(what: str, prompt: str | Sequence[Message]) -> str:
     """Describe the prompt `what` as it is in the data file, cut in the middle."""
-    text = prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+    text = prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {content_of(turn)}" for turn in prompt)
     return f"{what}:\n{_quoted(text)}"
 
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.data.census import Census
 from megarl.data.conversations import Conversations
-from megarl.data.messages import SHOWN_CHARACTERS, as_read, encode_prompt, prompt_faults
+from megarl.data.messages import SHOWN_CHARACTERS, as_read, as_written, encode_prompt, prompt_faults
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from tests.support.sentencepieces import train_sentencepiece
 
@@ -118,7 +119,10 @@ def test_invalid_prompts_are_reported(readers: dict[bool | None, Tokenizer], pro
         encode_prompt(prompt, readers[None])
 
 
-def test_a_call_of_a_tool_needs_no_content(readers: dict[bool | None, Tokenizer]) -> None:
-    called = [*ONE, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}]
+@pytest.mark.parametrize("content", [{"content": None}, {}])
+def test_a_call_of_a_tool_needs_no_content(readers: dict[bool | None, Tokenizer], content: dict[str, Any]) -> None:
+    called: list[Any] = [*ONE, {"role": "assistant", **content, "tool_calls": [{"function": {"name": "add"}}]}]
     assert not list(prompt_faults(called))
     assert encode_prompt(called, readers[False])
+    assert as_written("said", called).endswith("assistant: ")
+    Census(readers[False]).see(called)
