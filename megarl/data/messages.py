@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.platform.errors import UserError
 from megarl.platform.secrets import beginning, redact
 from megarl.platform.terminal import visible
+from megarl.sandbox.results import is_number
 
 if TYPE_CHECKING:
     from megarl.data.tokenizer import Tokenizer  # prompts are also checked without a tokenizer
@@ -59,6 +60,12 @@ def text_faults(text: object, *, may_be_empty: bool = True) -> Iterator[str]:
         text.encode()
     except UnicodeEncodeError as error:
         yield f"the text has half a character (a lone surrogate) at position {error.start}: {text[error.start]!r}"
+
+
+def margin_faults(margin: object) -> Iterator[str]:
+    """Yield the fault of the margin of a pair, which must be a number that is finite in float32."""
+    if not is_number(margin):
+        yield f"a finite number is expected (as float32), not {shown(margin)}"
 
 
 def shown(value: object) -> str:

@@ -1,6 +1,5 @@
 """Pairs of a preferred and a rejected response from data files, for training a reward model."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from megarl.batch import Preferences
 from megarl.data.config import PreferenceDataSection
 from megarl.data.conversations import Conversations, scoring_batch
-from megarl.data.messages import as_read, text_faults
+from megarl.data.messages import as_read, margin_faults, text_faults
 from megarl.data.stream import FileStream
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError, placed
@@ -35,8 +34,8 @@ class PreferenceStream(FileStream[Preferences]):
                 raise UserError(f"column {key}: {fault}")
             self._read(row, row[key])
         margin = self._margin(row)
-        if not isinstance(margin, (int, float)) or not math.isfinite(margin):
-            raise UserError(f"column {self._section.margin_key}: a number is expected, not {margin!r}")
+        for fault in margin_faults(margin):
+            raise UserError(f"column {self._section.margin_key}: {fault}")
         responses = (row[key] for key in (self._section.chosen_key, self._section.rejected_key))
         self._census.see(row[self._section.prompt_key], *responses)
 

@@ -65,8 +65,9 @@ def test_every_pair_once_through_and_shuffled_epochs(tmp_path: Path, reader: Con
     [
         ({"rejected": None}, "row 5, column rejected: a text is expected, not None"),
         ({"chosen": ""}, "row 5, column chosen: the text is empty"),
-        ({"margin": None}, "row 5, column margin: a number is expected, not None"),
-        ({"margin": float("nan")}, "row 5, column margin: a number is expected, not nan"),
+        ({"margin": None}, r"row 5, column margin: a finite number is expected \(as float32\), not None"),
+        ({"margin": float("nan")}, r"row 5, column margin: a finite number is expected \(as float32\), not nan"),
+        ({"margin": 1e39}, r"row 5, column margin: a finite number is expected \(as float32\), not 1e\+39"),
     ],
 )
 def test_invalid_rows_are_named(tmp_path: Path, reader: Conversations, changes: dict[str, Any], message: str) -> None:

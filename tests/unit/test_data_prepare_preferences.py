@@ -76,6 +76,16 @@ def test_what_is_no_preference_is_named(
     assert "pairs.jsonl, row 1: no preference is recognised in" in capsys.readouterr().err
 
 
+def test_a_margin_is_a_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR | {"margin": "high"}) + "\n")
+    with pytest.raises(SystemExit):
+        prepare(monkeypatch, tmp_path / "out", "preferences", "--from", tmp_path / "pairs.jsonl")
+    message = "pairs.jsonl, row 0, column margin: a finite number is expected (as float32), not 'high'"
+    assert message in capsys.readouterr().err
+
+
 def test_prompts_are_of_one_kind(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,7 +125,7 @@ def test_faults_of_a_file_of_pairs(tmp_path: Path) -> None:
         f"{place} 1, rejected: the text is empty",
         f"{place} 2, chosen, rejected: both are the same text, so neither is preferred",
         f"{place} 3, prompt: None is neither a text nor a list of messages {{role, content}}",
-        f"{place} 3, margin: a finite number is expected, not nan",
+        f"{place} 3, margin: a finite number is expected (as float32), not nan",
     ]
     write_rows(tmp_path / "half.parquet", [{"prompt": "Hi", "chosen": "Hello!"}])
     (fault,) = check.faults(f"{tmp_path}/half.parquet")

@@ -1,6 +1,5 @@
 """Checks a data file of prompts, of supervised pairs or of preference pairs, row by row, as the run that reads it."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +7,7 @@ from typing import Literal
 
 from megarl.data.columns import BY_SOURCE, REWARD_MODEL, Needs, PromptColumns
 from megarl.data.config import DataSection
-from megarl.data.messages import prompt_faults, text_faults
+from megarl.data.messages import margin_faults, prompt_faults, text_faults
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.data.truths import KINDS, TruthFindings, look
@@ -162,6 +161,4 @@ def _others(num_rows: int) -> str:
 def _faults_of_preference(row: DataRow) -> Iterator[str]:
     if row["chosen"] == row["rejected"]:
         yield "chosen, rejected: both are the same text, so neither is preferred"
-    margin = row.get("margin", 0.0)
-    if not isinstance(margin, (int, float)) or not math.isfinite(margin):
-        yield f"margin: a finite number is expected, not {margin!r}"
+    yield from (f"margin: {fault}" for fault in margin_faults(row.get("margin", 0.0)))

@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TypeGuard
 
+from megarl.data.messages import margin_faults
 from megarl.data.prepare.files import rows_of, source_options
 from megarl.data.prepare.options import option
 from megarl.data.table import DataRow
@@ -79,7 +80,7 @@ def _row(as_chat: bool, problem: DataRow, place: str, split: str, index: int) ->
             prompt, chosen, rejected = pair
             if as_chat and isinstance(prompt, str):
                 prompt = [{"role": "user", "content": prompt}]
-            return {"prompt": prompt, "chosen": chosen, "rejected": rejected} | _margin(problem)
+            return {"prompt": prompt, "chosen": chosen, "rejected": rejected} | _margin(problem, place)
     raise UserError(
         f"{place}: no preference is recognised in {', '.join(problem)}; name the prompt 'prompt' and the responses "
         "'chosen' and 'rejected'"
@@ -141,9 +142,13 @@ def _are_messages(value: object) -> TypeGuard[Messages]:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "content" in m for m in value)
 
 
-def _margin(problem: DataRow) -> dict[str, float]:
-    """Return the margin of the chosen response, if the data has one."""
+def _margin(problem: DataRow, place: str) -> dict[str, float]:
+    """Return the margin of the chosen response, if the data has one. UserError if it is no number."""
     margin, high, low = (problem.get(key) for key in ("margin", "score_chosen", "score_rejected"))
     if margin is None and isinstance(high, (int, float)) and isinstance(low, (int, float)):
         margin = high - low
-    return {} if margin is None else {"margin": float(margin)}
+    if margin is None:
+        return {}
+    for fault in margin_faults(margin):
+        raise UserError(f"{place}, column margin: {fault}")
+    return {"margin": float(margin)}
