@@ -74,6 +74,7 @@ def saved_data_set(directory: Path) -> Path:
     with pa.OSFile(str(second), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table)
     (directory / "saved" / "state.json").write_text("{}")
+    (directory / "saved" / "cache-1c80317fa3b1799d.arrow").write_bytes(second.read_bytes())  # of `Dataset.map`
     return directory / "saved"
 
 

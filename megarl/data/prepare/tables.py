@@ -17,6 +17,8 @@ from megarl.platform.errors import UserError
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 TEXT_TABLE = "the text must be UTF-8, with as many cells in each row as in the first, which names the columns"
 ARROW = (".arrow", ".feather")
+CACHED = "cache-"
+"""Begins the names of files that `Dataset.map` leaves beside those of a saved data set."""
 MOST_BYTES = 2**31 - 1
 """Bytes of a block, an `int32` of pyarrow. No row may be longer."""
 
@@ -69,7 +71,8 @@ def _files_of(name: str, split: str) -> list[str]:
     if not directory.is_dir():
         return [name]
     train = directory / "train"
-    found = sorted((train if train.is_dir() else directory).glob("*.arrow"))
+    saved = (train if train.is_dir() else directory).glob("*.arrow")
+    found = sorted(path for path in saved if not path.name.startswith(CACHED))
     if found:
         return list(map(str, found))
     for ending in ("parquet", "jsonl", "json", "csv"):
