@@ -16,6 +16,7 @@ from megarl.commands import prepare as commands
 from megarl.commands.prepare import main
 from megarl.data.config import DataSection
 from megarl.data.prepare import countdown
+from megarl.data.prepare.files import problems_of
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards import RULES
@@ -193,15 +194,53 @@ def test_gsm8k_sources_that_are_none_are_named(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     write_jsonl(tmp_path / "odd" / "train.jsonl", '{"question": "1+1?", "answer": "2"}\n')
+    write_jsonl(tmp_path / "number" / "train.jsonl", '{"question": "1+1?", "answer": 2}\n')
     write_jsonl(tmp_path / "half" / "train.jsonl", "")
     for source, message in (
         ("nobody/nothing", "--from: nobody/nothing is no local directory, and as a Hugging Face id it failed: "),
         (str(tmp_path / "odd"), "train.jsonl, row 0: a GSM8K problem has a question"),
+        (str(tmp_path / "number"), "train.jsonl, row 0: a GSM8K problem has a question"),
         (str(tmp_path / "half"), "has no file *test*.jsonl"),
     ):
         with pytest.raises(SystemExit):
             prepare(monkeypatch, tmp_path / "out", "gsm8k", "--from", source)
         assert message in capsys.readouterr().err
+
+
+def test_lines_of_json_end_at_newlines_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(
+        '\ufeff{"question": "1\u2028\x85+1?"}\r\n\n{"question": "2"}', encoding="utf-8"
+    )
+    found = list(problems_of(tmp_path / "train.jsonl"))
+    assert found == [(0, {"question": "1\u2028\x85+1?"}), (1, {"question": "2"})]
+
+
+def test_a_split_is_a_word_of_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("latest-train", "gsm8k_test"):
+        write_jsonl(tmp_path / "given" / f"{name}.jsonl", json.dumps({"question": name, "answer": "#### 1"}) + "\n")
+    splits = prepare(monkeypatch, tmp_path / "out", "gsm8k", "--from", str(tmp_path / "given"))
+    assert {split: len(rows) for split, rows in splits.items()} == {"train": 1, "val": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "truth"),
+    [
+        ({"answer": 0}, "0"),
+        ({"answer": "0", "solution": None}, "0"),
+        ({"answer": "", "solution": r"so \boxed{7}"}, "7"),
+        ({"solution": r"so \boxed{8}"}, "8"),
+    ],
+)
+def test_math_answer_is_column_or_box(monkeypatch: Any, tmp_path: Path, fields: dict[str, Any], truth: str) -> None:
+    write_jsonl(tmp_path / "train.jsonl", json.dumps({"problem": "x?", **fields}) + "\n")
+    [row] = prepare(monkeypatch, tmp_path / "out", "math", "--from", str(tmp_path / "train.jsonl"))["train"]
+    assert row["reward_model"]["ground_truth"] == truth
+
+
+@pytest.mark.parametrize("option", ["--max-number", "--num-numbers"])
+def test_countdown_needs_a_number(option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        prepare(monkeypatch, tmp_path / "out", "countdown", option, "0")
 
 
 def test_guessing_is_demonstrated_with_and_without_care(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import click
 
-from megarl.data.prepare.options import Several, option
+from megarl.data.prepare.options import AT_LEAST_ONE, Several, option
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
 
@@ -58,12 +58,12 @@ OPTIONS = (
     ),
     Several(
         ["--num-numbers"],
-        type=int,
+        type=AT_LEAST_ONE,
         default=[3],
         show_default=True,
         help="how many numbers; several = any of them",
     ),
-    option("--max-number", default=20, help="largest given number"),
+    option("--max-number", type=AT_LEAST_ONE, default=20, help="largest given number"),
     option("--max-target", default=100, help="largest target"),
     option("--operators", default="+-*/", help="operators that the solutions use"),
     option("--seed", default=1),

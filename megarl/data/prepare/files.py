@@ -1,6 +1,7 @@
 """Reads the problems of published data sets: from a directory, a file, or a data set of the Hugging Face hub."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -69,8 +70,10 @@ def rows_of(
 def _files_of(directory: Path, split: str) -> list[Path]:
     if directory.is_file():
         return [directory]
+    word = re.compile(rf"(?<![a-z]){split}(?![a-z])", re.IGNORECASE)
     for kind in KINDS:
-        found = sorted(directory.rglob(f"*{split}*.{kind}"))
+        matching = sorted(directory.rglob(f"*{split}*.{kind}"))
+        found = [path for path in matching if word.search(path.name)] or matching  # `latest-train` is no test
         # the hub's copy of GSM8K has a second wording of the same problems besides `main`
         main = [path for path in found if path.parent.name == "main"]
         if found:
@@ -97,8 +100,8 @@ def problems_of(file: Path) -> Iterator[tuple[int, DataRow]]:
 
 def _json(file: Path) -> list[object]:
     with pa.input_stream(str(file)) as source:  # decompresses
-        text = source.read().decode()
+        text = source.read().decode("utf-8-sig")
     if ".jsonl" in file.suffixes:
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
     found = json.loads(text)
     return found if isinstance(found, list) else [found]

@@ -21,7 +21,7 @@ def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
 
 def _row(source: str, problem: DataRow, place: str, split: str, index: int) -> DataRow:
     answer = problem.get("answer", "")
-    if "question" not in problem or "####" not in answer:
+    if "question" not in problem or not isinstance(answer, str) or "####" not in answer:
         raise UserError(f"{place}: a GSM8K problem has a question, and an answer that ends in '#### NUMBER'")
     return {
         "data_source": source,

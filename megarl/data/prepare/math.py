@@ -19,9 +19,11 @@ def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
 
 
 def _row(problem: DataRow, place: str, split: str, index: int) -> DataRow:
-    solution = problem.get("solution", "")
-    answer = problem.get("answer") or last_boxed(solution)
-    if "problem" not in problem or not answer:
+    solution = problem.get("solution") or ""
+    answer = problem.get("answer")
+    if answer in (None, ""):
+        answer = last_boxed(str(solution))
+    if "problem" not in problem or answer is None:
         raise UserError(f"{place}: a MATH problem has a problem, and a solution with its answer in \\boxed{{...}}")
     return {
         "data_source": "math",
