@@ -74,8 +74,8 @@ class Python:
                 preexec_fn=self._bound,
             )
             ending = self._wait(process)
-            text = os.pread(output.fileno(), MAX_FILE_BYTES, 0).decode(errors="replace")
-        shown = _ADDRESS.sub("0x0", text)[-self._max_output :].strip()
+            text = _ADDRESS.sub("0x0", os.pread(output.fileno(), MAX_FILE_BYTES, 0).decode(errors="replace"))
+        shown = text[max(0, len(text) - self._max_output) :].strip()
         return "\n".join(filter(None, [shown, ending])) or "(no output)"
 
     def _bound(self) -> None:

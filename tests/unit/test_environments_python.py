@@ -38,6 +38,11 @@ def test_a_program_says_what_it_prints(program: str, said: str) -> None:
     assert run(program).endswith(said)
 
 
+@pytest.mark.parametrize(("most", "said"), [(0, "(no output)"), (2, "23"), (9, "123")])
+def test_the_end_of_an_output_is_shown(most: int, said: str) -> None:
+    assert run("print(123, end='')", max_output=most) == said
+
+
 def test_answer_is_scored_by_rule_of_row() -> None:
     environment = Python()
     environment.reset(ROW)
