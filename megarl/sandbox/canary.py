@@ -4,14 +4,17 @@ Only a process that handles one request after another can be changed. The check 
 equal responses equal scores: a reward that varies is not checked.
 """
 
+from itertools import islice
 from typing import Protocol
 
 from megarl.sandbox.protocol import Callee
 
 NUM_REPEATS = 3
 """Repeats of a score that distinguish a reward that has changed from a reward that varies."""
-MAX_CALLS = 2 * NUM_REPEATS + 1
-"""Most calls of one check."""
+MAX_CANARIES = 2
+"""Most wrong responses that are tried at first."""
+MAX_CALLS = max(MAX_CANARIES * (NUM_REPEATS + 1), 2 * NUM_REPEATS + 1)
+"""Most calls before one request: to choose a canary, or to check with it."""
 
 
 class Worker(Protocol):
@@ -50,13 +53,13 @@ class Canary:
         self._num_requests = self._num_requests + 1
         if number == 0:
             self._begin(sample)
-        if number % self._every or self._sample is None:
-            return None
-        return self._change()
+        elif number % self._every == 0 and self._sample is not None:
+            return self._change()
+        return None
 
     def _begin(self, sample: object) -> None:
         """Take the first canary that the reward gives a score, always the same."""
-        for canary in self._rules.canaries(sample):
+        for canary in islice(self._rules.canaries(sample), MAX_CANARIES):
             first = self._worker.score_alone(canary)
             if first is not None and self._always_earns(canary, first):
                 self._sample = canary

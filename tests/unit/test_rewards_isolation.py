@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool
 from megarl.rewards.rules import Rules
+from megarl.sandbox.canary import MAX_CALLS, Canary
 from megarl.sandbox.limits import WorkerLimits
 from megarl.sandbox.pool import Pool, ScoringResult
 from megarl.sandbox.wire import pack
@@ -169,6 +172,32 @@ def test_canary_detects_only_responses_changing_reward(name: str, tmp_path: Path
     assert [result.numbers.get("score") for result in found] == expected
     if None in expected:
         assert [(result.fault, result.detail) for result in found[2:3]] == [("canary", CHANGED)]
+
+
+class Scripted:
+    """A process that gives known scores, and then 0."""
+
+    def __init__(self, scores: list[float | None]) -> None:
+        self.scores = scores
+        self.num_calls = 0
+
+    def score_alone(self, sample: object) -> float | None:
+        self.num_calls += 1
+        return self.scores.pop(0) if self.scores else 0.0
+
+    def end(self) -> None:
+        """Lose nothing."""
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, None]), max_size=30))
+@example([0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+def test_the_calls_of_a_check_are_bounded(scores: list[float | None]) -> None:
+    worker = Scripted(scores)
+    canary = Canary(Rules(path="mine.py"), worker, every=1)
+    for _ in range(3):
+        before = worker.num_calls
+        canary.fault(pack({"solution_str": "?"}))
+        assert worker.num_calls - before <= MAX_CALLS
 
 
 def test_canary_runs_at_interval_only_in_shared_process(tmp_path: Path) -> None:
