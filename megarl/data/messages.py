@@ -76,7 +76,8 @@ def shown(value: object) -> str:
 
 def content_of(message: Message) -> str:
     """Return the text of a message; '' if it only calls tools."""
-    return message.get("content") or ""
+    text: str = message.get("content") or ""
+    return text
 
 
 def plain_text(prompt: Written) -> str:

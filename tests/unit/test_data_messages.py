@@ -120,8 +120,8 @@ def test_invalid_prompts_are_reported(readers: dict[bool | None, Tokenizer], pro
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {}])
-def test_a_call_of_a_tool_needs_no_content(readers: dict[bool | None, Tokenizer], content: dict[str, None]) -> None:
-    called = [*ONE, {"role": "assistant", **content, "tool_calls": [{"function": {"name": "add"}}]}]
+def test_a_call_of_a_tool_needs_no_content(readers: dict[bool | None, Tokenizer], content: dict[str, Any]) -> None:
+    called: list[Any] = [*ONE, {"role": "assistant", **content, "tool_calls": [{"function": {"name": "add"}}]}]
     assert not list(prompt_faults(called))
     assert encode_prompt(called, readers[False])
     assert as_written("said", called).endswith("assistant: ")
