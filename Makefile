@@ -142,11 +142,15 @@ test-cuda: setup hollow
 	$(BIN)/python -m tests.hollow.branches "$(LINES)"
 
 # Arguments, patches, an engine, training, and a family with each kind of layer that vLLM computes in a way of its own.
+KERNELS := varlen_attention_matches_attention_of_each_sequence vllm_attention_respects_sliding_window \
+	vllm_fused_experts_equal_sum_over_experts
 ON_NEWEST := HOLLOW_BUILD=build/hollow-newest tests/hollow/run .venv-cuda-newest/bin/python
 test-cuda-newest: hollow-newest
 	$(ON_NEWEST) $(PYTEST_ON_HOLLOW) tests/gpu/test_rollout_cuda.py \
-		$(patsubst %,tests/hollow/test_%.py,device_memory solid engine_counters engine) \
-		$(patsubst %,tests/unit/test_%.py,learner_patches rollout_arguments rollout_draws rollout_meanings)
+		$(patsubst %,tests/hollow/test_%.py,device_memory engine_counters engine) \
+		$(patsubst %,tests/hollow/test_solid.py::test_%,$(KERNELS)) \
+		$(patsubst %,tests/unit/test_%.py,learner_patches rollout_arguments rollout_draws rollout_meanings) \
+		tests/ranks/test_distributed_exchange.py::test_all_groups_share_one_waiting_thread
 	@rm -rf build/hollow-newest/check
 	HOLLOW_DEVICES=1 $(ON_NEWEST) scripts/gpu_check.py --hollow --out build/hollow-newest/check \
 		--stages train-0.5b-grpo,verify-qwen3_moe,verify-deepseek_v3,verify-qwen3_next,verify-gpt_oss

@@ -17,12 +17,13 @@ from megarl.platform.patching import declare, replace
 INTERFACES = "GLOO_SOCKET_IFNAME"
 LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
 TRUE = ("1", "y", "yes", "t", "true")  # as torch reads it
+RECONFIGURED = "enable_reconfigure"  # an argument that torch 2.14 adds
 DEVICE = declare(
     "torch.distributed:ProcessGroupGloo",
     "__init__",
     library="torch",
-    versions=">=2.11,<2.14",
-    reason="2.11 - 2.13 make a device for each group, whose thread wakes a hundred times a second",
+    versions=">=2.11,<2.15",
+    reason="2.11 - 2.14 make a device for each group, whose thread wakes a hundred times a second",
     upstream="torch/csrc/distributed/c10d/init.cpp: ProcessGroupGloo; gloo/transport/tcp/loop.cc: Loop::run",
     until="groups share a device, or the thread sleeps until a message arrives",
 )
@@ -33,7 +34,8 @@ def share_device() -> None:
     create = DEVICE.original("__init__")
 
     def create_on_shared_device(group: object, *place: object, **how: object) -> None:
-        if how.keys() != {"timeout"} or os.environ.get(LAZY_INIT, "").lower() in TRUE:
+        is_usual = how.keys() - {RECONFIGURED} == {"timeout"} and not how.get(RECONFIGURED)
+        if not is_usual or os.environ.get(LAZY_INIT, "").lower() in TRUE:
             return create(group, *place, **how)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # D257
         options._timeout = how["timeout"]

@@ -21,6 +21,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -45,6 +47,8 @@ PARTS = "part-*-of-[0-9][0-9][0-9][0-9][0-9]" + SUFFIX
 PLACE = "sample"
 """The column of a part with the place of a sample among all samples of the step."""
 CONTENT = "samples of a run"
+PART_BYTES = 1 << 30
+"""Texts of prompts that are repeated at once."""
 
 
 @dataclass(frozen=True)
@@ -314,9 +318,17 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> pa.Table:
         "answer": scored.answers or none,
         "baseline": none if baselines is None else baselines.numpy(),
     }
-    prompts = pa.table(of_prompts, schema=arrow_schema(PROMPT_COLUMNS)).take(scored.groups.numpy())
+    prompts = _repeated(pa.table(of_prompts, schema=arrow_schema(PROMPT_COLUMNS)), scored.groups.numpy())
     samples = pa.table(of_samples, schema=arrow_schema(SAMPLE_COLUMNS))
     return pa.Table.from_arrays([*prompts.columns, *samples.columns], names=list(COLUMNS))
+
+
+def _repeated(prompts: pa.Table, groups: npt.NDArray[np.int64]) -> pa.Table:
+    """Return the row of the prompt of each sample, in parts: `take` does not notice texts above 2 GiB."""
+    texts = [prompts[name] for name, column in PROMPT_COLUMNS.items() if pa.types.is_string(column.type)]
+    sizes = sum(pc.fill_null(pc.binary_length(column), 0).to_numpy().astype(np.int64) for column in texts)
+    parts = sizes[groups].cumsum() // PART_BYTES
+    return pa.concat_tables([prompts.take(part) for part in np.split(groups, np.flatnonzero(np.diff(parts)) + 1)])
 
 
 def _numbers(values: Tensor) -> pa.Array:

@@ -95,6 +95,14 @@ def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert baselines is None
 
 
+def test_prompts_are_repeated_in_parts(tmp_path: Path) -> None:
+    record = scored([2, 1, 4, 3])
+    with patch.object(store, "PART_BYTES", 40):
+        assert [len(part) for part in store._table(record, None, step=7)["prompt"].chunks] == [1, 1, 1, 1]
+        write_samples(tmp_path / "step_7.parquet", record, None, step=7)
+    assert_same(read_samples(tmp_path / "step_7.parquet")[0], record)
+
+
 def test_routes_come_back_with_type_and_shape(tmp_path: Path) -> None:
     record = scored([2, 1, 4, 3])
     record = replace(record, routes=routes_of(record))

@@ -26,7 +26,7 @@ INDEX_PICKLE = declare(
     "torch.distributed.checkpoint.filesystem",
     "pickle",
     library="torch",
-    versions=">=2.11,<2.14",
+    versions=">=2.11,<2.15",
     reason="the index of a sharded checkpoint is read as any pickle, which can run code",
     upstream="https://github.com/pytorch/pytorch/issues/189308",
     until="torch reads the index with an allowlist",
