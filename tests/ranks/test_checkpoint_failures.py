@@ -1,6 +1,7 @@
 """Checkpoints of a model cut over ranks, on a disk that is full for a while."""
 
 import errno
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def space_on_disk_that_a_rank_lost(directory: Path) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(failures.shutil, "disk_usage", forget)
+            patch.setattr(shutil, "disk_usage", forget)
         with pytest.raises(OSError, match="stale") as raised:
             failures.require_space(directory, 1000)
     return str(raised.value)
