@@ -46,13 +46,13 @@ class Runs:
             counts: `[P]` int64, the samples of each group, at least one.
             owners: `[B]` integers, the share of each sample.
         """
-        ends = counts.cumsum(0)
-        shares = owners.numpy()
+        shares, lasts = owners.numpy(), counts.numpy().cumsum() - 1
         is_other = shares[1:] != shares[:-1]
-        is_other[ends[:-1].numpy() - 1] = False
+        is_other[lasts[:-1]] = False
         if is_other.any():
             return cls.of(on_tokens(torch.arange(len(counts)), counts), owners.to(torch.int64))
-        return cls(groups=torch.arange(len(counts)), owners=owners[ends - 1].to(torch.int64), counts=counts)
+        of_groups = torch.from_numpy(shares.take(lasts)).to(torch.int64)
+        return cls(groups=torch.arange(len(counts)), owners=of_groups, counts=counts)
 
     def owned_by(self, owners: Tensor) -> "Runs":
         """Return the runs of the same samples if these shares, int64 `[R]`, have them."""

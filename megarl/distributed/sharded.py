@@ -134,7 +134,9 @@ class Index:
     @property
     def _prompt_lengths(self) -> Tensor:
         """The tokens of the prompt of each run: `[R]` int64."""
-        return PromptList.of(self.prompts).lengths[self.runs.groups]
+        lengths = PromptList.of(self.prompts).lengths
+        has_all = self.runs.keep_groups and len(self.runs.groups) == len(lengths)
+        return lengths if has_all else lengths[self.runs.groups]
 
     def select(self, samples: Tensor) -> "Index":
         """Return only the given samples (int64 indices `[K]`), in that order. Prompts are kept."""
