@@ -11,22 +11,29 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megarl.learner.config import MegatronSection
+from megarl.learner.grid import grid_of
 from megarl.models.families import FAMILIES
+from megarl.models.hub import read_model
+from megarl.models.trainer import parameter_shapes
+from megarl.planning.states import States, trained_states
 from megarl.reshard.layout import Box
 from tests.support.families import OF_EXPERTS, PARALLEL, VARIANT_OF, likelihood, sizes, splits
 from tests.support.layouts import slices
-from tests.support.learners import draw_head, make_test_learner, outputs_of_all, update, value_head
+from tests.support.learners import draw_head, make_test_learner, outputs_of_all, states_of, update, value_head
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.references import outputs_of
 from tests.support.tiny import write_checkpoint
 
+LOCAL_OPTIMIZER = {"dtype": "float32", "use_distributed_optimizer": False}
 
-def learnt(checkpoint: Path, split: dict[str, Any]) -> tuple[Tensor, Tensor, list[tuple[str, Box, Tensor]]]:
-    """Return log-probabilities and values of a batch, and the gradients of the boxes that this rank holds."""
+
+def learnt(checkpoint: Path, split: dict[str, Any]) -> tuple[Tensor, Tensor, list[tuple[str, Box, Tensor]], States]:
+    """Return log-probabilities and values of a batch, gradients of this rank's boxes, and the bytes of the model."""
     from megarl.learner.batching import Budget
 
-    learner = make_test_learner(checkpoint, split | {"use_distributed_optimizer": False}, grad_clip=1e9)
+    learner = make_test_learner(checkpoint, split | LOCAL_OPTIMIZER, grad_clip=1e9)
     batch, budget = experience(), Budget(max_tokens=48, max_sequences=None)
     log_probs = outputs_of_all(learner, batch, budget).log_probs
     update(learner, [batch], likelihood, budget)
@@ -36,9 +43,10 @@ def learnt(checkpoint: Path, split: dict[str, Any]) -> tuple[Tensor, Tensor, lis
         for piece in learner.layout()
         if piece.param in parameters
     ]
+    states = states_of(learner)
     critic = make_test_learner(checkpoint, split, role="value")
     draw_head(critic)
-    return log_probs, outputs_of_all(critic, batch, budget), boxes
+    return log_probs, outputs_of_all(critic, batch, budget), boxes, states
 
 
 def expected(checkpoint: Path, scratch: Path) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -67,8 +75,15 @@ def check(pool: RankPool, family: str, changes: dict[str, Any], world_size: int,
         checkpoint = write_checkpoint(Path(name, "model"), VARIANT_OF[family], **changes)
         log_probs, values, wanted = expected(checkpoint, Path(name, "gradients"))
         found = pool.run(world_size, learnt, checkpoint, split)
+        architecture = read_model(checkpoint, {})[1]
+    section = MegatronSection(**split | LOCAL_OPTIMIZER)
+    grid = grid_of(section, world_size)
     seen = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in wanted.items()}
-    for our_log_probs, our_values, boxes in found:
+    for rank, (our_log_probs, our_values, boxes, states) in enumerate(found):
+        planned = trained_states(parameter_shapes(architecture, grid, rank), section, grid)
+        assert states.weights == pytest.approx(planned.weights, rel=0.01)
+        assert states.gradients == pytest.approx(planned.gradients, rel=0.01)
+        assert states.optimizer == pytest.approx(planned.optimizer, rel=0.01)
         torch.testing.assert_close(our_log_probs, log_probs, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(our_values, values, rtol=1e-4, atol=1e-4)
         for name, box, gradient in boxes:

@@ -1,11 +1,9 @@
 """The plan's weights, gradients and optimizer state are the bytes of the tensors that a real learner allocates."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.learner.grid import grid_of
@@ -15,6 +13,7 @@ from megarl.models.trainer import parameter_shapes
 from megarl.planning.activations import PhaseWork
 from megarl.planning.states import States, adapted_states, copied_bytes, frozen_states, trained_states
 from megarl.planning.workload import TrainerModel
+from tests.support.learners import states_of
 from tests.support.ranks import RankPool, fresh_mesh
 from tests.support.tiny import SIZES, VARIANTS
 
@@ -56,29 +55,7 @@ def make(variant: str, split: dict[str, Any], role: Any, trained: bool, lora: Lo
 
 def allocated(variant: str, split: dict[str, Any], role: str, trained: bool, lora: Lora | None = None) -> States:
     """On one rank: the bytes of all storages that a learner holds on to."""
-    from megarl.learner.optimizer import torch_optimizers
-
-    learner = make(variant, split, role, trained, lora)
-    weights = storages(parameter for module in learner.modules for parameter in module.parameters())
-    if learner.optimizer is None:
-        return States(weights=sum(weights.values()))
-    buffers = [buffer for model in learner.models for buffer in model.buffers + model.expert_parallel_buffers]
-    gradients = storages(buffer.grad_data for buffer in buffers)
-    state = {}
-    for optimizer in torch_optimizers(learner.optimizer.megatron):
-        state |= storages(parameter for group in optimizer.param_groups for parameter in group["params"])
-        state |= storages(value for values in optimizer.state.values() for value in values.values())
-    return States(
-        weights=sum(weights.values()),
-        gradients=sum(gradients.values()),
-        optimizer=sum(size for storage, size in state.items() if storage not in weights),
-    )
-
-
-def storages(tensors: Iterator[torch.Tensor]) -> dict[int, int]:
-    """The bytes of the memory behind the tensors, by its address; tensors may share it."""
-    found = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    return states_of(make(variant, split, role, trained, lora))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

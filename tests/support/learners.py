@@ -14,6 +14,7 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Rollouts
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.learner.config import MegatronSection, OptimSection
+from megarl.planning.states import States
 from megarl.training.objectives import ActorObjective, CriticObjective
 from tests.support.heads import REVERSE
 from tests.support.ranks import fresh_mesh
@@ -65,6 +66,32 @@ def make_test_learner(
         base=base,
         replays=replays,
     )
+
+
+def states_of(learner: Any) -> States:
+    """Return the bytes of all storages that a learner holds on to."""
+    from megarl.learner.optimizer import torch_optimizers
+
+    weights = storages(parameter for module in learner.modules for parameter in module.parameters())
+    if learner.optimizer is None:
+        return States(weights=sum(weights.values()))
+    buffers = [buffer for model in learner.models for buffer in model.buffers + model.expert_parallel_buffers]
+    gradients = storages(buffer.grad_data for buffer in buffers)
+    state = {}
+    for optimizer in torch_optimizers(learner.optimizer.megatron):
+        state |= storages(parameter for group in optimizer.param_groups for parameter in group["params"])
+        state |= storages(value for values in optimizer.state.values() for value in values.values())
+    return States(
+        weights=sum(weights.values()),
+        gradients=sum(gradients.values()),
+        optimizer=sum(size for storage, size in state.items() if storage not in weights),
+    )
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of the memory behind the tensors, by its address; tensors may share it."""
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
 def value_head(hidden_size: int) -> Tensor:
