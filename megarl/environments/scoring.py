@@ -8,7 +8,7 @@ from megarl.batch import Prompt, Rollouts, Scored, StopReason
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.sharded import Sharded
 from megarl.environments.config import EnvironmentSection
-from megarl.rewards.collective import NUM_WARNINGS, report_failures
+from megarl.rewards.collective import NUM_WARNINGS, ScoringMetrics, report_failures
 
 FAULTS = (StopReason.TIMEOUT, StopReason.FAILED)
 
@@ -26,7 +26,7 @@ class EpisodeScorer:
     def forget(self) -> None:
         """Do nothing: nothing is begun."""
 
-    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], dict[str, float]]:
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], ScoringMetrics]:
         """Score every episode. Return metrics of the episodes too. Collective.
 
         Raises:

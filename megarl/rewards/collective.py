@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -23,6 +24,18 @@ logger = logging.getLogger(__name__)
 
 class RewardError(UserError):
     """A reward fails on too many responses, or no reward can read a row."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of numbers that some samples have."""
+
+    total: float
+    count: int  # of these samples, at least 1
+
+
+ScoringMetrics = Mapping[str, float | Mean]
+"""Metrics of a scoring; a float is a mean over all its samples, or an extreme."""
 
 
 def gather(

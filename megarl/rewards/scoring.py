@@ -23,7 +23,15 @@ from megarl.distributed.exchange import on_each_rank, sum_of_ranks
 from megarl.distributed.sharded import Sharded
 from megarl.platform.log import show_printed
 from megarl.platform.secrets import beginning
-from megarl.rewards.collective import NUM_WARNINGS, ROUND_S, RewardError, gather, report_failures
+from megarl.rewards.collective import (
+    NUM_WARNINGS,
+    ROUND_S,
+    Mean,
+    RewardError,
+    ScoringMetrics,
+    gather,
+    report_failures,
+)
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool, make_rules
 from megarl.rewards.rules import Rules, known_data_source
@@ -74,7 +82,7 @@ class RuleScorer:
         """Forget the responses that this rank has begun to score, since nothing will ask for them."""
         self._begun.clear()
 
-    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], dict[str, float]]:
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], ScoringMetrics]:
         """Score every sample; return metrics of the scoring too. Collective.
 
         Raises:
@@ -203,7 +211,7 @@ def _key(prompt: Prompt, token_ids: ArrayLike) -> SampleKey:
     return prompt.index, prompt_ids, response_ids
 
 
-def metrics_of(samples: Sharded[Rollouts], results: Sequence[ScoringResult]) -> dict[str, float]:
+def metrics_of(samples: Sharded[Rollouts], results: Sequence[ScoringResult]) -> ScoringMetrics:
     """Return metrics of the scoring, and the mean of each further number over the responses that have it. Collective.
 
     `results` are those of this rank's share.
@@ -220,13 +228,14 @@ def metrics_of(samples: Sharded[Rollouts], results: Sequence[ScoringResult]) -> 
     numbers = torch.tensor(columns, dtype=torch.float64).view(-1, 3 + len(names))
     slowest, _ = samples.extremes(numbers[:, 0])
     is_given = ~numbers.isnan()
-    totals, counts = samples.sum(torch.stack([numbers.where(is_given, 0.0), is_given.double()], dim=1))
-    _, timeouts, errors, *means = (totals / counts).tolist()
+    found = samples.sum(torch.stack([numbers.where(is_given, 0.0), is_given.double()], dim=1)).T.tolist()
+    _, timeouts, errors, *further = (Mean(total, int(count)) for total, count in found)
     return {
         "reward/timeout_rate": timeouts,
         "reward/error_rate": errors,
         "reward/slowest_s": float(slowest),
-    } | {f"reward/{name}/mean": mean for name, mean in zip(names, means, strict=True)}
+        **{f"reward/{name}/mean": mean for name, mean in zip(names, further, strict=True)},
+    }
 
 
 def _reported_names(samples: Sharded[Rollouts], results: Sequence[ScoringResult]) -> list[str]:

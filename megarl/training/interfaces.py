@@ -11,6 +11,7 @@ from megarl.batch import Experience, Group, Prompts, Rewarded, Rollouts, Scored
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
 from megarl.distributed.sharded import Sharded
+from megarl.rewards.collective import ScoringMetrics
 from megarl.tracking.timers import Timers
 
 Metrics = dict[str, float]
@@ -77,7 +78,7 @@ class Sampler(Protocol):
 class Scorer(Protocol):
     """The reward."""
 
-    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], Metrics]:
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], ScoringMetrics]:
         """Score every sample. Return metrics of the scoring too, the same on every rank. Collective."""
 
     def forget(self) -> None:

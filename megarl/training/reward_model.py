@@ -21,6 +21,7 @@ from megarl.distributed.sharded import Sharded
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
 from megarl.platform.errors import placed
+from megarl.rewards.collective import ScoringMetrics
 from megarl.rewards.scoring import Decode, RuleScorer
 
 
@@ -101,7 +102,7 @@ class ModelScorer:
         if self._rules:
             self._rules.forget()
 
-    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], dict[str, float]]:
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], ScoringMetrics]:
         """Score every sample. Return metrics of the model and the rules too. Raises what both raise. Collective."""
         given = self._model.score(samples)
         metrics = {
@@ -117,7 +118,7 @@ class ModelScorer:
             return _finite(samples.with_share(scored)), metrics
         by_rules, others = self._rules.score(samples)
         scored = replace(by_rules.share, scores=by_rules.share.scores + mine)
-        return _finite(samples.with_share(scored)), metrics | others
+        return _finite(samples.with_share(scored)), {**metrics, **others}
 
 
 def _finite(samples: Sharded[Scored]) -> Sharded[Scored]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megarl.batch import Rollouts, Scored
 from megarl.distributed.sharded import Sharded
-from megarl.rewards.collective import NUM_WARNINGS, RewardError
+from megarl.rewards.collective import NUM_WARNINGS, Mean, RewardError, ScoringMetrics
 from megarl.rewards.scoring import first_failures
 from megarl.training.interfaces import Metrics, Scorer
 
@@ -18,7 +18,7 @@ class ScoreAccumulator:
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self._reported = list[tuple[int, Metrics]]()
+        self._reported = list[tuple[int, ScoringMetrics]]()
         self._num_scored = 0
         self._failures = list[str]()
 
@@ -39,15 +39,18 @@ class ScoreAccumulator:
 
     def metrics(self) -> Metrics:
         """Return the means over the samples, the largest of maxima and the smallest of minima."""
-        found: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        means: dict[str, list[Mean]] = defaultdict(list)
+        extremes: dict[str, list[float]] = defaultdict(list)
         for num_samples, metrics in self._reported:
             for name, value in metrics.items():
-                found[name].append((num_samples, value))
-        return {
-            name: EXTREMES[name.rpartition("/")[2]](value for _, value in parts)
-            if name.rpartition("/")[2] in EXTREMES
-            else sum(weight * value for weight, value in parts) / sum(weight for weight, _ in parts)
-            for name, parts in found.items()
+                if isinstance(value, Mean):
+                    means[name].append(value)
+                elif name.rpartition("/")[2] in EXTREMES:
+                    extremes[name].append(value)
+                else:
+                    means[name].append(Mean(num_samples * value, num_samples))
+        return {name: EXTREMES[name.rpartition("/")[2]](values) for name, values in extremes.items()} | {
+            name: sum(part.total for part in parts) / sum(part.count for part in parts) for name, parts in means.items()
         }
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megarl.batch import Rollouts, Scored
 from megarl.distributed.sharded import Sharded
 from megarl.platform.secrets import READ_CHARACTERS, redact
+from megarl.rewards.collective import Mean
 from megarl.rewards.config import RulesSection
 from megarl.rewards.rules import Rules, known_data_source
 from megarl.rewards.scoring import MAX_METRICS, SHOWN_CHARACTERS, RuleScorer, first_failures, metrics_of
@@ -243,11 +244,11 @@ def test_metrics_are_shares_of_all_and_reported_means() -> None:
         ScoringResult(seconds=0.1, numbers={"score": 3.0, "math": 1.0}),
     ]
     assert metrics_of(alone(answer(prompts([1]), [1] * 4)), outcomes) == {
-        "reward/timeout_rate": 0.25,
-        "reward/error_rate": 0.25,
+        "reward/timeout_rate": Mean(1.0, 4),
+        "reward/error_rate": Mean(1.0, 4),
         "reward/slowest_s": 2.0,
-        "reward/acc/mean": 1.0,
-        "reward/math/mean": 0.75,
+        "reward/acc/mean": Mean(1.0, 1),
+        "reward/math/mean": Mean(1.5, 2),
     }
 
 

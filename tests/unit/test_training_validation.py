@@ -12,7 +12,7 @@ import torch
 
 from megarl.batch import Prompts, Rollouts, Scored
 from megarl.distributed.sharded import Sharded
-from megarl.rewards.collective import RewardError
+from megarl.rewards.collective import Mean, RewardError, ScoringMetrics
 from megarl.samples.store import SampleStore
 from megarl.tracking.protocol import NullTracker
 from megarl.tracking.timers import Timers
@@ -51,7 +51,7 @@ class World(NullTracker):
     def forget(self) -> None:
         pass
 
-    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], dict[str, float]]:
+    def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], ScoringMetrics]:
         first, self.given = self.given, self.given + len(samples)
         scores = torch.tensor(SCORES[first : self.given])
         texts = [f"answer {first + number}" for number in range(len(samples))]
@@ -61,6 +61,7 @@ class World(NullTracker):
         fields = {"texts": texts, "scores": scores, "accuracies": scores, "answers": answers, "failures": failures}
         return samples.with_share(samples.share.extend(Scored, **fields)), {
             "reward/error_rate": first / 10,
+            "reward/format/mean": Mean(1.0 - bool(first), 1),
             "reward/slowest_s": 2.0 - first,
         }
 
@@ -88,6 +89,7 @@ def test_one_answer_has_a_mean_alone() -> None:
             "val/test_score/gsm8k": 0.5,
             "val/test_score/math": 0.0,
             "val/reward/error_rate": 0.2 / 3,  # of two samples 0, of the third 0.2
+            "val/reward/format/mean": 0.5,  # one of the first two samples has 1, the third 0
             "val/reward/masked_rate": 0.0,
             "sync/check_probs_diff_mean": 0.0,
         }
