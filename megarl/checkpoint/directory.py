@@ -91,17 +91,6 @@ def make_empty(part: Path, names: Iterable[str]) -> None:
         (part / name).mkdir(parents=True, exist_ok=True)
 
 
-def publish(part: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, in place of one that has it already."""
-    old = final.with_name(f".{final.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():  # the run resumed from before this step
-        final.rename(old)
-    part.rename(final)
-    sync_directory(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def remove(directory: Path, step: int) -> None:
     """Remove a checkpoint; if the process dies meanwhile, the rest is not taken for a checkpoint. Raises OSError."""
     final = directory / f"{STEP_PREFIX}{step}"

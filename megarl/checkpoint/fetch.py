@@ -8,12 +8,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint.contents import find_damage
-from megarl.checkpoint.directory import MANIFEST_FILE, STEP_PREFIX, make_empty, publish, step_of_name
+from megarl.checkpoint.directory import MANIFEST_FILE, STEP_PREFIX, make_empty, step_of_name
 from megarl.checkpoint.manifest import parse_manifest
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.platform.errors import UserError
+from megarl.platform.files import publish
 from megarl.platform.small_files import read_bytes
 
 

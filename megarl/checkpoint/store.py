@@ -36,7 +36,6 @@ from megarl.checkpoint.directory import (
     latest_step,
     make_empty,
     name_latest,
-    publish,
     remove,
     saved_steps,
 )
@@ -51,7 +50,7 @@ from megarl.learner.learner import Learner
 from megarl.learner.randomness import read_random_states, set_random_states, write_random_states
 from megarl.learner.staging import Staging
 from megarl.models.peft import write_adapter_config
-from megarl.platform.files import explained, remedy, write_whole
+from megarl.platform.files import explained, publish, remedy, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -68,6 +69,26 @@ def inside(directory: Path, name: str) -> Path:
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
         raise UserError(f"{name!r} is no file below {directory}")
     return directory / path
+
+
+def publish(part: Path, final: Path) -> None:
+    """Give a complete file or directory its name, in place of one that has it already. Raises OSError."""
+    old = final.with_name(f".{final.name}.old")
+    discard(old)  # of a job that was killed here: no directory replaces another that has files
+    with suppress(FileNotFoundError):
+        final.rename(old)  # a directory that other programs read cannot be removed, but it can be renamed
+    part.rename(final)
+    sync_directory(final.parent)
+    discard(old)
+
+
+def discard(path: Path) -> None:
+    """Remove a file or a directory, as far as the disk allows."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def sync_directory(directory: Path) -> None:

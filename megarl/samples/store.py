@@ -14,9 +14,7 @@ ground truths of types that JSON lacks become texts.
 import json
 import logging
 import re
-import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from megarl.batch import Prompt, Rollouts, Scored
 from megarl.data.parquet import read_own
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.sharded import Sharded
-from megarl.platform.files import remedy, replacing
+from megarl.platform.files import discard, publish, remedy, replacing
 from megarl.platform.small_files import Damage, naming
 from megarl.samples.arrays import array_bytes, array_from
 from megarl.samples.schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow_schema, check
@@ -88,14 +86,14 @@ class SampleStore:
                 _write_share(unfinished, samples, baselines, step=step)
 
         is_complete = all(together(lambda: attempt(write)))
-        return on_first_rank(lambda: is_complete and attempt(lambda: _publish(unfinished, path)))
+        return on_first_rank(lambda: is_complete and attempt(lambda: publish(unfinished, path)))
 
     def _may_write(self, path: Path, unfinished: Path) -> bool:
         """Return whether `path` may be written. Remove what a job that was killed has left unfinished."""
         if path.exists() and not self.replaces:
             logger.warning("%s is not replaced: name another trainer.rollout_data_dir to keep these samples", path)
             return False
-        _remove(unfinished)
+        discard(unfinished)
         return True
 
 
@@ -110,25 +108,6 @@ def _write_share(path: Path, samples: Sharded[Scored], baselines: Tensor | None,
     else:
         path.mkdir(exist_ok=True)
         write_samples(path / PART.format(shares.here, shares.number), samples.share, own, step=step, places=places)
-
-
-def _publish(unfinished: Path, path: Path) -> None:
-    """Give what has been written its name, and remove what had the name before. Raises OSError."""
-    old = path.with_name(f".{path.name}.old")
-    _remove(old)  # of a job that was killed here: no directory replaces another that has files
-    with suppress(FileNotFoundError):
-        path.rename(old)  # a directory that other programs read cannot be removed, but it can be renamed
-    unfinished.rename(path)
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or a directory, as far as the disk allows."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
 
 
 def is_one_step(path: Path) -> bool:

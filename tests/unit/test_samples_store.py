@@ -224,7 +224,7 @@ def test_samples_have_their_name_when_complete(tmp_path: Path, num_shares: int) 
     with world_of_one():
         assert SampleStore(tmp_path).keep_step(first, None, step=7)
         kept_first = read_files(tmp_path)
-        with patch.object(store, "_publish", side_effect=OSError(errno.ENOSPC, "full")):
+        with patch.object(store, "publish", side_effect=OSError(errno.ENOSPC, "full")):
             assert not SampleStore(tmp_path).keep_step(second, None, step=7)
         assert read_files(tmp_path) == kept_first
         assert list(stored_in(tmp_path)) == ["step_7"]
