@@ -33,6 +33,11 @@ class Mean:
     total: float
     count: int  # of these samples, at least 1
 
+    @property
+    def value(self) -> float:
+        """The mean."""
+        return self.total / self.count
+
 
 ScoringMetrics = Mapping[str, float | Mean]
 """Metrics of a scoring; a float is a mean over all its samples, or an extreme."""

@@ -231,8 +231,8 @@ def metrics_of(samples: Sharded[Rollouts], results: Sequence[ScoringResult]) -> 
     found = samples.sum(torch.stack([numbers.where(is_given, 0.0), is_given.double()], dim=1)).T.tolist()
     _, timeouts, errors, *further = (Mean(total, int(count)) for total, count in found)
     return {
-        "reward/timeout_rate": timeouts,
-        "reward/error_rate": errors,
+        "reward/timeout_rate": timeouts.value,
+        "reward/error_rate": errors.value,
         "reward/slowest_s": float(slowest),
         **{f"reward/{name}/mean": mean for name, mean in zip(names, further, strict=True)},
     }

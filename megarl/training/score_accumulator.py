@@ -49,9 +49,11 @@ class ScoreAccumulator:
                     extremes[name].append(value)
                 else:
                     means[name].append(Mean(num_samples * value, num_samples))
-        return {name: EXTREMES[name.rpartition("/")[2]](values) for name, values in extremes.items()} | {
-            name: sum(part.total for part in parts) / sum(part.count for part in parts) for name, parts in means.items()
+        means_of_all = {
+            name: Mean(sum(part.total for part in parts), sum(part.count for part in parts)).value
+            for name, parts in means.items()
         }
+        return means_of_all | {name: EXTREMES[name.rpartition("/")[2]](values) for name, values in extremes.items()}
 
 
 def require_scores(num_scored: int, *, of: int, failures: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -132,7 +132,7 @@ def test_every_rank_has_all_scores_in_sample_order(
     texts, scores, accuracies, metrics, warned = ranks[0]
     assert (texts, scores, accuracies, warned) == (TEXTS, [2.0, 1.0, 3.0, 1.0, 2.0, 2.0], [1.0] * 6, [])
     assert metrics["reward/error_rate"] == metrics["reward/timeout_rate"] == 0.0
-    assert metrics["reward/acc/mean"] == 1.0
+    assert metrics["reward/acc/mean"].value == 1.0
 
 
 @pytest.mark.parametrize("owners", [None, *OWNERS])
@@ -295,8 +295,9 @@ def texts_met(path: str, owners: Sequence[int] | None) -> tuple[list[str], list[
         gather(results, *args, **options)
         said.append(repr(results))
 
-    with patch.object(dist, "all_gather_object", note), patch(f"{__name__}.words", wraps=words) as decode:
-        judged(path, owners=owners)
+    decode = Mock(wraps=words)
+    with patch.object(dist, "all_gather_object", note):
+        judged(path, owners=owners, decode=decode)
     return [words(*call.args) for call in decode.call_args_list], [
         text for text in TEXTS if any(repr(text) in of_ranks for of_ranks in said)
     ]

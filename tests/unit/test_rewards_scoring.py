@@ -244,8 +244,8 @@ def test_metrics_are_shares_of_all_and_reported_means() -> None:
         ScoringResult(seconds=0.1, numbers={"score": 3.0, "math": 1.0}),
     ]
     assert metrics_of(alone(answer(prompts([1]), [1] * 4)), outcomes) == {
-        "reward/timeout_rate": Mean(1.0, 4),
-        "reward/error_rate": Mean(1.0, 4),
+        "reward/timeout_rate": 0.25,
+        "reward/error_rate": 0.25,
         "reward/slowest_s": 2.0,
         "reward/acc/mean": Mean(1.0, 1),
         "reward/math/mean": Mean(1.5, 2),
