@@ -96,7 +96,7 @@ def together(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None
         Exception: a failed rank raises its own error, and every other rank that of the lowest failed rank, so that no
             rank waits for a failed one. An error that cannot be pickled arrives as a RuntimeError with its message.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if _is_alone(group):
         return [compute()]
     mine = _result(compute)
     if group is None:
@@ -109,7 +109,7 @@ def on_each_rank(compute: Callable[[], T]) -> T:
 
     No result travels: if no rank fails, it costs a flag.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if _is_alone():
         return compute()
     mine = _result(compute)
     if largest(int(isinstance(mine, _Failure))):
@@ -120,7 +120,7 @@ def on_each_rank(compute: Callable[[], T]) -> T:
 
 def sum_of_ranks(compute: Callable[[], int]) -> int:
     """Call `compute` on every rank, and return the sum of the results on each. Raises as `together` does."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if _is_alone():
         return compute()
     mine = _result(compute)
     found = torch.tensor([1, 0] if isinstance(mine, _Failure) else [0, mine])
@@ -168,6 +168,11 @@ class _Failure:
     """The result of a rank that raised an error."""
 
     error: Exception
+
+
+def _is_alone(group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether `group`, by default all ranks, has no rank but this one."""
+    return not dist.is_initialized() or dist.get_world_size(group) == 1
 
 
 def _result(compute: Callable[[], T]) -> T | _Failure:

@@ -4,7 +4,7 @@ One rank of each old share sends. One rank of each new share receives, and passe
 share along a tree. So a token crosses once from the ranks that drew it to the ranks that learn from it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -141,29 +141,31 @@ class _Layout(Generic[R]):
         firsts = (np.cumsum(messages.sizes) - messages.sizes)[numbers]  # of the message of each sample
         tokens_before = counts.cumsum() - counts
         starts = messages.starts[numbers]
-        values: dict[str, Any] = {field.name: None for field in fields(self.record)}
+        tensors = {}
         for place, (name, dtype, is_per_token) in enumerate(self.columns):
             width = dtype.itemsize
             before = tokens_before - tokens_before[firsts] if is_per_token else np.arange(len(counts)) - firsts
             lengths = width * (counts if is_per_token else np.ones_like(counts))
             begins = starts[:, place] + width * before
-            values[name] = _joined(content, begins[order], lengths[order]).view(dtype)
-        return self.record(**values | self._known(index, messages.places[torch.from_numpy(order)]))
+            tensors[name] = _joined(content, begins[order], lengths[order]).view(dtype)
+        return self._of_tensors(tensors, index, messages.places[torch.from_numpy(order)])
 
     def keep(self, samples: Sharded[Rollouts], places: Tensor) -> R:
         """Return the record of samples of this rank at the given places (int64 `[b]`) among all."""
         share = samples.share.select(samples.own(places))
-        values: dict[str, Any] = {field.name: None for field in fields(self.record)}
-        values |= {column.name: getattr(share, column.name) for column in self.columns}
-        return self.record(**values | self._known(samples.index, places))
+        tensors = {column.name: getattr(share, column.name) for column in self.columns}
+        return self._of_tensors(tensors, samples.index, places)
 
-    def _known(self, index: Index, places: Tensor) -> dict[str, Any]:
-        """Return the fields that every rank knows of the samples at the given places (int64 `[b]`)."""
-        return {
+    def _of_tensors(self, tensors: Mapping[str, Tensor], index: Index, places: Tensor) -> R:
+        """Return the record of the samples at the given places (int64 `[b]`), with these columns."""
+        values: dict[str, Any] = {
+            **{field.name: None for field in fields(self.record)},
+            **tensors,
             "prompts": index.prompts,
             "groups": index.runs.groups_of(places),
             "num_tokens": index.num_tokens[places],
         }
+        return self.record(**values)
 
 
 def _joined(content: Tensor, begins: Integers, lengths: Integers) -> Tensor:

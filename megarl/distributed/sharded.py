@@ -171,7 +171,7 @@ class Sharded(Generic[R_co]):
         return self.own(samples[places_of(self.index.owners[samples], self.shares.here)])
 
     def own(self, samples: Tensor) -> Tensor:
-        """Return the places in the share of the given samples (int64 indices `[k]`), all of which this rank has."""
+        """Return the places in the share of given samples (int64 indices `[k]`). This rank must have all of them."""
         return torch.from_numpy(self.mine.numpy().searchsorted(samples.numpy()))
 
     def select(self, samples: Tensor) -> "Sharded[R_co]":

@@ -94,7 +94,7 @@ def test_a_zeroed_source_leaves_padding() -> None:
 
 
 def test_filling_no_element_leaves_no_padding() -> None:
-    """vLLM's loader of sinks writes -inf after the heads of a rank, of which there may be none."""
+    """Accept that vLLM's loader of sinks writes -inf after the heads of a rank if no element is there."""
     layout = traced(lambda param, full: (param.copy_(full), param[4:].fill_(-math.inf)), (4, 3))
     assert [piece.box for piece in layout.pieces] == [Box((0, 0), (4, 3))]
     assert not layout.padding
