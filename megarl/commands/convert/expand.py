@@ -167,7 +167,10 @@ class Expander:
             return self.substitute(piece[2:-1]), None
         if piece.startswith("`"):
             return self.substitute(piece[1:-1].replace("\\`", "`")), None
-        inner = piece[2:-1]
+        return self._braced(piece[2:-1], quoted=quoted)
+
+    def _braced(self, inner: str, *, quoted: bool) -> tuple[str, list[str] | None]:
+        """Expand what is inside `${...}`."""
         if inner.startswith("#") and len(inner) > 1:
             text, several = self._parameter(inner[1:].partition("[")[0], "@" if "[" in inner else None, quoted=True)
             return str(len(several) if several is not None else len(without_marks(text))), None
@@ -182,12 +185,7 @@ class Expander:
         operation = _OPERATION.match(rest)
         operand = rest[operation.end() :] if operation else ""
         if several is not None and operation:
-            if operation[0].lstrip(":") in ("-", "=", "?", "+"):
-                several = several if bool(several) != operation[0].endswith("+") else fields_of(self.text(operand))
-            elif operation[0] == ":":
-                several = self._slice_of(several if name[0] not in "@*" else ["script.sh", *several], operand)
-            else:
-                several = [self._operate(name[0], item, operation[0], operand) for item in several]
+            several = self._operate_on_fields(name[0], several, operation[0], operand)
             operation = None
         if several is not None and quoted and "*" in (name[0], index[1] if index else ""):
             text, several = self._separators()[:1].join(several), None
@@ -196,6 +194,14 @@ class Expander:
         found = self._operate(name[0], text, operation[0], operand)
         is_operand = operation[0][-1] in "-=+" and found != text and not quoted and ('"' in operand or "'" in operand)
         return found, self._split(operand) if is_operand else None
+
+    def _operate_on_fields(self, name: str, fields: list[str], operation: str, operand: str) -> list[str]:
+        """Return the fields of an array or of the arguments after an operation such as `:-` or `#`."""
+        if operation.lstrip(":") in ("-", "=", "?", "+"):
+            return fields if bool(fields) != operation.endswith("+") else fields_of(self.text(operand))
+        if operation == ":":
+            return self._slice_of(fields if name not in "@*" else ["script.sh", *fields], operand)
+        return [self._operate(name, field, operation, operand) for field in fields]
 
     def _indirect(self, inner: str) -> tuple[str, list[str] | None]:
         """Expand `${!NAME}`, the variable that NAME names, or `${!NAME[@]}`, the indices of an array."""
