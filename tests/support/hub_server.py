@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha1
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+from tests.support.http_server import LocalServer, QuietHandler, serving
 
 TOKEN = "hf_" + "t" * 34
 _API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(.*))?")
@@ -125,8 +125,8 @@ def _entry(path: str, content: bytes) -> dict[str, Any]:
 def hub_server(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Hub]:
     """Serve an empty hub, which programs that start in the block ask, with a cache of their own at `home`."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             path = urlsplit(self.path).path
             status, content = hub.answer(self.command, path, self.headers.get("Authorization"), body)
@@ -148,8 +148,6 @@ def hub_server(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Hub]:
 
         do_HEAD = do_POST = do_GET  # noqa: N815 - the server looks for these names
 
-        def log_message(self, format: str, *args: object) -> None: ...
-
     def _missing(path: str) -> str:
         if found := _FILE.fullmatch(path):
             return "EntryNotFound" if f"{found[1] or 'models/'}{found[2]}" in hub.repositories else "RepoNotFound"
@@ -157,13 +155,11 @@ def hub_server(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Hub]:
         known = found and f"{found[1]}/{found[2]}" in hub.repositories
         return "RevisionNotFound" if known else "RepoNotFound"
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        hub = Hub(f"http://127.0.0.1:{server.server_port}")
+    with serving(LocalServer(Handler)) as server:
+        hub = Hub(server.address)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         monkeypatch.setenv("HF_HOME", str(home))
         monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        Thread(target=server.serve_forever, daemon=True).start()
         yield hub
-        server.shutdown()

@@ -4,20 +4,17 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.support.http_server import LocalServer, QuietHandler
 
-class JudgeServer(ThreadingHTTPServer):
+
+class JudgeServer(LocalServer):
     """The server, and what it was asked."""
-
-    daemon_threads = True
 
     def __init__(self) -> None:
         """Listen on a free port of this machine."""
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.asked: list[dict[str, Any]] = []
         self.times: dict[str, list[float]] = {}
         self.count = Counter[str]()
@@ -27,12 +24,11 @@ class JudgeServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """The base address, as `reward_model.judge.url` has it."""
-        return f"http://127.0.0.1:{self.server_port}/v1"
+        return f"{self.address}/v1"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: JudgeServer
-    protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -101,19 +97,3 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name of the base class
-        """Print nothing."""
-
-
-@contextmanager
-def judge_server() -> Iterator[JudgeServer]:
-    """Serve until the block ends."""
-    with JudgeServer() as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()

@@ -4,34 +4,25 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.support.http_server import LocalServer, QuietHandler
 
-class OpenEnvServer(ThreadingHTTPServer):
+
+class OpenEnvServer(LocalServer):
     """The server, its episodes, and what it was asked."""
-
-    daemon_threads = True
 
     def __init__(self) -> None:
         """Listen on a free port of this machine."""
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.asked: list[tuple[str, dict[str, Any], str | None]] = []
         self.said: dict[str, list[str]] = {}  # the turns of each episode
         self.count = Counter[str]()  # of each turn, over all episodes
         self.lock = threading.Lock()
 
-    @property
-    def url(self) -> str:
-        """The base address."""
-        return f"http://127.0.0.1:{self.server_port}"
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: OpenEnvServer
-    protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -85,19 +76,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name of the base class
-        """Print nothing."""
-
-
-@contextmanager
-def openenv_server() -> Iterator[OpenEnvServer]:
-    """Serve until the block ends."""
-    with OpenEnvServer() as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()

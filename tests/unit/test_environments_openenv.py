@@ -9,7 +9,8 @@ import pytest
 from megarl.environments.openenv import OpenEnv
 from megarl.environments.protocol import Row, Step
 from megarl.rewards.http import ServerError
-from tests.support.openenv_server import OpenEnvServer, openenv_server
+from tests.support.http_server import serving
+from tests.support.openenv_server import OpenEnvServer
 
 KEY = "sesame-open-1234567890"
 ROW = Row(prompt="p", data_source="own", ground_truth="7", extra_info={"level": 3}, index=5, seed=11)
@@ -17,12 +18,12 @@ ROW = Row(prompt="p", data_source="own", ground_truth="7", extra_info={"level": 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[OpenEnvServer]:
-    with openenv_server() as running:
+    with serving(OpenEnvServer()) as running:
         yield running
 
 
 def started(server: OpenEnvServer, **options: Any) -> OpenEnv:
-    environment = OpenEnv(**{"url": f"{server.url}/", "attempt_s": 1.0, "num_attempts": 2, **options})
+    environment = OpenEnv(**{"url": f"{server.address}/", "attempt_s": 1.0, "num_attempts": 2, **options})
     assert environment.reset(ROW) == "begin"
     return environment
 
@@ -78,10 +79,10 @@ def test_a_server_that_answers_otherwise_later_fails(server: OpenEnvServer) -> N
 
 
 def test_what_does_not_fit_is_named(server: OpenEnvServer) -> None:
-    environment = OpenEnv(url=server.url, reset={"task": "colour"})
+    environment = OpenEnv(url=server.address, reset={"task": "colour"})
     with pytest.raises(ValueError, match=r"environment\.kwargs\.reset names colour, which the row does not have"):
         environment.reset(ROW)
-    silent = OpenEnv(url=server.url, observation="prompt")
+    silent = OpenEnv(url=server.address, observation="prompt")
     assert silent.reset(replace(ROW, prompt="of the row")) == "of the row"
     with pytest.raises(ServerError, match="failed 1 times, at last: ConnectError"):
         OpenEnv(url="http://127.0.0.1:9", num_attempts=1).reset(ROW)

@@ -4,12 +4,11 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
+from tests.support.http_server import LocalServer, QuietHandler, serving
 from tests.support.hub_server import hub_server
 from tests.support.programs import run_program
 
@@ -33,8 +32,8 @@ def hub(contents: bytes | None) -> Iterator[tuple[str, list[str]]]:
     """Serve a hub with one `config.json`, or out of order without `contents`; yield its address and the requests."""
     asked: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
             asked.append(self.path)
             if contents is None:
                 self.send_error(503)
@@ -54,13 +53,8 @@ def hub(contents: bytes | None) -> Iterator[tuple[str, list[str]]]:
 
         do_HEAD = do_GET  # noqa: N815 - the server looks for this name
 
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
-        server.shutdown()
+    with serving(LocalServer(Handler)) as server:
+        yield server.address, asked
 
 
 @pytest.mark.parametrize(

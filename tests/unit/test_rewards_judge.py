@@ -14,7 +14,8 @@ from megarl.rewards.configured import make_pool
 from megarl.rewards.judge import Judge, VerdictError
 from megarl.sandbox.pool import Pool, ScoringResult
 from megarl.sandbox.wire import pack
-from tests.support.judge_server import JudgeServer, judge_server
+from tests.support.http_server import serving
+from tests.support.judge_server import JudgeServer
 
 KEY = "sesame-open-1234567890"
 ALONE = {"template": "{solution_str}"}
@@ -149,7 +150,7 @@ UNREAD = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[JudgeServer]:
-    with judge_server() as running:
+    with serving(JudgeServer()) as running:
         yield running
 
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +23,7 @@ from megarl.tracking.jsonl import METRICS_FILE, read_jsonl, table_file, values_o
 from megarl.tracking.protocol import Tracker
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.run_id import RUN_ID_FILE
+from tests.support.http_server import LocalServer, QuietHandler, serving
 from tests.support.mlflow_server import Server, wait_for
 from tests.support.trackers import mlflow_client as client
 from tests.support.trackers import tracker_of
@@ -76,21 +76,14 @@ def step_of_table(store: Any, run_id: str, name: str) -> int:
 def answering(code: int) -> Iterator[str]:
     """A server that responds to everything with one code."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
             self.send_response(code)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(LocalServer(Handler)) as server:
+        yield server.address
 
 
 @pytest.fixture(autouse=True)
