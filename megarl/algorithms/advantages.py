@@ -259,9 +259,7 @@ class _Groups:
     """
 
     def __init__(self, groups: Tensor) -> None:
-        counts = groups.bincount()
-        self.member_of = ((counts > 0).cumsum(0) - 1)[groups]
-        self.counts = counts[counts > 0]
+        _, self.member_of, self.counts = groups.unique(return_inverse=True, return_counts=True)
         self.sizes = self.counts[self.member_of]  # [B]: of the group of each sample
 
     def sum(self, x: Tensor) -> Tensor:
