@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 from benchmarks import report, samples_exchange, samples_page, samples_peer, samples_simulated
 from benchmarks.options import samples_parser
-from benchmarks.samples_meter import DRAWN_BYTES, counted, peak
+from benchmarks.samples_meter import CROSSING_BYTES, DRAWN_BYTES, counted, peak
 from benchmarks.samples_step import STEP, Case, Exchange, first_step, job_of
 from megarl.distributed.exchange import join_world
 from megarl.distributed.sharded import Shares
@@ -126,7 +126,7 @@ def measure(case: Case) -> dict[str, Any]:
         "ns_per_token_busiest_rank": seconds / num_tokens * 1e9,
         "ns_per_token_of_share": seconds / share * 1e9,
         "peak_over_share": max(rank["peak_bytes"] for rank in ranks) / (share * SHARE_BYTES),
-        "times_each_token_crosses": sum(rank["sent_bytes"] for rank in ranks) / (num_tokens * DRAWN_BYTES),
+        "times_each_token_crosses": sum(rank["sent_bytes"] for rank in ranks) / (num_tokens * CROSSING_BYTES),
         "us_per_exchange": max(rank["exchange_cpu_s"] for rank in ranks) * 1e6,
     }
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 DRAWN_BYTES = 13  # of a token as an engine draws it: the token, its log-probability and version, and the mask
+CROSSING_BYTES = DRAWN_BYTES - 4  # of a token that travels: in a synchronous step all have the same version
 
 
 @contextmanager

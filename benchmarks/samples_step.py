@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.cases import MODELS
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import FixedKL
 from megarl.algorithms.losses import PolicyOutputs
@@ -27,6 +28,8 @@ from megarl.data.order import Position
 from megarl.distributed.routing import route
 from megarl.distributed.sharded import Sharded, Shares
 from megarl.learner.packing import partition
+from megarl.learner.per_data_source import PerDataSource
+from megarl.models.architecture import read_architecture
 from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
 from megarl.rollout.open_groups import OpenGroups
@@ -50,6 +53,9 @@ STEP = 0x01010101  # equal bytes: a rank that is simulated receives nothing else
 ROUNDING = 1e-8  # of the log-probabilities between engine and trainer
 FINISHED = 4  # samples of a replica between two exchanges
 ONE = int32([1])  # token
+SIZES = PerDataSource(other=read_architecture(MODELS["llama-1m"]))
+PHASES = ("old_log_prob", "update_actor", "values", "update_critic")
+WORK = Work(passes={phase: [(SIZES, 1)] for phase in PHASES})
 UNUSED: Any = None  # parts of a job that a single step does not touch
 
 
@@ -61,15 +67,19 @@ class Case:
     num_samples: int
     num_tokens: int  # of each response
     estimator: str
-    ragged: bool = False  # responses have 1 to twice as many tokens
+    ragged: bool = False  # responses have 1 to twice as many tokens, and those of each replica the same lengths
 
     @cached_property
     def lengths(self) -> Sequence[int]:
         """The tokens of each response."""
         if not self.ragged:
             return [self.num_tokens] * self.num_samples
-        found: list[int] = np.random.default_rng(0).integers(1, 2 * self.num_tokens, self.num_samples).tolist()
-        return found
+        generator = np.random.default_rng(0)
+        of_replica = generator.integers(1, 2 * self.num_tokens, self.num_samples // self.num_processes)
+        of_replicas = generator.permuted(np.tile(of_replica, (self.num_processes, 1)), axis=1)
+        found = np.empty(self.num_samples, dtype=np.int64)
+        found[self.replicas().argsort(stable=True).numpy()] = of_replicas.flatten()
+        return found.tolist()
 
     @property
     def groups(self) -> Sequence[int]:
@@ -184,7 +194,7 @@ def job_of(case: Case, shares: Shares) -> Job:
         checkpoints=UNUSED,
         tracker=NullTracker(),
         num_ranks=case.num_processes,
-        work=Work(),
+        work=WORK,
     )
 
 

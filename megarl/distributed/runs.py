@@ -39,20 +39,20 @@ class Runs:
         return cls(groups=groups[lasts], owners=owners[lasts], counts=ends.diff(prepend=torch.zeros_like(ends[:1])))
 
     @classmethod
-    def of_groups(cls, counts: Tensor, owners: Tensor) -> "Runs":
+    def of_groups(cls, owners: Tensor, size: int) -> "Runs":
         """Return the runs of the samples of neighbouring groups.
 
         Args:
-            counts: `[P]` int64, the samples of each group, at least one.
             owners: `[B]` integers, the share of each sample.
+            size: the samples of each group.
         """
-        shares, lasts = owners.numpy(), counts.numpy().cumsum() - 1
+        groups = torch.arange(len(owners) // size)
+        shares = owners.numpy()
         is_other = shares[1:] != shares[:-1]
-        is_other[lasts[:-1]] = False
+        is_other[size - 1 :: size] = False
         if is_other.any():
-            return cls.of(on_tokens(torch.arange(len(counts)), counts), owners.to(torch.int64))
-        of_groups = torch.from_numpy(shares.take(lasts)).to(torch.int64)
-        return cls(groups=torch.arange(len(counts)), owners=of_groups, counts=counts)
+            return cls.of(groups.repeat_interleave(size), owners.to(torch.int64))
+        return cls(groups=groups, owners=owners[::size].to(torch.int64), counts=torch.full_like(groups, size))
 
     def owned_by(self, owners: Tensor) -> "Runs":
         """Return the runs of the same samples if these shares, int64 `[R]`, have them."""
@@ -87,8 +87,9 @@ class Runs:
 
     def sums(self, numbers: Tensor) -> Tensor:
         """Return the sum over the samples of each run, `[R]`, of numbers of samples, int64 `[B]`."""
-        if len(self.counts) and len(numbers) == len(self.counts) * self.counts[0] and not self.counts.diff().any():
-            return numbers.view(len(self.counts), -1).sum(1)
+        counts = self.counts.numpy()
+        if len(counts) and (counts == counts[0]).all():
+            return numbers.view(len(counts), -1).sum(1)
         return reduced(np.add, numbers, self.counts)
 
     def places(self, share: int) -> Tensor:

@@ -37,11 +37,14 @@ def _spread(costs: Integers, num_parts: int) -> Integers:
     """Return the part of each group, `[G]`, from the costs of groups."""
     place_bits = len(costs).bit_length()
     part_bits = num_parts.bit_length()
+    largest = costs.max()
     # a number for each group: how far it is from the largest cost, then its place
-    keys = np.sort((costs.max() - costs << place_bits) + np.arange(len(costs)))
-    sorted_costs = costs.max() - (keys >> place_bits)
+    keys = (largest - costs << place_bits) + np.arange(len(costs))
+    keys.sort()
     # a part is a number: its load, then the number of its groups, so that groups of cost zero still spread, then itself
-    steps = (sorted_costs << place_bits + part_bits) + (1 << part_bits)
+    steps = largest - (keys >> place_bits)
+    steps <<= place_bits + part_bits
+    steps += 1 << part_bits
     parts = np.empty_like(costs)
     parts[keys & (1 << place_bits) - 1] = fill_evenly(np.arange(num_parts), steps) & (1 << part_bits) - 1
     return parts

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Rollouts
+from megarl.columns import int64
 from megarl.distributed.sharded import Index
 
 T = TypeVar("T")
@@ -29,9 +30,12 @@ class PerDataSource(Generic[T]):
 
     def shares(self, batch: Rollouts | Index) -> list[tuple[T, Tensor]]:
         """Return the readers that have samples in `batch`, and the samples of each (int64 `[b]`, ascending)."""
+        if not self.named:
+            return [(self.other, torch.arange(len(batch)))] if len(batch) else []
         readers = [self.other, *self.named.values()]
         number = dict(zip(self.named, count(1), strict=False))
-        of_prompt = torch.tensor([number.get(prompt.data_source, 0) for prompt in batch.prompts])
-        of_sample = of_prompt[batch.groups]
+        groups, places = batch.groups.unique(return_inverse=True)
+        of_group = int64([number.get(batch.prompts[group].data_source, 0) for group in groups.tolist()])
+        of_sample = of_group[places]
         shares = [(of_sample == place).nonzero()[:, 0] for place in range(len(readers))]
         return [(reader, samples) for reader, samples in zip(readers, shares, strict=True) if len(samples)]

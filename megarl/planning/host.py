@@ -80,6 +80,8 @@ def record_bytes(config: Config, *, num_shares: int) -> int:
     num_replicas = config.trainer.nnodes * config.trainer.n_gpus_per_node // rollout.tensor_model_parallel_size
     collected = sum(COLLECTED_FIELDS.values()) + (sum(EPISODE_FIELDS.values()) if config.environment.name else 0)
     learning = collected + sum(LEARNING_FIELDS.values())
+    if not config.max_staleness:
+        learning -= COLLECTED_FIELDS["weight_versions"]  # all tokens have the same
     drawn = num_prompts * collected + config.num_in_flight * IN_FLIGHT_TOKEN_BYTES
     responses = drawn // num_replicas + num_prompts * learning // num_shares
     prompts = (num_prompts + config.num_in_flight) * PROMPT_TOKEN_BYTES

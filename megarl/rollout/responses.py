@@ -48,11 +48,12 @@ def of_groups(groups: Sequence[Group], shares: Shares, no_routes: Tensor | None 
     """
     groups = GroupRows.of(groups)
     table, prompts = groups.table, Prompts(prompts=PromptList.of(groups.prompts))
-    _require_counts(prompts.prompts, groups.counts, n=int(groups.counts[0]))
+    size = int(groups.counts[0])
+    _require_counts(prompts.prompts, groups.counts, n=size)
     mine = table.mine()
     columns = _Columns(bool(table.column("num_turns").max()), bool(table.column("has_log_probs").min()))
     num_tokens = table.column("num_tokens").to(torch.int64)
-    runs = Runs.of_groups(groups.counts, table.column("replica"))
+    runs = Runs.of_groups(table.column("replica"), size)
     index = Index(
         prompts=prompts.prompts,
         runs=replace(runs, owners=runs.owners.where(runs.owners != Generation.replica, shares.here)),
@@ -68,8 +69,9 @@ def of_groups(groups: Sequence[Group], shares: Shares, no_routes: Tensor | None 
 
 
 def _require_counts(prompts: Sequence[Prompt], counts: Tensor, *, n: int) -> None:
-    wrong = (counts != n).nonzero()[:, 0].tolist()
-    if wrong:
+    is_wrong = counts.numpy() != n
+    if is_wrong.any():
+        wrong = np.flatnonzero(is_wrong).tolist()
         named = ", ".join(f"row {prompts[place].index} has {int(counts[place])}" for place in wrong[:MOST_NAMED])
         raise RuntimeError(
             f"the engines were asked for {n} samples of each prompt, and {len(wrong)} prompts have others: {named}"

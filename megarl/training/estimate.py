@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -338,5 +339,5 @@ def _length_metrics(samples: Sharded[Rewarded], lengths: Spread) -> Metrics:
     return (
         lengths.metrics("response_length")
         | spread("prompt_length", samples.share.prompt_lengths())
-        | {"response_length/clip_ratio": int(samples.index.truncated.count_nonzero()) / len(samples)}
+        | {"response_length/clip_ratio": np.count_nonzero(samples.index.truncated.numpy()) / len(samples)}
     )

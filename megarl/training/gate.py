@@ -13,9 +13,10 @@ above `mismatch_stop`.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from megarl.platform.errors import UserError
 from megarl.rollout.limits import Limits
 
 logger = logging.getLogger(__name__)
+R = TypeVar("R", bound=Rollouts)
 
 KEY = "actor_rollout_ref.rollout.sync"
 WINDOW = 8  # healthy steps that the limit follows
@@ -50,7 +52,7 @@ class MismatchError(UserError):
 class GateResult:
     """The result of a step that passes the gate."""
 
-    rows: Tensor  # [K] int64: the samples to learn from
+    rows: Tensor | None  # [K] int64: the samples to learn from; None: all
     healthy: tuple[float, ...]  # mismatches of the run's first steps, for the next step's limit
     metrics: dict[str, float]
 
@@ -114,7 +116,7 @@ class Gate:
                 _rows(samples.index, ~kept),
             )
         return GateResult(
-            rows=kept.nonzero()[:, 0] if left_out else torch.arange(len(kept)),
+            rows=kept.nonzero()[:, 0] if left_out else None,
             healthy=(*healthy, level)[:WINDOW] if num_tokens_kept else tuple(healthy),
             metrics={
                 "training/rollout_mismatch": level,
@@ -124,10 +126,11 @@ class Gate:
         )
 
 
-def require_version(samples: Sharded[Rollouts], *, step: int, max_staleness: int = 0) -> None:
+def require_version(samples: Sharded[R], *, step: int, max_staleness: int = 0) -> Sharded[R]:
     """Refuse samples with a token that was not drawn with the weights after `step` finished steps. Collective.
 
-    `max_staleness` more steps may have finished since the weights that drew a token.
+    `max_staleness` more steps may have finished since the weights that drew a token. If none may, every token of the
+    policy has the same version, and the samples are returned without their versions.
 
     Raises:
         MismatchError: names the rows and the versions, on all ranks alike.
@@ -135,7 +138,7 @@ def require_version(samples: Sharded[Rollouts], *, step: int, max_staleness: int
     share = samples.share
     versions = share.weight_versions
     if versions is None:
-        return
+        return samples
 
     def is_wrong(mask: Tensor, versions: Tensor) -> Tensor:
         if not len(versions) or (versions.max() <= step and versions.min() >= step - max_staleness):
@@ -153,6 +156,7 @@ def require_version(samples: Sharded[Rollouts], *, step: int, max_staleness: int
             f"{', '.join(map(str, sorted({*chain.from_iterable(found)})))}: the sync before them did not take place. "
             "Nothing has learnt from them"
         )
+    return samples if max_staleness else samples.with_share(replace(share, weight_versions=None))
 
 
 def _drawn_after(rollouts: Rollouts, step: int) -> Tensor:

@@ -9,7 +9,6 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megarl.algorithms.config import AlgorithmSection
@@ -85,7 +84,7 @@ class Job:
 class CheckedSamples:
     """The samples of a step that agree with the engine's probabilities, and the actor's outputs on them."""
 
-    rows: Tensor  # [K] int64: the places of the kept samples among all
+    rows: Tensor | None  # [K] int64: the places of the kept samples among all; None: all are kept
     kept: Sharded[Rewarded]
     outputs: PolicyOutputs  # on the kept samples
     mismatches: tuple[float, ...]  # for the next step's gate
@@ -168,8 +167,8 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
     """
     collected = job.samples.collect(progress.position, timers, step=step, in_flight=progress.in_flight)
     with_score = collected.scored_only()
-    require_version(with_score.scored, step=step, max_staleness=job.max_staleness)
-    samples = job.actor.take(with_score.scored, step=step)
+    scored = require_version(with_score.scored, step=step, max_staleness=job.max_staleness)
+    samples = job.actor.take(scored, step=step)
     baselines = with_score.baselines
     learns = step >= job.critic_warmup
     gradient = None
@@ -180,7 +179,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
         with timers("update_actor"):
             gradient = job.actor.forward_backward(batch.experience, step=step)
         checked = check_against_engine(job, samples, gradient.outputs, progress.mismatches, step=step)
-        if len(checked.rows) < len(samples):
+        if checked.rows is not None:
             gradient.discard()
             gradient = None
             others = others.of(samples, checked.rows)
@@ -190,7 +189,8 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
         checked = check_against_engine(job, samples, outputs, progress.mismatches, step=step)
         others = infer_frozen(job, checked.kept, timers)
     if gradient is None:
-        baselines = None if baselines is None else baselines[checked.rows]
+        if baselines is not None and checked.rows is not None:
+            baselines = baselines[checked.rows]
         batch = compute_advantages(job, checked.kept, baselines, checked.outputs, others, progress.kl, timers)
     if learns:
         with timers("update_actor"):
@@ -202,8 +202,8 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
     assert checked.outputs.entropy is not None, "an actor without entropies"
     metrics["actor/entropy"] = mean(checked.kept, checked.outputs.entropy)
     metrics["perf/total_num_tokens"] = float(collected.scored.index.run_lengths.sum())
-    metrics |= job.work.metrics(collected.scored.index, timers.seconds())
-    metrics["reward/masked_rate"] = 1.0 - len(with_score.scored) / len(collected.scored)
+    metrics |= job.work.metrics(collected.scored, timers.seconds())
+    metrics["reward/masked_rate"] = 1.0 - len(scored) / len(collected.scored)
     progress = replace(
         progress,
         kl=batch.kl,
@@ -219,12 +219,11 @@ def check_against_engine(
 ) -> CheckedSamples:
     """Compare the actor's outputs on the samples with the engine's probabilities. Raises what `Gate.check` does."""
     metrics = mismatch_metrics(samples, outputs.log_probs)
-    if not job.gate or samples.share.rollout_log_probs is None:
-        rows = torch.arange(len(samples))
-    else:
+    rows = None
+    if job.gate and samples.share.rollout_log_probs is not None:
         passed = job.gate.check(samples, outputs.log_probs, mismatches, step=step)
         rows = passed.rows
-        if len(rows) < len(samples):
+        if rows is not None:
             outputs = outputs.map(partial(samples.tokens_of, rows))
             samples = samples.select(rows)
         metrics = metrics | passed.metrics

@@ -189,6 +189,9 @@ class FrozenPolicies:
     def infer(self, batch: Sharded[Rollouts]) -> PolicyOutputs:
         """Return the log-probabilities of the response tokens of this rank's share, `[N]` float32."""
         shares = self.models.shares(batch.index)
+        if len(shares) == 1:
+            [(model, _)] = shares
+            return PolicyOutputs(log_probs=model.infer(batch).log_probs)
         read = [model.infer(batch.select(samples)).log_probs for model, samples in shares]
         order = torch.cat([samples for _, samples in shares])
         log_probs = batch.select(order).tokens_of(order.argsort(), torch.cat(read))

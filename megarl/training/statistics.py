@@ -139,7 +139,9 @@ def moments_of_samples(columns: Sequence[Tensor], counts: Tensor) -> Tensor:
 def mean(samples: Sharded[Rollouts], column: Tensor) -> float:
     """Return the mean over the tokens of the policy; 0 without any. Collective."""
     share = samples.share
-    return float(samples.sum(share.sums(on_learnt(share, column)))) / num_tokens(samples)
+    numbers = torch.stack([share.sums(on_learnt(share, column)), share.num_learnt().double()], dim=-1)
+    total, number = samples.sum(numbers).tolist()
+    return total / max(number, 1.0)
 
 
 def mean_of_samples(samples: Sharded[Rollouts], column: Tensor) -> float:

@@ -3,7 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megarl.distributed.sharded import Index
+import torch
+
+from megarl.batch import Rollouts
+from megarl.distributed.sharded import Sharded
 from megarl.learner.per_data_source import PerDataSource
 from megarl.models.architecture import Architecture
 from megarl.models.flops import Tokens, forward_flops
@@ -11,6 +14,7 @@ from megarl.tracking.names import TIMING
 from megarl.training.interfaces import Metrics
 
 TERA = 1e12
+PART = 1 << 40
 UPDATES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic"}
 
 
@@ -23,24 +27,27 @@ class Work:
     three."""
     peak: float | None = None  # FLOP/s of all devices together; None: unknown
 
-    def metrics(self, index: Index, timing: Metrics) -> Metrics:
-        """Return the TFLOP of the phases that `timing` knows, over all ranks, and the utilization by each update."""
-        lengths = index.lengths
-        outputs = index.num_learnt
+    def metrics(self, samples: Sharded[Rollouts], timing: Metrics) -> Metrics:
+        """Return the TFLOP of the phases that `timing` knows, over all ranks, and the utilization by each update.
+
+        Collective.
+        """
+        lengths, outputs = samples.share.lengths(), samples.share.num_learnt()
 
         def forward(models: PerDataSource[Architecture]) -> int:
             return sum(
                 forward_flops(
-                    architecture, Tokens(lengths=lengths[share].numpy(), num_outputs=int(outputs[share].sum()))
+                    architecture, Tokens(lengths=lengths[chosen].numpy(), num_outputs=int(outputs[chosen].sum()))
                 )
-                for architecture, share in models.shares(index)
+                for architecture, chosen in models.shares(samples.share)
             )
 
-        flops = {
+        of_share = {
             phase: sum(num_passes * forward(models) for models, num_passes in passes)
             for phase, passes in self.passes.items()
             if TIMING + phase in timing
         }
+        flops = dict(zip(of_share, _sums(samples, [*of_share.values()]), strict=True))
         found = {"perf/tflop": sum(flops.values()) / TERA}
         if self.peak:
             found |= {
@@ -53,3 +60,11 @@ class Work:
     def utilization(self, tflop: float, seconds: float) -> Metrics:
         """Return the utilization by a step, generation and all waiting included; nothing if the peak is unknown."""
         return {"perf/mfu": tflop * TERA / seconds / self.peak} if self.peak else {}
+
+
+def _sums(samples: Sharded[Rollouts], counts: Sequence[int]) -> list[int]:
+    """Return the sums of counts over the shares of all ranks, exact although a float64 may be too small. Collective."""
+    if not counts:
+        return []
+    parts = torch.tensor([divmod(count, PART) for count in counts], dtype=torch.float64)
+    return [int(high) * PART + int(low) for high, low in samples.sum(parts[None]).tolist()]

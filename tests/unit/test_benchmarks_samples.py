@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import samples, samples_page, samples_peer, samples_simulated
+from benchmarks.samples_meter import CROSSING_BYTES
 from benchmarks.samples_step import PROMPT, Case
 from megarl.learner.packing import partition
 
@@ -53,7 +54,7 @@ def owners(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_simulated_rank_has_traffic_of_a_run() -> None:
     drawn, learnt = owners(CASE)
-    sizes = 13 * torch.tensor(CASE.lengths) + 5  # a sample has a score and a flag too
+    sizes = CROSSING_BYTES * torch.tensor(CASE.lengths) + 5  # a sample has a score and a flag too
     for rank in range(NUM_RANKS):
         with samples_simulated.simulated(rank, NUM_RANKS) as transport:
             of_rank = samples_simulated.found_on(rank, CASE, transport)
@@ -63,7 +64,9 @@ def test_simulated_rank_has_traffic_of_a_run() -> None:
         assert of_rank["messages"] == len(learnt[leaves].unique()) + len(drawn[comes].unique())
         assert of_rank["index_bytes"] == len(sizes) * (2 * 8 + 1) + len(set(CASE.groups)) * 3 * 8
         assert of_rank["seconds"] > 0.0
-        assert all(spent > 0.0 for spent in of_rank["spots_us"].values())
+        spots = of_rank["spots_us"]
+        assert (spots.pop("unpack") > 0.0) == bool(comes.any())
+        assert all(spent > 0.0 for spent in spots.values())
 
 
 def test_busiest_rank_draws_and_learns_most() -> None:

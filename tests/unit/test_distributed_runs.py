@@ -49,13 +49,13 @@ def test_prompts_in_order_are_one_run_each(samples: Samples) -> None:
     assert runs.keep_groups == (prompts == sorted(prompts) and all(len(of_prompt) == 1 for of_prompt in shares))
 
 
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.data())
-def test_runs_of_groups_equal_those_of_samples(counts: list[int], data: st.DataObject) -> None:
-    groups = [group for group, count in enumerate(counts) for _ in range(count)]
-    of_groups = data.draw(st.lists(st.integers(-1, 2), min_size=len(counts), max_size=len(counts)))
+@given(st.integers(1, 5), st.integers(1, 3), st.data())
+def test_runs_of_groups_equal_those_of_samples(number: int, size: int, data: st.DataObject) -> None:
+    groups = [group for group in range(number) for _ in range(size)]
+    of_groups = data.draw(st.lists(st.integers(-1, 2), min_size=number, max_size=number))
     of_samples = data.draw(st.lists(st.integers(-1, 2), min_size=len(groups), max_size=len(groups)))
     for owners in ([of_groups[group] for group in groups], of_samples):
-        found = Runs.of_groups(torch.tensor(counts), torch.tensor(owners, dtype=torch.int32))
+        found = Runs.of_groups(torch.tensor(owners, dtype=torch.int32), size)
         assert found.owners.dtype == torch.int64
         assert samples_of(found) == list(zip(groups, owners, strict=True))
         assert are_longest(found)

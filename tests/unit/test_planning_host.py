@@ -75,19 +75,23 @@ def test_the_shipped_plan_of_llama_3_70b() -> None:
 
 
 def test_records_of_deepseek_v3() -> None:
-    """2,048 prompts with 8 responses: 13 bytes a token of 64 replicas, 37 of 128 shares, and prompts."""
+    """2,048 prompts with 8 responses: 13 bytes a token of 64 replicas, 33 of 128 shares, and prompts."""
     prompts = 2048 * 1024 * 14
-    assert plan(DEEPSEEK).host.parts["records"] == 8 * (8 * 7168 * (2048 * 13 // 64 + 2048 * 37 // 128) + prompts)
+    assert plan(DEEPSEEK).host.parts["records"] == 8 * (8 * 7168 * (2048 * 13 // 64 + 2048 * 33 // 128) + prompts)
 
 
 def test_responses_that_continue_are_records_too() -> None:
-    """Half of 4,096 prompts continue, or all but one of 2,048: a token, its log-probability and its version."""
+    """Half of 4,096 prompts continue, or all but one of 2,048: a token, its log-probability and its version.
+
+    Those that a model learns from have versions too.
+    """
     partial = "actor_rollout_ref.rollout.partial={enable: true, stop_when: %s}"
     correction = "algorithm.rollout_correction.rollout_is=token"
     without = plan(DEEPSEEK).host.parts["records"]
     for stop_when, num_in_flight in (("0.5", 2048), ("64", 2047)):
         found = plan(DEEPSEEK, partial % stop_when, correction).host.parts["records"]
-        assert found - without == 8 * (8 * 7168 * (num_in_flight * 12 // 64) + num_in_flight * 1024 * 14)
+        responses = 8 * 7168 * (num_in_flight * 12 // 64 + 2048 * 4 // 128)
+        assert found - without == 8 * (responses + num_in_flight * 1024 * 14)
 
 
 def test_every_field_of_tokens_is_counted() -> None:

@@ -14,7 +14,7 @@ from tests.support.records import alone, answer, prompts
 SIZES = read_architecture(MODELS["llama-1m"])
 PASSES = {"gen": 1, "old_log_prob": 1, "update_actor": 3, "update_critic": 6}
 WORK = Work(passes={phase: [(PerDataSource(other=SIZES), passes)] for phase, passes in PASSES.items()}, peak=4e12)
-SAMPLES = alone(answer(prompts([4, 6]), [3, 1, 2, 2])).index
+SAMPLES = alone(answer(prompts([4, 6]), [3, 1, 2, 2]))
 FORWARD = forward_flops(SIZES, Tokens(lengths=[7, 5, 8, 8], num_outputs=8)) / 1e12
 
 
@@ -44,7 +44,7 @@ def test_each_teacher_is_counted_for_its_own_samples() -> None:
         forward_flops(architecture, Tokens(lengths=lengths, num_outputs=outputs))
         for architecture, lengths, outputs in ((large, [7, 5], 4), (small, [8, 8], 4))
     )
-    assert work.metrics(alone(samples).index, {"timing_s/ref": 1.0}) == {"perf/tflop": pytest.approx(expected / 1e12)}
+    assert work.metrics(alone(samples), {"timing_s/ref": 1.0}) == {"perf/tflop": pytest.approx(expected / 1e12)}
 
 
 def test_a_phase_may_have_passes_of_several_models() -> None:
