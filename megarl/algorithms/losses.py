@@ -151,7 +151,7 @@ def gspo(
     tokens = masked(log_probs, mask)
     log_ratio = tokens - masked(old_log_probs, mask)
     of_sequence = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = bounded_exp(of_sequence.detach() + tokens - tokens.detach())
+    ratio = bounded_exp(of_sequence.detach() + (tokens - tokens.detach()))
     losses, clipped = _clipped(ratio, masked(advantages, mask), clip_low, clip_high)
     return PolicyLoss.of(losses, log_ratio, mask, clip_frac=clipped.sum())
 
@@ -227,7 +227,7 @@ def geo_mean(
     clipped = log_ratio.clamp(-clip_low, clip_high)
     held = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
     of_sequence = held.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = bounded_exp(of_sequence.detach() + held - held.detach())
+    ratio = bounded_exp(of_sequence.detach() + (held - held.detach()))
     return PolicyLoss.of(-advantages * ratio, log_ratio, mask, clip_frac=(held != log_ratio).sum())
 
 

@@ -183,6 +183,16 @@ def geo_mean_objective(log_ratio: Tensor, advantage: Tensor) -> Tensor:
     return held.exp().prod() ** (1.0 / len(log_ratio)) * advantage
 
 
+@pytest.mark.parametrize("name", ["gspo", "geo_mean"])
+def test_tokens_of_sequence_have_one_ratio(name: str) -> None:
+    """To the last bit: a likely and an unlikely token are clipped alike."""
+    old = torch.tensor([[-1e-3, -30.0, -7.0]])
+    log_probs = old + torch.tensor([[1e-4, 2e-4, 3e-4]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    of_token = [LOSSES[name](log_probs, old, torch.eye(3)[token][None], mask, ~mask).sums.item() for token in range(3)]
+    assert of_token[0] == of_token[1] == of_token[2] < -1.0
+
+
 @pytest.mark.parametrize(
     ("name", "objective_of"), [("gspo", gspo_objective), ("geo_mean", geo_mean_objective)], ids=["gspo", "geo_mean"]
 )
