@@ -264,7 +264,8 @@ def dppo(
     log_ratio = log_probs - old_log_probs
     ratio = bounded_exp(log_ratio.detach())
     distance = _bernoulli_divergence(log_probs.detach(), old_log_probs, divergence)
-    leaves = torch.where(advantages > 0, (ratio > 1) & (distance > clip_high), (ratio < 1) & (distance > clip_low))
+    rises, falls = (advantages > 0) & (ratio > 1), (advantages < 0) & (ratio < 1)
+    leaves = rises & (distance > clip_high) | falls & (distance > clip_low)
     losses = (-ratio.clamp(max=clip_c) * advantages * log_probs).masked_fill(leaves, 0.0)
     held = (ratio > clip_c) & ~leaves
     return PolicyLoss.of(losses, log_ratio, mask, clip_frac=leaves.sum(), clip_frac_lower=held.sum())

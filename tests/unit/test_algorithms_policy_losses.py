@@ -171,6 +171,15 @@ def test_dppo_leaves_out_tokens_outside_its_region(
         assert result.clip_frac_lower.item() == (after / before > 3.0 and not leaves)
 
 
+@pytest.mark.parametrize("loss", [dppo_tv, dppo_kl])
+def test_dppo_counts_no_token_that_stays(loss: Callable[..., PolicyLoss]) -> None:
+    """An advantage of 0 moves no probability, though others have moved it far down or up."""
+    old, log_probs = torch.tensor([[0.9, 0.05]]).log(), torch.tensor([[0.1, 0.95]]).log()
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    result = loss(log_probs, old, torch.zeros(1, 2), mask, clip_low=0.1, clip_high=0.1, clip_c=30.0)
+    assert (result.clip_frac.item(), result.clip_frac_lower.item()) == (0, 0)
+
+
 def gspo_objective(log_ratio: Tensor, advantage: Tensor) -> Tensor:
     ratio = log_ratio.mean().exp()
     return torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
