@@ -123,7 +123,8 @@ class FixedKL:
 class AdaptiveKL:
     """A weight steered towards a target divergence (Ziegler et al. 2019, section 2.2).
 
-    `coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_steps / horizon)`. `coef` is its whole state.
+    `coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(num_steps / horizon, 1))`. `coef` is its whole state.
+    The paper has no bound of 1, and a step of five horizons of samples would turn the sign of the weight.
     """
 
     coef: float
@@ -138,4 +139,4 @@ class AdaptiveKL:
         if not math.isfinite(current_kl):
             return self
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
-        return replace(self, coef=self.coef * (1.0 + error * num_steps / self.horizon))
+        return replace(self, coef=self.coef * (1.0 + error * min(num_steps / self.horizon, 1.0)))

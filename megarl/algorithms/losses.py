@@ -151,7 +151,7 @@ def gspo(
     tokens = masked(log_probs, mask)
     log_ratio = tokens - masked(old_log_probs, mask)
     of_sequence = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = bounded_exp(of_sequence.detach() + tokens - tokens.detach())
+    ratio = bounded_exp(of_sequence.detach() + (tokens - tokens.detach()))
     losses, clipped = _clipped(ratio, masked(advantages, mask), clip_low, clip_high)
     return PolicyLoss.of(losses, log_ratio, mask, clip_frac=clipped.sum())
 
@@ -227,7 +227,7 @@ def geo_mean(
     clipped = log_ratio.clamp(-clip_low, clip_high)
     held = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
     of_sequence = held.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = bounded_exp(of_sequence.detach() + held - held.detach())
+    ratio = bounded_exp(of_sequence.detach() + (held - held.detach()))
     return PolicyLoss.of(-advantages * ratio, log_ratio, mask, clip_frac=(held != log_ratio).sum())
 
 
@@ -264,7 +264,8 @@ def dppo(
     log_ratio = log_probs - old_log_probs
     ratio = bounded_exp(log_ratio.detach())
     distance = _bernoulli_divergence(log_probs.detach(), old_log_probs, divergence)
-    leaves = torch.where(advantages > 0, (ratio > 1) & (distance > clip_high), (ratio < 1) & (distance > clip_low))
+    rises, falls = (advantages > 0) & (ratio > 1), (advantages < 0) & (ratio < 1)
+    leaves = rises & (distance > clip_high) | falls & (distance > clip_low)
     losses = (-ratio.clamp(max=clip_c) * advantages * log_probs).masked_fill(leaves, 0.0)
     held = (ratio > clip_c) & ~leaves
     return PolicyLoss.of(losses, log_ratio, mask, clip_frac=leaves.sum(), clip_frac_lower=held.sum())

@@ -20,7 +20,7 @@ raises an error. An old checkpoint that cannot be removed is only a warning.
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.state import State
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
-from megarl.learner.checkpoint import Writing, load_learner, save_learner, saved_shapes
+from megarl.learner.checkpoint import load_learner, save_learner, saved_shapes, write_all
 from megarl.learner.learner import Learner
 from megarl.learner.randomness import read_random_states, set_random_states, write_random_states
 from megarl.learner.staging import Staging
@@ -153,7 +153,7 @@ class CheckpointStore:
         together(lambda: _write_files(part, state.files))
         if self._export:
             self._export(part)
-        yield partial(_write_all, writings)
+        yield partial(write_all, writings)
         for writing in writings:
             writing.finish()
         if not self._is_async:
@@ -211,11 +211,6 @@ class CheckpointStore:
                 remove(self.directory, step)
             except OSError as error:  # the new checkpoint is complete all the same
                 logger.warning("the old checkpoint %s cannot be removed: %s", checkpoint, remedy(error))
-
-
-def _write_all(writings: Sequence[Writing]) -> None:
-    for writing in writings:
-        writing.write()
 
 
 def _write_files(part: Path, files: Mapping[str, bytes]) -> None:

@@ -208,6 +208,7 @@ class Groups:
             device: of the tokens.
         """
         cp_size = cp_group.size()
+        lengths = lengths[lengths > 0]  # torch's kernel divides by the length of a group: none may be empty
         order = lengths.argsort(descending=True, stable=True)
         counts = similar(lengths[order].tolist())
         shares = lengths // cp_size

@@ -7,7 +7,7 @@ optimizer's configuration, so a run may resume with another learning rate or for
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -52,8 +52,21 @@ WRITER = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_check
 class Writing:
     """A learner's state on its way to a directory."""
 
-    write: Callable[[], None]  # writes this rank's state from copies; may run in any thread
+    gather: Callable[[], None]  # completes this rank's copies by messages of the others; may run in any thread
+    write_files: Callable[[], None]  # writes this rank's state from the copies; may run in any thread
     finish: Callable[[], None]  # collective; to be called after all ranks have written
+
+    def write(self) -> None:
+        """Complete the copies, and write this rank's state from them; may run in any thread."""
+        write_all([self])
+
+
+def write_all(writings: Sequence[Writing]) -> None:
+    """Write the state of several learners. All messages come before a file can fail on one rank alone."""
+    for writing in writings:
+        writing.gather()
+    for writing in writings:
+        writing.write_files()
 
 
 def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing:
@@ -79,17 +92,16 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
             )
         torch.cuda.synchronize()
 
-    def write() -> None:
+    def gather() -> None:
         for copy in copies:
             copy.gather()
-        request.async_fn()
 
     def finish() -> None:
         with megatron_platform(), first_rank_failing_with_all():
             for finalize in request.finalize_fns:
                 finalize()
 
-    return Writing(write=write, finish=finish)
+    return Writing(gather=gather, write_files=request.async_fn, finish=finish)
 
 
 def load_learner(learner: Learner, directory: Path) -> None:

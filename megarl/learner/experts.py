@@ -129,8 +129,8 @@ class Router(TopKRouter):
                 self.local_tokens_per_expert += real @ chosen.float()
         if self.routes.is_in_forward and replayed is not None:
             _, own = choose_experts(logits.detach(), self.experts, self.expert_bias)
-            counts = torch.stack([(own & replayed).sum(-1) @ real.long(), real.long().sum() * self.topk])
-            self.agreement = self.agreement + counts.double()
+            agreeing = (own & replayed).sum(-1).double() @ real.double()  # CUDA multiplies no vectors of integers
+            self.agreement = self.agreement + torch.stack([agreeing, real.double().sum() * self.topk])
         return weights, chosen
 
     def _losses(self, logits: Tensor, real: Tensor, replayed: Tensor | None) -> Tensor:
@@ -267,7 +267,7 @@ def choices_of(chunk: GPTModel, num_tokens: int, top_k: int) -> Tensor:
     """
     chosen = [router.chosen for router in routers_of(chunk)]
     if not chosen:
-        return torch.empty(num_tokens, 0, top_k, dtype=torch.int64)
+        return torch.empty(num_tokens, 0, top_k, dtype=torch.int64, device=next(chunk.parameters()).device)
     choices = torch.stack([each.int().topk(top_k).indices for each in chosen if each is not None], dim=1)
     if chunk.config.sequence_parallel:
         choices = gather_from_sequence_parallel_region(choices)

@@ -11,6 +11,7 @@ from megarl.columns import cut, spans
 from megarl.learner.packed import places_of
 from megarl.learner.parallel import Mesh
 from megarl.learner.schedule import MicroBatch
+from megarl.platform.device import to_device
 
 
 def join_choices(share: Rollouts, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> Tensor:
@@ -32,13 +33,13 @@ def join_choices(share: Rollouts, micro_batches: Sequence[MicroBatch], mesh: Mes
 def _whole(micro_batch: MicroBatch, mesh: Mesh) -> Tensor:
     """Return the choices of all tokens of a micro-batch's row: [N, L, k], on the host."""
     assert micro_batch.choices is not None, "a pass without choices"
-    mine = torch.cat([choices.cpu() for choices in micro_batch.choices], dim=1)
+    mine = torch.cat(micro_batch.choices, dim=1)
     if mesh.cp_size == 1:
-        return mine
+        return mine.cpu()
     parts = [torch.empty_like(mine) for _ in range(mesh.cp_size)]
     dist.all_gather(parts, mine, group=mesh.cp_group)
     whole = mine.new_empty(mesh.cp_size * len(mine), *mine.shape[1:])
     for cp_rank, part in enumerate(parts):
         places, _ = places_of(micro_batch.row.sequences.lengths, cp_rank, mesh.cp_size)
-        whole[places] = part
-    return whole
+        whole.index_copy_(0, to_device(places, whole.device), part)
+    return whole.cpu()

@@ -9,7 +9,6 @@ import torch
 from megarl.platform.peaks import PUBLISHED, Peaks, measure
 from megarl.tracking.config import TrainerSection
 
-HERE = "here"
 AUTO = "auto"
 
 

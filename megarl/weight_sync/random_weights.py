@@ -15,7 +15,6 @@ from megarl.reshard.headers import SINGLE
 from megarl.reshard.layout import Piece, row_major, whole
 
 LOGIT_STD = 3.0  # some tokens and some experts are far likelier than others, as in a trained model
-ROUTER = ".gate.weight"
 
 
 def write_random_weights(architecture: Architecture, directory: Path, *, dtype: torch.dtype) -> None:
@@ -23,12 +22,14 @@ def write_random_weights(architecture: Architecture, directory: Path, *, dtype: 
     pieces = [
         Piece(name, whole(shape), name, 0, row_major(shape), dtype) for name, shape in hf_shapes(architecture).items()
     ]
-    choosing = (architecture.embedding_name, architecture.head_name, ROUTER)
+    choosing = [architecture.embedding_name, architecture.head_name]
+    if architecture.experts:
+        choosing.append(architecture.traits.parameter_name(f".{architecture.expert_names.block}.gate.weight"))
     writer = ShardWriter()
     with replacing(directory / SINGLE) as file:
         writer.add(file, pieces)
         for piece in pieces:
-            scale = LOGIT_STD if piece.name.endswith(choosing) else 1.0
+            scale = LOGIT_STD if piece.name.endswith(tuple(choosing)) else 1.0
             is_centred = architecture.traits.centred_norm and not piece.name.endswith(f"{PREFIX}norm.weight")
             values = _draw(piece.name, piece.box.shape, scale=scale, norm=0.0 if is_centred else 1.0)
             writer.open(piece.param).copy_(values)

@@ -19,6 +19,7 @@ from megarl.models.lora import Lora
 from tests.support.adapters import learn_together
 from tests.support.learners import learner_outputs
 from tests.support.ranks import RankPool
+from tests.support.replays import recorded, replay, routed
 from tests.support.tiny import write_checkpoint
 
 pytestmark = pytest.mark.hollow
@@ -119,6 +120,28 @@ def test_adapters_on_cuda_match_those_on_cpu(on_cpu: OnCPU, on_cuda: RankPool, n
     for found, _ in on_cuda.run(world_size, learn_together, checkpoint, lora, split, True):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("world_size", "split"), [(1, {}), (2, CONTEXT)], ids=["alone", "context"])
+def test_replay_on_cuda_matches_replay_on_cpu(
+    on_cpu: OnCPU, on_cuda: RankPool, world_size: int, split: dict[str, Any]
+) -> None:
+    checkpoint, batch = on_cpu.checkpoint("qwen3_moe"), routed(2, with_scores=True)
+    [expected] = on_cpu.pool.run(1, replay, checkpoint, {}, batch, 48)
+    for found in on_cuda.run(world_size, replay, checkpoint, split, batch, 48):
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
+        torch.testing.assert_close(numbers(found["after"]), numbers(expected["after"]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("world_size", "split"), [(1, {}), (2, CONTEXT)], ids=["alone", "context"])
+def test_choices_on_cuda_are_those_of_cpu(
+    on_cpu: OnCPU, on_cuda: RankPool, world_size: int, split: dict[str, Any]
+) -> None:
+    checkpoint = on_cpu.checkpoint("qwen3_moe")
+    [(_, expected, layers, _)] = on_cpu.pool.run(1, recorded, checkpoint, {}, 48)
+    for _, routes, own_layers, _ in on_cuda.run(world_size, recorded, checkpoint, split, 48):
+        assert own_layers == layers
+        assert torch.equal(routes.sort(-1).values, expected.sort(-1).values)
 
 
 def test_offload_works_with_expandable_segments(on_cpu: OnCPU, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], is_async: bool) -> tu
     from megarl.checkpoint.state import State
     from megarl.checkpoint.store import CheckpointStore
     from megarl.learner.batching import Budget
+    from megarl.learner.checkpoint import write_all
 
     learner = make_test_learner(source, split)
     update(learner, [experience()], ACTOR, Budget(max_tokens=100, max_sequences=None))
@@ -56,8 +57,7 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], is_async: bool) -> tu
         diary.append(save(3))
     on_first_rank(disk.clear)
     with pytest.MonkeyPatch.context() as patch:  # as if the disk filled up when only the files of rank 0 are missing
-        write_all = store._write_all
-        patch.setattr(store, "_write_all", lambda writings: (write_all(writings), together(lambda: None), disk.fill()))
+        patch.setattr(store, "write_all", lambda writings: (write_all(writings), together(lambda: None), disk.fill()))
         diary.append(save(4))
     with pytest.raises(ValueError, match="the last steps are not saved") as raised:
         run.close()
@@ -143,6 +143,37 @@ def saves_with_exports(source: Path, disk: Disk, split: dict[str, Any]) -> list[
     return diary
 
 
+def save_that_one_rank_cannot_write(source: Path, directory: Path, split: dict[str, Any], is_async: bool) -> bool:
+    """Save two models while the disk of rank 0 refuses the files of the first; return whether a checkpoint is there."""
+    from megarl.checkpoint.find import find_checkpoint
+    from megarl.checkpoint.state import State
+    from megarl.checkpoint.store import CheckpointStore
+    from megarl.learner.patches import writing
+
+    def refuse(writer: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    actor = make_test_learner(source, split)
+    critic = make_test_learner(source, split, role="value", mesh=actor.mesh)
+    run = CheckpointStore(
+        directory=directory,
+        learners={"actor": actor, "critic": critic},
+        keep=1,
+        write_huggingface=lambda directory: None,
+        is_async=is_async,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(writing, "_write", refuse)
+        run.save(State(step=1))
+        with run.failures.tolerated():
+            run.background.finish()
+    assert find_checkpoint(directory, mode="auto", path=None) is None
+    run.save(State(step=2))
+    run.close()
+    return find_checkpoint(directory, mode="auto", path=None) is not None
+
+
 def on_first_rank(work: Callable[[], None]) -> None:
     together(lambda: work() if dist.get_rank() == 0 else None)
 
@@ -166,6 +197,13 @@ def test_all_ranks_continue_after_a_save_that_fails(
         ]
         assert "the checkpoint of step 4 cannot be written" in error
         assert error.endswith("No space left on device; free space there, or name a directory on another disk")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_rank_awaits_messages_of_a_failed_one(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, is_async: bool
+) -> None:
+    assert pool.run(2, save_that_one_rank_cannot_write, checkpoints["llama"], tmp_path, {}, is_async) == [True, True]
 
 
 def test_write_failure_on_one_rank_fails_save_everywhere(

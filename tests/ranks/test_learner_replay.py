@@ -13,18 +13,11 @@ from transformers import AutoModelForCausalLM
 from megarl.algorithms.losses import Totals
 from megarl.batch import Experience
 from megarl.models.lora import Lora
-from tests.support.learners import (
-    ACTOR,
-    TEMPERATURE,
-    TOLERANCE,
-    gathered,
-    make_test_learner,
-    outputs_of_all,
-    update,
-)
+from tests.support.learners import ACTOR, TOLERANCE, make_test_learner, outputs_of_all, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.references import gradient_norm, outputs_of
+from tests.support.replays import TOP_K, recorded, replay, routed
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
@@ -34,7 +27,6 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NOISE = 0.2
 NUM_ROUTERS = {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2}
-NUM_EXPERTS, TOP_K = 8, 2
 
 
 def split(*, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, **fields: Any) -> dict[str, Any]:
@@ -57,40 +49,6 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {  # world size, section
     "tp2-pp2-ep2": (4, split(tp=2, pp=2, ep=2)),
 }
 RECOMPUTATIONS = (False, True, "selective")
-
-
-def random_routes(num_places: int, num_routers: int) -> Tensor:
-    """Return experts that no router would choose: [places, routers, k] uint8."""
-    generator = torch.Generator().manual_seed(3)
-    return torch.rand(num_places, num_routers, NUM_EXPERTS, generator=generator).topk(TOP_K).indices.to(torch.uint8)
-
-
-def routed(num_routers: int, *, with_scores: bool = False) -> Experience:
-    """Return the experience of the other tests, with random routes."""
-    batch = experience()
-    routes = random_routes(int(batch.num_places().sum()), num_routers)
-    if with_scores:
-        routes = torch.cat([routes, torch.rand(routes.shape, generator=torch.Generator().manual_seed(4))], dim=-1)
-    return replace(batch, routes=routes)
-
-
-def replay(
-    checkpoint: Path,
-    section: dict[str, Any],
-    batch: Experience,
-    max_tokens: int,
-    recompute: Any = False,
-    replays: Any = "scores",
-) -> dict[str, Any]:
-    """On each rank: infer, update and infer again."""
-    from megarl.learner.batching import Budget
-
-    learner = make_test_learner(checkpoint, section, temperature=TEMPERATURE, recompute=recompute, replays=replays)
-    budget = Budget(max_tokens=max_tokens, max_sequences=None)
-    before = outputs_of_all(learner, batch, budget, with_entropy=True)
-    metrics = update(learner, [batch], ACTOR, budget)
-    after = outputs_of_all(learner, batch, budget, with_entropy=True)
-    return {"before": before, "metrics": metrics, "after": after}
 
 
 def gates_of(model: Any) -> list[Any]:
@@ -291,16 +249,6 @@ def test_a_start_replays_what_it_is_told(pool: RankPool, checkpoints: dict[str, 
     for expected, own in found.values():
         assert torch.equal(own, expected)
     assert not torch.allclose(found["none"][1], found["experts"][1], atol=1e-3)
-
-
-def recorded(checkpoint: Path, section: dict[str, Any], max_tokens: int) -> tuple[Tensor, Tensor, list[int], Tensor]:
-    """Return this rank's samples, the routes of its pass over them, its layers, and log-probabilities of all."""
-    from megarl.learner.batching import Budget
-
-    learner = make_test_learner(checkpoint, section, replays="experts")
-    spread = learner.spread(experience())
-    outputs, routes = learner.infer_with_routes(spread, Budget(max_tokens=max_tokens, max_sequences=None))
-    return spread.mine, routes, learner.routed_layers, gathered(spread, outputs).log_probs
 
 
 @pytest.mark.parametrize("which", [None, *SPLITS])

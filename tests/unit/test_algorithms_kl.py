@@ -185,6 +185,14 @@ def test_an_adaptive_weight_follows_the_error(current_kl: float, factor: float) 
     assert (controller.target, controller.horizon) == (0.2, 10_000)
 
 
+@pytest.mark.parametrize(("current_kl", "factor"), [(10.0, 1.2), (0.0, 0.8)])
+@pytest.mark.parametrize("num_steps", [1_000, 5_000, 65_536])
+def test_samples_beyond_horizon_do_not_count(num_steps: int, current_kl: float, factor: float) -> None:
+    """Else the weight of a large batch would be 0 or negative, and reward what it penalises."""
+    controller = AdaptiveKL(0.5, target=0.2, horizon=1_000).update(current_kl, num_steps=num_steps)
+    assert controller.coef == pytest.approx(0.5 * factor)
+
+
 @pytest.mark.parametrize("current_kl", [math.nan, math.inf, -math.inf])
 def test_adaptive_coefficient_ignores_non_finite_divergence(current_kl: float) -> None:
     controller = AdaptiveKL(0.5, target=0.2, horizon=10_000)

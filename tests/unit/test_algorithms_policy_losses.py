@@ -171,6 +171,15 @@ def test_dppo_leaves_out_tokens_outside_its_region(
         assert result.clip_frac_lower.item() == (after / before > 3.0 and not leaves)
 
 
+@pytest.mark.parametrize("loss", [dppo_tv, dppo_kl])
+def test_dppo_counts_no_token_that_stays(loss: Callable[..., PolicyLoss]) -> None:
+    """An advantage of 0 moves no probability, though others have moved it far down or up."""
+    old, log_probs = torch.tensor([[0.9, 0.05]]).log(), torch.tensor([[0.1, 0.95]]).log()
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    result = loss(log_probs, old, torch.zeros(1, 2), mask, clip_low=0.1, clip_high=0.1, clip_c=30.0)
+    assert (result.clip_frac.item(), result.clip_frac_lower.item()) == (0, 0)
+
+
 def gspo_objective(log_ratio: Tensor, advantage: Tensor) -> Tensor:
     ratio = log_ratio.mean().exp()
     return torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
@@ -181,6 +190,16 @@ def geo_mean_objective(log_ratio: Tensor, advantage: Tensor) -> Tensor:
     sign = advantage.sign()
     held = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-0.2, 0.3))
     return held.exp().prod() ** (1.0 / len(log_ratio)) * advantage
+
+
+@pytest.mark.parametrize("name", ["gspo", "geo_mean"])
+def test_tokens_of_sequence_have_one_ratio(name: str) -> None:
+    """To the last bit: a likely and an unlikely token are clipped alike."""
+    old = torch.tensor([[-1e-3, -30.0, -7.0]])
+    log_probs = old + torch.tensor([[1e-4, 2e-4, 3e-4]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    of_token = [LOSSES[name](log_probs, old, torch.eye(3)[token][None], mask, ~mask).sums.item() for token in range(3)]
+    assert of_token[0] == of_token[1] == of_token[2] < -1.0
 
 
 @pytest.mark.parametrize(
