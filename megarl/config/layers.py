@@ -3,6 +3,7 @@
 Later layers override earlier ones. Values are checked elsewhere, except values of other trainers.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,12 +50,19 @@ def read_layers(argv: Sequence[str]) -> tuple[list[Layer], list[Fault]]:
     """Read `argv`, YAML files before `a.b.c=value` in any order, into layers in the order in which they apply."""
     layers: list[Layer] = []
     faults: list[Fault] = []
-    for argument in sorted(joined(argv), key=lambda argument: "=" in argument):
+    for argument in sorted(joined(argv), key=is_override):
+        is_key = is_override(argument)
         try:
-            layers.append(_read_override(argument) if "=" in argument else _read_file(argument))
+            layers.append(_read_override(argument) if is_key else _read_file(argument))
         except UserError as error:
-            faults.append(Fault(argument.partition("=")[0], str(error)))
+            faults.append(Fault(argument.partition("=")[0] if is_key else argument, str(error)))
     return layers, faults
+
+
+def is_override(argument: str) -> bool:
+    """Return whether an argument is `a.b.c=value`, and no path such as `lr=1e-6/config.yaml`."""
+    key, sign, _ = argument.partition("=")
+    return bool(sign) and "/" not in key and not os.path.exists(argument)  # noqa: PTH110 - a Path raises if a value is long
 
 
 def recognise(layer: Layer, schema: Schema) -> Recognised:

@@ -42,6 +42,15 @@ def test_arguments_override_files_and_later_files_override_earlier(tmp_path: Pat
     assert (config.data.seed, config.data.train_batch_size, config.data.val_batch_size) == (30, 512, 7)
 
 
+@pytest.mark.parametrize("place", ["{}/lr=1e-6/config.yaml", "./lr=1e-6/config.yaml", "lr=1e-6/config.yaml"])
+def test_a_path_may_have_an_equals_sign(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1e-6").mkdir()
+    write(Path("lr=1e-6", "config.yaml"), {"data": {"seed": 10}})
+    assert load("data.val_batch_size=7", place.format(tmp_path)).data.seed == 10
+    assert faults("runs/lr=1e-6/none.yaml") == {"runs/lr=1e-6/none.yaml": "no such file"}
+
+
 @pytest.mark.parametrize(
     ("argument", "key", "value"),
     [
