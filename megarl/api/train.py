@@ -6,13 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import yaml
-
 from megarl.api.rows import as_json, count_rows, data_files
 from megarl.api.run import TrainingRun
 from megarl.api.source import Reward, reward_keys
 from megarl.checkpoint.directory import job_in, saved_steps
-from megarl.config.load import load_config, merged
+from megarl.config.links import dump
+from megarl.config.load import load_config, merged_trees
 from megarl.config.schema import nest
 from megarl.platform.detached import start_detached
 from megarl.platform.errors import UserError
@@ -96,7 +95,7 @@ def train(
     keys |= reward_keys(reward, inputs)
     config = inputs / "config.yaml"
     given = nest(json.loads(json.dumps(dict(set or {}), default=as_json)))
-    write_whole(config, yaml.safe_dump(merged(nest(keys), given), sort_keys=False).encode())
+    write_whole(config, dump(merged_trees(nest(keys), given)).encode())
     if load_config([str(config)], world_size=None).trainer.default_local_dir != str(directory):
         raise UserError("trainer.default_local_dir is set: name the directory of the run by `out`")
     _report_resumption(directory, steps)

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import yaml
+
 from megarl.platform import early
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.commands import compare
@@ -25,7 +27,7 @@ from megarl.commands.cli.command import parse, print_error
 from megarl.commands.cli.table import SWEEP
 from megarl.commands.explain import try_here
 from megarl.config.faults import ConfigError, Fault
-from megarl.config.load import load_config, read, to_dict
+from megarl.config.load import load_config, read, to_yaml
 from megarl.config.root import Config
 from megarl.config.trial import try_out
 from megarl.distributed.place import detect
@@ -206,7 +208,7 @@ def is_finished(directory: Path, config: Config) -> bool:
     if read_mapping(directory / STATUS_FILE).get("state") != "finished":
         return False
     kept = read_mapping(directory / CONFIG_FILE)
-    return bool(kept) and between([to_dict(config), kept]).keys() <= OF_LAUNCHER
+    return bool(kept) and between([yaml.safe_load(to_yaml(config)), kept]).keys() <= OF_LAUNCHER
 
 
 def run_all(runs: Sequence[SweptRun], left: Sequence[SweptRun], out: Path) -> int:

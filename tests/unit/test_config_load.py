@@ -1,5 +1,6 @@
 """From files and arguments to a configuration: merging, links, types, and every fault at once."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.config.faults import ConfigError
@@ -126,9 +127,11 @@ def test_kl_is_in_reward_unless_in_loss(use_kl_loss: str, in_reward: bool) -> No
 
 
 @settings(max_examples=8)
+@example(lr=1.0, name="1e-6", betas=(0.5, 0.5), layers=1)
+@example(lr=1.0, name="${data.seed} \\${x}", betas=(0.5, 0.5), layers=1)
 @given(
     lr=st.floats(min_value=1e-12, max_value=10.0),
-    name=st.text(st.characters(categories=["L", "N"], include_characters=" :-#"), min_size=1),
+    name=st.text(st.characters(categories=["L", "N"], include_characters=" :-#${}\\"), min_size=1),
     betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
     layers=st.integers(1, 99),
 )
@@ -136,13 +139,15 @@ def test_the_resolved_configuration_loads_as_itself(
     tmp_path_factory: pytest.TempPathFactory, lr: float, name: str, betas: tuple[float, float], layers: int
 ) -> None:
     tree = {
-        "trainer": {"project_name": name},
+        "trainer": {"project_name": name.replace("${", "\\${")},
         "actor_rollout_ref": {
             "actor": {"optim": {"lr": lr, "betas": list(betas)}},
             "model": {"override_config": {"num_hidden_layers": layers}},
         },
     }
-    config = load(write(tmp_path_factory.mktemp("config") / "in.yaml", tree))
+    written = tmp_path_factory.mktemp("config") / "in.yaml"
+    written.write_text(json.dumps(tree, ensure_ascii=False))
+    config = load(str(written))
     assert config.actor_rollout_ref.actor.optim.lr == lr
     assert config.trainer.project_name == name
     resolved = tmp_path_factory.mktemp("config") / "resolved.yaml"
