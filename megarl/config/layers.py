@@ -3,6 +3,7 @@
 Later layers override earlier ones. Values are checked elsewhere, except values of other trainers.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from yaml import MarkedYAMLError, YAMLError
 
 from megarl.config.faults import Fault
 from megarl.config.foreign import Remark, answer_flag, read_key
-from megarl.config.links import LINK, parse
+from megarl.config.links import LINK, escaped, parse
 from megarl.config.schema import Schema, nest
 from megarl.platform.errors import UserError
 from megarl.platform.files import similar
@@ -63,6 +64,16 @@ def is_override(argument: str) -> bool:
     """Return whether an argument is `a.b.c=value`, and no path such as `lr=1e-6/config.yaml`."""
     key, sign, _ = argument.partition("=")
     return bool(sign) and "/" not in key and not os.path.exists(argument)  # noqa: PTH110 - a Path raises if a value is long
+
+
+def override(key: str, text: str) -> str:
+    """Return the argument that sets a key to a text, in quotes if YAML would read another value."""
+    written = escaped(text)
+    try:
+        is_plain = parse(written) == written
+    except UNREADABLE:
+        is_plain = False
+    return f"{key}={written if is_plain else json.dumps(written, ensure_ascii=False)}"
 
 
 def recognise(layer: Layer, schema: Schema) -> Recognised:

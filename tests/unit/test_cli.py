@@ -263,6 +263,16 @@ def test_the_best_checkpoint_of_a_run_is_scored(tmp_path: Path) -> None:
         with_best(config)
 
 
+@pytest.mark.parametrize("name", ["42", "null", "a: b", "[x]", "1e-6", "${x}", "\U0001f600"])
+def test_run_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    tree = {"data": {"train_files": "a.parquet"}, "actor_rollout_ref": {"model": {"path": "m"}}}
+    Path(name, "config.yaml").write_text(yaml.safe_dump(tree))
+    argv = [*as_configuration(name), "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
+    assert load_config(argv, world_size=None, check_paths=False).trainer.default_local_dir == name
+
+
 @pytest.mark.parametrize("name", ["run", "lr=1e-6,n=4"])
 def test_a_run_or_a_checkpoint_is_a_configuration(name: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / name / "global_step_3"

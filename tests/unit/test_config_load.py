@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.config.faults import ConfigError
+from megarl.config.layers import override
 from megarl.config.load import load_config, load_reward_train_config, load_sft_config, to_dict, to_yaml
 from megarl.config.root import Config
 from tests.support.programs import ROOT
@@ -50,6 +51,15 @@ def test_a_path_may_have_an_equals_sign(place: str, tmp_path: Path, monkeypatch:
     write(Path("lr=1e-6", "config.yaml"), {"data": {"seed": 10}})
     assert load("data.val_batch_size=7", place.format(tmp_path)).data.seed == 10
     assert faults("runs/lr=1e-6/none.yaml") == {"runs/lr=1e-6/none.yaml": "no such file"}
+
+
+@settings(max_examples=20)
+@example("${data.seed}")
+@example("1e-6")
+@example("a: b")
+@given(st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1))
+def test_any_text_can_be_an_argument(text: str) -> None:
+    assert load(override("trainer.project_name", text)).trainer.project_name == text
 
 
 @pytest.mark.parametrize(
