@@ -12,11 +12,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from yaml import MarkedYAMLError, YAMLError
+from yaml import MarkedYAMLError
 
 from megarl.config.faults import Fault
 from megarl.config.foreign import Remark, answer_flag, read_key
-from megarl.config.links import LINK, escaped, parse
+from megarl.config.links import LINK, UNREADABLE, escaped, parse
 from megarl.config.schema import Schema, nest
 from megarl.platform.errors import UserError
 from megarl.platform.files import similar
@@ -25,7 +25,6 @@ from megarl.platform.secrets import REDACTED
 COMMAND_LINE = "command line"
 YAML = (".yaml", ".yml")
 CHECKS = ("--check", "--dry-run")  # what people try in order to check a configuration
-UNREADABLE = (YAMLError, ValueError)  # PyYAML raises ValueError for numbers, dates and bytes
 HYDRA = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 _QUOTING = re.compile(r"(tag|alias|anchor|handle) '.*'", re.DOTALL)
 

@@ -17,6 +17,7 @@ from megarl.platform.errors import UserError
 
 LINK = re.compile(r"(?<!\\)\$\{\s*(?:oc\.env:\s*(?P<variable>\w+)\s*(?P<default>,[^{}]*)?|(?P<key>\w[\w.-]*?)\s*)\}")
 _ESCAPE = "\\${"
+UNREADABLE = (yaml.YAMLError, ValueError)  # PyYAML raises ValueError for numbers, dates and bytes
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -139,7 +140,12 @@ def _lead(link: re.Match[str], values: Mapping[str, object], trail: tuple[str, .
     """Return what a link leads to."""
     if link["key"]:
         return follow(link["key"], values, trail)
-    default = link["default"]
-    if link["variable"] not in os.environ and default is None:
-        raise UserError(f"there is no variable {link['variable']} in the environment")
-    return os.environ.get(link["variable"], parse(default[1:]) if default else None)
+    variable, default = link["variable"], link["default"]
+    if variable in os.environ:
+        return os.environ[variable]
+    if default is None:
+        raise UserError(f"there is no variable {variable} in the environment")
+    try:
+        return parse(default[1:])
+    except UNREADABLE as error:
+        raise UserError(f"the value for a missing {variable} is not valid YAML: put it in quotes") from error
