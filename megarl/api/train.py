@@ -2,17 +2,20 @@
 
 import json
 import logging
+import os
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-
-import yaml
+from tempfile import TemporaryDirectory
 
 from megarl.api.rows import as_json, count_rows, data_files
 from megarl.api.run import TrainingRun
 from megarl.api.source import Reward, reward_keys
 from megarl.checkpoint.directory import job_in, saved_steps
-from megarl.config.load import load_config, merged
+from megarl.config.links import dump
+from megarl.config.load import load_config, merged_trees
 from megarl.config.schema import nest
 from megarl.platform.detached import start_detached
 from megarl.platform.errors import UserError
@@ -68,40 +71,61 @@ def train(
     inputs = directory / INPUTS
     check_writable(directory, "out")
     inputs.mkdir(parents=True, exist_ok=True)
-    plain = _is_plain(Path(model))
-    files = data_files(data, inputs, prompt=prompt, answer=answer, plain=plain, keep=keep, data_source=data_source)
-    num_prompts = _batch_size(count_rows(files["train"]))
-    keys: dict[str, object] = {
-        "data.train_files": files["train"],
-        "data.train_batch_size": num_prompts,
-        "data.max_prompt_length": 512,
-        "data.max_response_length": 512,
-        "actor_rollout_ref.model.path": _place(model),
-        "actor_rollout_ref.actor.ppo_mini_batch_size": max(1, num_prompts // 2),
-        "actor_rollout_ref.rollout.n": 1 if algorithm == "gae" else 8,
-        "algorithm.adv_estimator": algorithm,
-        "trainer.experiment_name": directory.name,
-        "trainer.default_local_dir": str(directory),
-        "trainer.n_gpus_per_node": 1,
-        "trainer.total_training_steps": steps,
-        "trainer.save_freq": 20,
-        "trainer.test_freq": 10 if "val" in files else -1,
-    }
-    if "val" in files:
-        keys["data.val_files"] = files["val"]
-    if algorithm == "gae":
-        keys["critic.model.path"] = _place(model)
-    else:
-        keys["algorithm.use_kl_in_reward"] = False
-    keys |= reward_keys(reward, inputs)
-    config = inputs / "config.yaml"
-    given = nest(json.loads(json.dumps(dict(set or {}), default=as_json)))
-    write_whole(config, yaml.safe_dump(merged(nest(keys), given), sort_keys=False).encode())
-    if load_config([str(config)], world_size=None).trainer.default_local_dir != str(directory):
-        raise UserError("trainer.default_local_dir is set: name the directory of the run by `out`")
+    with _restoring(inputs):
+        plain = _is_plain(Path(model))
+        files = data_files(data, inputs, prompt=prompt, answer=answer, plain=plain, keep=keep, data_source=data_source)
+        num_prompts = _batch_size(count_rows(files["train"]))
+        keys: dict[str, object] = {
+            "data.train_files": files["train"],
+            "data.train_batch_size": num_prompts,
+            "data.max_prompt_length": 512,
+            "data.max_response_length": 512,
+            "actor_rollout_ref.model.path": _place(model),
+            "actor_rollout_ref.actor.ppo_mini_batch_size": max(1, num_prompts // 2),
+            "actor_rollout_ref.rollout.n": 1 if algorithm == "gae" else 8,
+            "algorithm.adv_estimator": algorithm,
+            "trainer.experiment_name": directory.name,
+            "trainer.default_local_dir": str(directory),
+            "trainer.n_gpus_per_node": 1,
+            "trainer.total_training_steps": steps,
+            "trainer.save_freq": 20,
+            "trainer.test_freq": 10 if "val" in files else -1,
+        }
+        if "val" in files:
+            keys["data.val_files"] = files["val"]
+        if algorithm == "gae":
+            keys["critic.model.path"] = _place(model)
+        else:
+            keys["algorithm.use_kl_in_reward"] = False
+        keys |= reward_keys(reward, inputs)
+        config = inputs / "config.yaml"
+        given = json.loads(json.dumps(dict(set or {}), default=as_json))
+        tree = nest(keys)
+        for key, value in given.items():
+            tree = merged_trees(tree, nest({key: value}))
+        write_whole(config, dump(tree).encode())
+        if load_config([str(config)], world_size=None).trainer.default_local_dir != str(directory):
+            raise UserError("trainer.default_local_dir is set: name the directory of the run by `out`")
     _report_resumption(directory, steps)
     process = start_detached([sys.executable, "-m", "megarl", "train", str(config)], directory)
     return TrainingRun(directory=directory, process=process)
+
+
+@contextmanager
+def _restoring(directory: Path) -> Iterator[None]:
+    """Give the files of a directory their content back if the block fails. It replaces files, and changes none."""
+    with TemporaryDirectory(prefix=".kept-", dir=directory.parent) as kept:
+        for path in filter(Path.is_file, directory.iterdir()):
+            try:
+                os.link(path, Path(kept) / path.name)
+            except OSError:  # a file system without links
+                shutil.copy2(path, kept)
+        try:
+            yield
+        except BaseException:
+            for path in Path(kept).iterdir():
+                path.replace(directory / path.name)
+            raise
 
 
 def _require_free(directory: Path) -> None:

@@ -128,6 +128,11 @@ def _rates_follow_the_length(tree: object) -> bool:
     if not isinstance(tree, Mapping):
         return False
     if "warmup_style" in tree:
-        warms_up = tree.get("lr_warmup_steps") is None and tree.get("lr_warmup_steps_ratio", 0.0) > 0.0
-        return bool(tree.get("total_training_steps", -1) <= 0 and (warms_up or tree["warmup_style"] != "constant"))
+        warms_up = tree.get("lr_warmup_steps") is None and _positive(tree.get("lr_warmup_steps_ratio"))
+        return not _positive(tree.get("total_training_steps")) and (warms_up or tree["warmup_style"] != "constant")
     return any(map(_rates_follow_the_length, tree.values()))
+
+
+def _positive(value: object) -> bool:
+    """Return whether a value of a file, which may be of another version, is a number above 0."""
+    return isinstance(value, int | float) and value > 0

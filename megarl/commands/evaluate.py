@@ -21,7 +21,7 @@ from megarl.commands.cli.kinds import others
 from megarl.commands.cli.table import EVALUATE
 from megarl.commands.entry import JobProgram, run
 from megarl.config.faults import ConfigError, Fault, fault_of
-from megarl.config.layers import YAML
+from megarl.config.layers import YAML, is_override, override
 from megarl.config.load import load_config
 from megarl.config.root import Config
 from megarl.distributed.place import Launch
@@ -63,7 +63,7 @@ def as_configuration(argument: str) -> list[str]:
         ConfigError: there is no such directory, or it keeps no configuration.
     """
     directory = Path(argument)
-    if "=" in argument or directory.suffix in YAML:
+    if is_override(argument) or directory.suffix in YAML:
         return [argument]
     config = directory / CONFIG_FILE
     is_checkpoint = step_of_name(directory.resolve().name) is not None
@@ -75,9 +75,9 @@ def as_configuration(argument: str) -> list[str]:
     run_dir = directory.resolve().parent if is_checkpoint else directory
     return [
         str(config),
-        f"trainer.default_local_dir={run_dir}",
+        override("trainer.default_local_dir", str(run_dir)),
         f"trainer.resume_mode={'resume_path' if is_checkpoint else 'auto'}",
-        f"trainer.resume_from_path={directory if is_checkpoint else 'null'}",
+        override("trainer.resume_from_path", str(directory)) if is_checkpoint else "trainer.resume_from_path=null",
     ]
 
 

@@ -16,6 +16,7 @@ from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import CONFIG
 from megarl.config.faults import ConfigError, Fault, fault_of
+from megarl.config.layers import is_override
 from megarl.config.links import shown
 from megarl.config.load import (
     load_config,
@@ -171,7 +172,7 @@ def is_configuration(word: str) -> bool:
 
 def as_file(word: str) -> str:
     """Return the configuration that a run keeps if `word` is its directory, else `word`."""
-    return str(Path(word) / CONFIG_FILE) if "=" not in word and (Path(word) / CONFIG_FILE).is_file() else word
+    return str(Path(word) / CONFIG_FILE) if not is_override(word) and (Path(word) / CONFIG_FILE).is_file() else word
 
 
 def explain(name: str, root: type, found: Values) -> Iterator[str]:

@@ -3,7 +3,6 @@
 Every run is a process of its own, with a directory that is named after its values.
 """
 
-import json
 import os
 import re
 import shlex
@@ -18,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import yaml
+
 from megarl.platform import early
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.commands import compare
@@ -25,7 +26,8 @@ from megarl.commands.cli.command import parse, print_error
 from megarl.commands.cli.table import SWEEP
 from megarl.commands.explain import try_here
 from megarl.config.faults import ConfigError, Fault
-from megarl.config.load import load_config, read, to_dict
+from megarl.config.layers import override
+from megarl.config.load import load_config, read, to_yaml
 from megarl.config.root import Config
 from megarl.config.trial import try_out
 from megarl.distributed.place import detect
@@ -54,8 +56,6 @@ OF_LAUNCHER = {"trainer.nnodes", "trainer.n_gpus_per_node"}
 """Keys that the Slurm script sets."""
 NUM_SHOWN = 3
 _CHANGE_OF_DIRECTORY = re.compile(r"^cd .*\n", re.MULTILINE)
-_PLAIN = re.compile(r"[\w/][\w./=,+-]*")
-"""A text that YAML reads as itself."""
 
 Choice = tuple[str, tuple[str, ...]]
 """A value in the name of a run, and the arguments that set it."""
@@ -142,11 +142,7 @@ def combine(configuration: Sequence[str], axes: Sequence[Sequence[Choice]], out:
         experiment = read(Config, words)[0].trainer.experiment_name
         directory = out / name
         own = dict(zip(OWN_KEYS, (str(directory), f"{experiment}-{name}"), strict=True))
-        yield SweptRun(name, directory, (*words, *(_argument(key, value) for key, value in own.items())))
-
-
-def _argument(key: str, value: str) -> str:
-    return f"{key}={value if _PLAIN.fullmatch(value) else json.dumps(value)}"
+        yield SweptRun(name, directory, (*words, *(override(key, value) for key, value in own.items())))
 
 
 def check(runs: Sequence[SweptRun], *, on_cluster: bool) -> list[SweptRun]:
@@ -206,7 +202,7 @@ def is_finished(directory: Path, config: Config) -> bool:
     if read_mapping(directory / STATUS_FILE).get("state") != "finished":
         return False
     kept = read_mapping(directory / CONFIG_FILE)
-    return bool(kept) and between([to_dict(config), kept]).keys() <= OF_LAUNCHER
+    return bool(kept) and between([yaml.safe_load(to_yaml(config)), kept]).keys() <= OF_LAUNCHER
 
 
 def run_all(runs: Sequence[SweptRun], left: Sequence[SweptRun], out: Path) -> int:

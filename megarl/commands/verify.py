@@ -24,6 +24,7 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import VERIFY
 from megarl.commands.entry import JobProgram, run
+from megarl.config.layers import override
 from megarl.config.load import load_verify_config
 from megarl.config.root import VerifyConfig
 from megarl.config.trial import try_out
@@ -67,7 +68,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> VerifyArgu
         ConfigError: lists every fault with its dotted key and the remedy.
     """
     typed = parse(VERIFY, argv)
-    keys = [f"actor_rollout_ref.model.path={typed['model_dir']}", *typed["overrides"]]
+    keys = [override("actor_rollout_ref.model.path", typed["model_dir"]), *typed["overrides"]]
     return VerifyArguments(load_verify_config(keys, world_size=world_size), typed["as_json"])
 
 

@@ -3,6 +3,8 @@
 Later layers override earlier ones. Values are checked elsewhere, except values of other trainers.
 """
 
+import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,11 +12,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from yaml import MarkedYAMLError, YAMLError
+from yaml import MarkedYAMLError
 
 from megarl.config.faults import Fault
 from megarl.config.foreign import Remark, answer_flag, read_key
-from megarl.config.links import LINK, parse
+from megarl.config.links import LINK, UNREADABLE, escaped, parse
 from megarl.config.schema import Schema, nest
 from megarl.platform.errors import UserError
 from megarl.platform.files import similar
@@ -23,7 +25,6 @@ from megarl.platform.secrets import REDACTED
 COMMAND_LINE = "command line"
 YAML = (".yaml", ".yml")
 CHECKS = ("--check", "--dry-run")  # what people try in order to check a configuration
-UNREADABLE = (YAMLError, ValueError)  # PyYAML raises ValueError for numbers, dates and bytes
 HYDRA = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 _QUOTING = re.compile(r"(tag|alias|anchor|handle) '.*'", re.DOTALL)
 
@@ -49,12 +50,29 @@ def read_layers(argv: Sequence[str]) -> tuple[list[Layer], list[Fault]]:
     """Read `argv`, YAML files before `a.b.c=value` in any order, into layers in the order in which they apply."""
     layers: list[Layer] = []
     faults: list[Fault] = []
-    for argument in sorted(joined(argv), key=lambda argument: "=" in argument):
+    for argument in sorted(joined(argv), key=is_override):
+        is_key = is_override(argument)
         try:
-            layers.append(_read_override(argument) if "=" in argument else _read_file(argument))
+            layers.append(_read_override(argument) if is_key else _read_file(argument))
         except UserError as error:
-            faults.append(Fault(argument.partition("=")[0], str(error)))
+            faults.append(Fault(argument.partition("=")[0] if is_key else argument, str(error)))
     return layers, faults
+
+
+def is_override(argument: str) -> bool:
+    """Return whether an argument is `a.b.c=value`, and no path such as `lr=1e-6/config.yaml`."""
+    key, sign, _ = argument.partition("=")
+    return bool(sign) and "/" not in key and not os.path.exists(argument)  # noqa: PTH110 - a Path raises if a value is long
+
+
+def override(key: str, text: str) -> str:
+    """Return the argument that sets a key to a text, in quotes if YAML would read another value."""
+    written = escaped(text)
+    try:
+        is_plain = parse(written) == written
+    except UNREADABLE:
+        is_plain = False
+    return f"{key}={written if is_plain else json.dumps(written, ensure_ascii=False)}"
 
 
 def recognise(layer: Layer, schema: Schema) -> Recognised:

@@ -17,6 +17,7 @@ from megarl.platform.errors import UserError
 
 LINK = re.compile(r"(?<!\\)\$\{\s*(?:oc\.env:\s*(?P<variable>\w+)\s*(?P<default>,[^{}]*)?|(?P<key>\w[\w.-]*?)\s*)\}")
 _ESCAPE = "\\${"
+UNREADABLE = (yaml.YAMLError, ValueError)  # PyYAML raises ValueError for numbers, dates and bytes
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -48,11 +49,12 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
     for first, known in _Loader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
+_SHORT_FLOAT = (
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(?:[0-9][0-9_]*\.?|\.[0-9])[0-9_]*[eE][-+]?[0-9]+$"),
     [*"-+0123456789."],
 )
+_Loader.add_implicit_resolver(*_SHORT_FLOAT)
 _Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
 
 
@@ -61,6 +63,27 @@ class _Lenient(_Loader):
 
 
 _Lenient.add_constructor("tag:yaml.org,2002:str", _Loader.construct_scalar)
+
+
+class Dumper(yaml.SafeDumper):
+    """Puts a text in quotes if `_Loader` would read it as a number."""
+
+
+Dumper.add_implicit_resolver(*_SHORT_FLOAT)
+
+
+def dump(tree: Mapping[str, object]) -> str:
+    """Return a tree as YAML that `parse` reads as the same values; links in it remain links."""
+    return yaml.dump(dict(tree), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def escaped(value: object) -> Any:
+    """Return a value whose texts have no links: `follow` makes of it the value that was given."""
+    if isinstance(value, dict):
+        return {key: escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [escaped(item) for item in value]
+    return value.replace("${", _ESCAPE) if isinstance(value, str) else value
 
 
 def parse(text: str, *, lenient: bool = False) -> Any:
@@ -117,7 +140,12 @@ def _lead(link: re.Match[str], values: Mapping[str, object], trail: tuple[str, .
     """Return what a link leads to."""
     if link["key"]:
         return follow(link["key"], values, trail)
-    default = link["default"]
-    if link["variable"] not in os.environ and default is None:
-        raise UserError(f"there is no variable {link['variable']} in the environment")
-    return os.environ.get(link["variable"], parse(default[1:]) if default else None)
+    variable, default = link["variable"], link["default"]
+    if variable in os.environ:
+        return os.environ[variable]
+    if default is None:
+        raise UserError(f"there is no variable {variable} in the environment")
+    try:
+        return parse(default[1:])
+    except UNREADABLE as error:
+        raise UserError(f"the value for a missing {variable} is not valid YAML: put it in quotes") from error

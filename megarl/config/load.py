@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -18,7 +17,7 @@ from megarl.config import algorithm_rules, ppo_rules, reward_rules, sft_rules
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.foreign import Remark
 from megarl.config.layers import COMMAND_LINE, Layer, read_layers, recognise
-from megarl.config.links import LINK, follow
+from megarl.config.links import LINK, dump, escaped, follow
 from megarl.config.root import (
     COMMANDS,
     CONFIG_NAME,
@@ -132,7 +131,7 @@ def to_yaml(config: Config | SupervisedConfig) -> str:
     """Return a YAML file that loads as this configuration, except for its secrets, which a comment mentions."""
     shown = to_dict(config)
     note = "" if shown == _plain(config) else SECRETS_NOTE
-    return note + yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    return note + dump(escaped(shown))
 
 
 def _plain(config: Config | SupervisedConfig) -> dict[str, object]:

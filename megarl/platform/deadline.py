@@ -3,6 +3,7 @@
 import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 def computing_at_most(seconds: float) -> Iterator[None]:
     """Interrupt the block after `seconds` of CPU time of this process, the kernel's time for it included.
 
-    Load on the machine does not count.
+    Load on the machine does not count. Within such a block, another one has no more time than is left.
 
     Only the main thread can be interrupted. In another thread the block is not bounded.
 
@@ -28,10 +29,12 @@ def computing_at_most(seconds: float) -> Iterator[None]:
         if is_running:  # Python may call this after the timer is off
             raise _TimeOver
 
+    left, again = signal.setitimer(signal.ITIMER_PROF, 0)  # of a block around this one
+    began = time.process_time()
     before = signal.signal(signal.SIGPROF, interrupt)
     try:
         try:
-            signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN)  # D279
+            signal.setitimer(signal.ITIMER_PROF, min(seconds, left or seconds), _AGAIN)  # D279
             yield
         finally:
             is_running = False
@@ -40,6 +43,8 @@ def computing_at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+        if left:
+            signal.setitimer(signal.ITIMER_PROF, max(left - (time.process_time() - began), _AT_ONCE), again)
 
 
 @contextmanager
@@ -62,6 +67,7 @@ def allocating_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+_AT_ONCE = 1e-6  # seconds; 0 would switch the timer off
 _AGAIN = 0.1  # seconds until the block is interrupted again: Python ignores an error in a destructor
 
 

@@ -29,10 +29,10 @@ def shared_memory_findings(directory: Path, maps: Sequence[str]) -> list[Finding
         rows = [
             Finding("shared memory", f"{gib:.2f} GiB", "ranks share tensors there: docker run --shm-size=8g", "note")
         ]
-    segments = sorted(
-        path for path in directory.iterdir() if SEGMENT.search(path.name) and path.stat().st_uid == os.getuid()
+    used = {name for text in maps for name in re.findall(rf"{re.escape(str(directory))}/(.*)$", text, re.MULTILINE)}
+    left = sorted(
+        path for path in directory.iterdir() if SEGMENT.search(path.name) and path.name not in used and _is_own(path)
     )
-    left = [path for path in segments if not any(str(path) in text for text in maps)]
     if not left:
         return rows
     return [
@@ -45,6 +45,13 @@ def shared_memory_findings(directory: Path, maps: Sequence[str]) -> list[Finding
             shlex.join(["rm", "--", *map(str, left)]),
         ),
     ]
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.getuid()
+    except FileNotFoundError:  # its job ends now
+        return False
 
 
 def maps_of_live_processes() -> list[str]:

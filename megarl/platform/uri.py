@@ -1,5 +1,6 @@
 """File systems of local paths and of URIs that pyarrow or fsspec opens."""
 
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ def is_uri(name: str) -> bool:
 def local_path(name: str) -> Path | None:
     """Return the local path of a path or a `file://` URI, for a Hugging Face id a missing path; None for other URIs."""
     if not is_uri(name):
-        return Path(name).expanduser()
+        return Path(os.path.expanduser(name))  # noqa: PTH111 - a Path raises if there is no such user
     return Path(open_filesystem(name)[1]) if name.startswith("file://") else None
 
 

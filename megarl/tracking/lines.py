@@ -29,6 +29,7 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.waiting: deque[bytes] = deque()
+        self._num_bytes = 0  # that wait
         self._failing = False
         self._lost = 0
         self._lock = threading.Lock()  # so that no line is both in the file and waiting
@@ -38,8 +39,9 @@ class Lines:
         with self._lock:
             for row in rows:
                 line = json.dumps(row, ensure_ascii=False, default=str).encode(errors="backslashreplace") + b"\n"
-                if sum(map(len, self.waiting)) + len(line) <= MAX_WAITING_BYTES:
+                if self._num_bytes + len(line) <= MAX_WAITING_BYTES:
                     self.waiting.append(line)
+                    self._num_bytes += len(line)
                 else:
                     self._lost += 1
             self._flush()
@@ -83,6 +85,7 @@ class Lines:
                 "%s accepts lines again: %d waiting lines are written, %d are lost", self.path, *self._counts()
             )
         self.waiting.clear()
+        self._num_bytes = 0
         self._failing = False
         self._lost = 0
 

@@ -272,6 +272,20 @@ def test_sections_that_are_set_keep_other_keys(started: Callable[..., Any], tmp_
     assert trainer["default_local_dir"] == str(tmp_path / "run")
     with pytest.raises(UserError, match="name the directory of the run by `out`"):
         started(set={"trainer.default_local_dir": tmp_path / "other"})
+    late = started(set={"trainer.test_freq": 2, "trainer": {"save_freq": 3}})["trainer"]
+    assert (late["save_freq"], late["test_freq"]) == (3, 2)
+
+
+def test_faulty_training_leaves_the_inputs_of_a_run(started: Callable[..., Any], tmp_path: Path) -> None:
+    def contents() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (tmp_path / "run" / "inputs").iterdir()}
+
+    started()
+    before = contents()
+    with pytest.raises(UserError, match="name the directory of the run by `out`"):
+        started(data=ROWS[:9], steps=7, set={"trainer.default_local_dir": tmp_path / "other"})
+    assert contents() == before
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["inputs"]
 
 
 def test_resumption_is_reported(

@@ -117,6 +117,13 @@ def test_longer_run_changes_curve_if_learning_rate_depends(optim: list[str], eff
     assert effects(was, now) == {"trainer.total_training_steps": effect}
 
 
+@pytest.mark.parametrize("key", ["total_training_steps", "lr_warmup_steps_ratio"])
+def test_null_in_a_kept_file_is_no_number(key: str) -> None:
+    was, now = (tree(f"trainer.total_training_steps={steps}") for steps in (6, 9))
+    was["critic"]["optim"][key] = None
+    assert effects(was, now)["trainer.total_training_steps"] is Effect.NONE
+
+
 def test_a_key_of_another_version_is_skipped() -> None:
     was = tree()
     del was["trainer"]["phase_timeout_s"]

@@ -263,8 +263,19 @@ def test_the_best_checkpoint_of_a_run_is_scored(tmp_path: Path) -> None:
         with_best(config)
 
 
-def test_a_run_or_a_checkpoint_is_a_configuration(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "run" / "global_step_3"
+@pytest.mark.parametrize("name", ["42", "null", "a: b", "[x]", "1e-6", "${x}", "\U0001f600"])
+def test_run_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    tree = {"data": {"train_files": "a.parquet"}, "actor_rollout_ref": {"model": {"path": "m"}}}
+    Path(name, "config.yaml").write_text(yaml.safe_dump(tree))
+    argv = [*as_configuration(name), "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
+    assert load_config(argv, world_size=None, check_paths=False).trainer.default_local_dir == name
+
+
+@pytest.mark.parametrize("name", ["run", "lr=1e-6,n=4"])
+def test_a_run_or_a_checkpoint_is_a_configuration(name: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / name / "global_step_3"
     checkpoint.mkdir(parents=True)
     for directory in (checkpoint, checkpoint.parent):
         (directory / "config.yaml").write_text(yaml.safe_dump({"trainer": {"nnodes": 1}}))
@@ -281,7 +292,7 @@ def test_a_run_or_a_checkpoint_is_a_configuration(tmp_path: Path) -> None:
         f"trainer.resume_from_path={checkpoint}",
     ]
     assert as_configuration("trainer.nnodes=2") == ["trainer.nnodes=2"]
-    with pytest.raises(ConfigError, match=r"global_step_4: is no directory; .*run has global_step_3"):
+    with pytest.raises(ConfigError, match=rf"global_step_4: is no directory; .*{name} has global_step_3"):
         as_configuration(str(run_dir / "global_step_4"))
     with pytest.raises(ConfigError, match=r"nothere: is no directory: name a run's directory, a checkpoint in it, or"):
         as_configuration(str(tmp_path / "nothere"))

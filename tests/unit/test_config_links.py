@@ -113,6 +113,7 @@ def test_link_resolves_to_mapping_part_and_environment_variable(monkeypatch: pyt
         ("${a}", "a leads back to itself"),
         ("x ${c}", "c has no value"),
         ("${oc.env:NOWHERE}", "there is no variable NOWHERE in the environment"),
+        ("${oc.env:NOWHERE,[a}", "the value for a missing NOWHERE is not valid YAML: put it in quotes"),
     ],
 )
 def test_a_link_to_nowhere_is_an_error(value: str, message: str) -> None:

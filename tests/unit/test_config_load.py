@@ -1,5 +1,6 @@
 """From files and arguments to a configuration: merging, links, types, and every fault at once."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.config.faults import ConfigError
+from megarl.config.layers import override
 from megarl.config.load import load_config, load_reward_train_config, load_sft_config, to_dict, to_yaml
 from megarl.config.root import Config
 from tests.support.programs import ROOT
@@ -40,6 +42,24 @@ def test_arguments_override_files_and_later_files_override_earlier(tmp_path: Pat
     second = write(tmp_path / "second.yml", {"data": {"seed": 20, "train_batch_size": 512}})
     config = load("data.seed=30", first, second)
     assert (config.data.seed, config.data.train_batch_size, config.data.val_batch_size) == (30, 512, 7)
+
+
+@pytest.mark.parametrize("place", ["{}/lr=1e-6/config.yaml", "./lr=1e-6/config.yaml", "lr=1e-6/config.yaml"])
+def test_a_path_may_have_an_equals_sign(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1e-6").mkdir()
+    write(Path("lr=1e-6", "config.yaml"), {"data": {"seed": 10}})
+    assert load("data.val_batch_size=7", place.format(tmp_path)).data.seed == 10
+    assert faults("runs/lr=1e-6/none.yaml") == {"runs/lr=1e-6/none.yaml": "no such file"}
+
+
+@settings(max_examples=20)
+@example("${data.seed}")
+@example("1e-6")
+@example("a: b")
+@given(st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1))
+def test_any_text_can_be_an_argument(text: str) -> None:
+    assert load(override("trainer.project_name", text)).trainer.project_name == text
 
 
 @pytest.mark.parametrize(
@@ -117,9 +137,11 @@ def test_kl_is_in_reward_unless_in_loss(use_kl_loss: str, in_reward: bool) -> No
 
 
 @settings(max_examples=8)
+@example(lr=1.0, name="1e-6", betas=(0.5, 0.5), layers=1)
+@example(lr=1.0, name="${data.seed} \\${x}", betas=(0.5, 0.5), layers=1)
 @given(
     lr=st.floats(min_value=1e-12, max_value=10.0),
-    name=st.text(st.characters(categories=["L", "N"], include_characters=" :-#"), min_size=1),
+    name=st.text(st.characters(categories=["L", "N"], include_characters=" :-#${}\\"), min_size=1),
     betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
     layers=st.integers(1, 99),
 )
@@ -127,13 +149,15 @@ def test_the_resolved_configuration_loads_as_itself(
     tmp_path_factory: pytest.TempPathFactory, lr: float, name: str, betas: tuple[float, float], layers: int
 ) -> None:
     tree = {
-        "trainer": {"project_name": name},
+        "trainer": {"project_name": name.replace("${", "\\${")},
         "actor_rollout_ref": {
             "actor": {"optim": {"lr": lr, "betas": list(betas)}},
             "model": {"override_config": {"num_hidden_layers": layers}},
         },
     }
-    config = load(write(tmp_path_factory.mktemp("config") / "in.yaml", tree))
+    written = tmp_path_factory.mktemp("config") / "in.yaml"
+    written.write_text(json.dumps(tree, ensure_ascii=False))
+    config = load(str(written))
     assert config.actor_rollout_ref.actor.optim.lr == lr
     assert config.trainer.project_name == name
     resolved = tmp_path_factory.mktemp("config") / "resolved.yaml"

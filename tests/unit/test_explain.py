@@ -66,6 +66,12 @@ def test_a_value_names_its_origin(capsys: Captured, config: str) -> None:
     assert "value    fixed   (default)" in shown(capsys, "kl_ctrl.type", config, *REQUIRED)
 
 
+def test_directory_with_equals_sign_is_a_run(capsys: Captured, tmp_path: Path) -> None:
+    (tmp_path / "lr=1e-6").mkdir()
+    (tmp_path / "lr=1e-6" / "config.yaml").write_text(yaml.safe_dump({"critic": {"optim": {"lr": 3e-5}}}))
+    assert "value    3e-05" in shown(capsys, "critic.optim.lr", str(tmp_path / "lr=1e-6"), *REQUIRED)
+
+
 REQUIRED = ("data.train_files=x.parquet", "actor_rollout_ref.model.path=org/x", "critic.model.path=org/x")
 
 

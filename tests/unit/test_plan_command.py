@@ -186,6 +186,10 @@ def test_amounts_have_units() -> None:
     assert amount("80GB") == 80 * 10**9
     assert amount("79.5 GiB") == int(79.5 * 2**30)
     assert amount("45GB/s") == 45 * 10**9
+    for none in ("0GB", "1.2.3GB", ".GB"):
+        with pytest.raises(click.BadParameter, match="is not a number with one of the units"):
+            amount(none)
+    assert engine_milliseconds("1.2e-05,1.5e+03,0") == (1.2e-05, 1500.0, 0.0)
     with pytest.raises(click.BadParameter, match="units"):
         amount("80")
 

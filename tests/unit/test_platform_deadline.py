@@ -64,6 +64,19 @@ def test_quick_code_and_other_threads_go_on() -> None:
     assert found == [1, 49_995_000]
 
 
+def test_inner_deadline_leaves_the_outer_deadline() -> None:
+    with computing_at_most(10):
+        with computing_at_most(1000):
+            assert signal.getitimer(signal.ITIMER_PROF)[0] < 20
+            sum(range(1_000_000))
+        assert 0 < signal.getitimer(signal.ITIMER_PROF)[0] < 20
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+    with pytest.raises(TimeoutError), computing_at_most(0.05):
+        with suppress(TimeoutError), computing_at_most(10):
+            catches_everything()
+        catches_everything()
+
+
 def test_deadline_at_block_end_raises_only_timeout_error() -> None:
     """Whenever the signal arrives, nothing but a TimeoutError leaves the block."""
     for _ in range(2000):

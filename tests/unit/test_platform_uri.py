@@ -114,6 +114,11 @@ def test_options_are_what_the_file_system_knows(uri: str, options: str) -> None:
     assert split_options(uri) == (uri.removesuffix(options), options)
 
 
+def test_a_tilde_may_be_of_no_user() -> None:
+    assert local_path("~no-such-user/x") == Path("~no-such-user/x")
+    assert local_path("~/x") == Path.home() / "x"
+
+
 def test_a_key_of_a_bucket_may_have_blanks() -> None:
     filesystem, path = open_filesystem("s3://bucket/my data/ü.parquet?region=eu-west-1")
     assert isinstance(filesystem, S3FileSystem)

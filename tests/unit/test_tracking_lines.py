@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megarl.platform.deadline import computing_at_most
 from megarl.tracking import lines
 from megarl.tracking.jsonl import Jsonl, Unread, read_jsonl
 from megarl.tracking.lines import Lines
@@ -70,6 +71,16 @@ def test_what_memory_cannot_hold_either_is_counted(
     file.close()
     assert steps_of(file.path) == [0, 1]
     assert "accepts lines again: 2 waiting lines are written, 3 are lost" in caplog.text
+
+
+def test_many_lines_wait_in_linear_time(disk: Disk) -> None:
+    file = Lines(disk.path / "file.jsonl")
+    disk.fill()
+    with computing_at_most(3.0):
+        file.append({"step": step} for step in range(30_000))
+    disk.clear()
+    file.close()
+    assert len(steps_of(file.path)) == 30_000
 
 
 def test_a_file_that_may_not_grow_further(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ from megarl.platform.files import similar
 
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
+_NUMBER = r"(\d+\.?\d*(?:e[-+]?\d+)?)"
+"""A number as Python writes it, such as 9, 0.25, 1.2e-05 or 2.25e+03."""
+
 
 def amount(text: str) -> int:
     """Parse a number of bytes, or of bytes per second: `80GB`, `79.6GiB` or `45GB/s`."""
-    match = re.fullmatch(rf"\s*([\d.]+)\s*({'|'.join(UNITS)})(/s)?\s*", text)
-    if not match:
+    match = re.fullmatch(rf"\s*{_NUMBER}\s*({'|'.join(UNITS)})(/s)?\s*", text)
+    if not match or not float(match[1]):
         raise click.BadParameter(f"{text!r} is not a number with one of the units {', '.join(UNITS)}: for example 80GB")
     return int(float(match[1]) * UNITS[match[2]])
 
@@ -38,7 +41,7 @@ def peak_tflops(text: str) -> dict[int | None, float]:
     They are written `989.4` or `0.17,256:0.1,512:0.13`. Return the speeds by width; None is every other width.
     """
     greatest, *narrow = text.split(",")
-    number = r"\s*(\d+\.?\d*(?:e-?\d+)?)\s*"
+    number = rf"\s*{_NUMBER}\s*"
     matches = [re.fullmatch(number, greatest), *(re.fullmatch(rf"\s*(\d+):{number}", part) for part in narrow)]
     if not all(matches) or not all(float(match[match.lastindex or 1]) for match in matches if match):
         raise click.BadParameter(f"{text!r} is not TFLOPS[,WIDTH:TFLOPS...], such as 989.4 or 0.17,256:0.1,512:0.13")
@@ -57,7 +60,7 @@ def link_microseconds(text: str) -> tuple[float, ...]:
 
 
 def _numbers(text: str, count: int, meant: str) -> tuple[float, ...]:
-    match = re.fullmatch(",".join([r"\s*(\d+\.?\d*)\s*"] * count), text)
+    match = re.fullmatch(",".join([rf"\s*{_NUMBER}\s*"] * count), text)
     if not match:
         raise click.BadParameter(f"{text!r} is not {meant}")
     return tuple(map(float, match.groups()))

@@ -203,7 +203,7 @@ PLAN = Command(
     ),
     click.Option(
         ["--gpus-per-node"],
-        type=int,
+        type=click.IntRange(min=1),
         help="Ranks that share a node's links  [default: trainer.n_gpus_per_node]",
     ),
     option(

@@ -15,8 +15,7 @@ from megarl.commands.convert.expand import UNKNOWN, after_marks, links
 from megarl.commands.convert.inherit import read_tree, resolved
 from megarl.commands.convert.launch import Launched
 from megarl.config.foreign import ANY, Remark
-from megarl.config.layers import UNREADABLE
-from megarl.config.links import parse, shown
+from megarl.config.links import UNREADABLE, parse, shown
 from megarl.config.load import merged_trees
 from megarl.config.schema import nest
 

@@ -11,8 +11,8 @@ from megarl.commands.convert.flags import Flags, words_of
 from megarl.commands.convert.inherit import read_tree
 from megarl.commands.convert.launch import Launched
 from megarl.config.foreign import Remark
-from megarl.config.layers import UNREADABLE, YAML, Layer, joined, read_layers, recognise
-from megarl.config.links import shown
+from megarl.config.layers import YAML, Layer, joined, read_layers, recognise
+from megarl.config.links import UNREADABLE, shown
 from megarl.config.load import merged, try_layer
 from megarl.config.report import other_defaults
 from megarl.config.root import Config

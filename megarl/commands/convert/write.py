@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import yaml
 
 from megarl.commands.convert.translate import Converted
+from megarl.config.links import Dumper
 from megarl.config.root import Config
 from megarl.config.schema import Schema
 from megarl.platform.secrets import redact
@@ -42,7 +43,7 @@ def _nested(keys: list[str], found: Converted) -> Iterator[str]:
 
 def _plain(value: object) -> str:
     """Return a value in one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=_MOST_COLUMNS, allow_unicode=False)
+    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=_MOST_COLUMNS, allow_unicode=False)
     return text.removesuffix("...\n").strip()
 
 
