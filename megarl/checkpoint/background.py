@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any
 
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import largest, together
 
 LocalWork = Callable[[], object]
 """Work of one rank: it joins no collective, and may run in any thread."""
@@ -51,7 +51,7 @@ class Background:
         Raises:
             Exception: the work failed on some rank; as `together` does.
         """
-        if self._task and all(together(self._result.done)):
+        if self._task and not largest(int(not self._result.done())):
             self._continue(self._task)
 
     def finish(self) -> None:

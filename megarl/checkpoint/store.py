@@ -47,7 +47,7 @@ from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.learner.checkpoint import load_learner, save_learner, saved_shapes, write_all
 from megarl.learner.learner import Learner
-from megarl.learner.randomness import read_random_states, set_random_states, write_random_states
+from megarl.learner.randomness import load_random_states, write_random_states
 from megarl.learner.staging import Staging
 from megarl.models.peft import write_adapter_config
 from megarl.platform.files import explained, publish, remedy, write_whole
@@ -168,9 +168,7 @@ class CheckpointStore:
         """Load learners and random generators from `checkpoint`; return its state. Collective. Raises Damage."""
         for name, learner in self.learners.items():
             load_learner(learner, checkpoint / name)
-        of_ranks = read_random_states(checkpoint / RANDOM_STATES)
-        if dist.get_rank() < len(of_ranks):  # the run that saved them may have had fewer ranks
-            set_random_states(of_ranks[dist.get_rank()])
+        load_random_states(checkpoint / RANDOM_STATES)
         self._needed.add(checkpoint)
         state = State.read(checkpoint)
         self._best = state.best_step

@@ -135,11 +135,21 @@ def sum_of_ranks(compute: Callable[[], int]) -> int:
 def on_first_rank(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Call `compute` on the first rank of `group`, by default of all, and return its result on every rank.
 
-    Without other ranks it is only called. Raises as `together` does.
+    Without other ranks it is only called. The result travels along a tree, and no rank has it twice. Raises as
+    `together` does.
     """
-    if not dist.is_initialized():
+    if _is_alone(group):
         return compute()
-    [result], *_ = together(lambda: [compute()] if dist.get_rank(group) == 0 else [], group=group)
+    first, *_ = dist.get_process_group_ranks(group or dist.group.WORLD)
+    is_first = dist.get_rank() == first
+    mine = _result(compute) if is_first else None
+    if group is None:
+        wait_for_all()
+    told = [_portable(mine)]
+    dist.broadcast_object_list(told, src=first, group=group or host_group())
+    result: T | _Failure = mine if is_first else told[0]  # type: ignore[assignment]
+    if isinstance(result, _Failure):
+        raise result.error
     return result
 
 
@@ -185,7 +195,7 @@ def _result(compute: Callable[[], T]) -> T | _Failure:
 
 def _gathered(mine: T | _Failure, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the results of all ranks of `group`, by default of all. Raises as `together` does."""
-    sent = _Failure(_portable(mine.error)) if isinstance(mine, _Failure) else mine
+    sent = _portable(mine)
     results = [sent] * dist.get_world_size(group)
     dist.all_gather_object(results, sent, group=group or host_group())
     found = list[T]()
@@ -196,9 +206,13 @@ def _gathered(mine: T | _Failure, group: dist.ProcessGroup | None = None) -> lis
     return found
 
 
-def _portable(error: Exception) -> Exception:
+def _portable(result: T | _Failure) -> T | _Failure:
+    """Return a result that can be pickled if it is an error; other results stay."""
+    if not isinstance(result, _Failure):
+        return result
+    error = result.error
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
     except Exception:  # classes vary: some cannot be pickled, some cannot be unpickled
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        return _Failure(RuntimeError(f"{type(error).__name__}: {error}"))
+    return result

@@ -4,6 +4,7 @@ Only dropout draws from Megatron's generators, if `override_transformer_config` 
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -49,6 +50,24 @@ def write_random_states(path: Path) -> None:
             torch.save(of_ranks, file)
 
     on_first_rank(write)
+
+
+def load_random_states(path: Path) -> None:
+    """Set the generators of each rank to its states in a file. Collective; the first rank reads, and no other has all.
+
+    A rank beyond those that saved the file keeps its states.
+
+    Raises:
+        Damage: on every rank; as `read_random_states` does.
+    """
+    of_ranks = list[Mapping[str, Any] | None]()
+    on_first_rank(lambda: of_ranks.extend(read_random_states(path)))
+    size = dist.get_world_size()
+    of_ranks = [*of_ranks[:size], *repeat(None, size - len(of_ranks))] if dist.get_rank() == 0 else []
+    mine: list[Mapping[str, Any] | None] = [None]
+    dist.scatter_object_list(mine, of_ranks or None, group=host_group())
+    if mine[0]:
+        set_random_states(mine[0])
 
 
 def read_random_states(path: Path) -> Sequence[Mapping[str, Any]]:

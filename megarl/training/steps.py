@@ -4,12 +4,15 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from statistics import fmean
+
+import torch
+import torch.distributed as dist
 
 from megarl.checkpoint.state import State
 from megarl.distributed import watchdog
-from megarl.distributed.exchange import seconds_waited, together
+from megarl.distributed.exchange import seconds_waited, waiting
 from megarl.distributed.signals import Stopped, stop_requested
+from megarl.distributed.sums import exact_sums, extremes
 from megarl.platform.memory import peak_memory
 from megarl.tracking.profile import Traces
 from megarl.tracking.protocol import Tracker
@@ -96,8 +99,12 @@ def run_steps(
 
 def _of_all_ranks() -> Metrics:
     """Return the most memory of a rank, and the seconds that a rank has waited for slower ranks in the step."""
-    ranks = together(lambda: (peak_memory(), seconds_waited()))
-    metrics = {name: max(peaks[name] for peaks, _ in ranks) for name in ranks[0][0]}
-    if len(ranks) > 1:
-        metrics["perf/time_lost_to_stragglers"] = fmean(seconds for _, seconds in ranks)
+    peaks, seconds = peak_memory(), seconds_waited()
+    with waiting():
+        largest, _ = extremes(torch.tensor([[*peaks.values()]], dtype=torch.float64))
+        total = exact_sums(torch.tensor([seconds], dtype=torch.float64))
+    metrics = dict(zip(peaks, largest.tolist(), strict=True))
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if num_ranks > 1:
+        metrics["perf/time_lost_to_stragglers"] = float(total) / num_ranks
     return metrics

@@ -14,7 +14,15 @@ import torch.distributed as dist
 
 from megarl.distributed import exchange
 from megarl.distributed.agreement import agree
-from megarl.distributed.exchange import host_group, join_world, on_each_rank, sum_of_ranks, together, wait_for_all
+from megarl.distributed.exchange import (
+    host_group,
+    join_world,
+    on_each_rank,
+    on_first_rank,
+    sum_of_ranks,
+    together,
+    wait_for_all,
+)
 from megarl.training import steps
 from tests.support.ranks import RankPool
 
@@ -64,6 +72,27 @@ def results_of_each_rank() -> tuple[int, int]:
     """Return a rank's own result, and the objects that travelled for it."""
     with patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gather:
         return on_each_rank(dist.get_rank), gather.call_count
+
+
+def result_of_first_rank() -> tuple[int, int]:
+    """Return the result of the first rank, and the times that a rank has room for the results of all."""
+    with patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gather:
+        return on_first_rank(lambda: 7 + dist.get_rank()), gather.call_count
+
+
+def first_of_some_ranks() -> tuple[int, str] | None:
+    """Return the result of the first of ranks 1 and 2, and the error that its own error becomes on a rank."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    found = on_first_rank(dist.get_rank, group=group)
+    with pytest.raises(Exception, match="disk: full") as caught:
+        on_first_rank(fail, group=group)
+    return found, type(caught.value).__name__
+
+
+def fail() -> int:
+    raise TwoPartError("disk", "full")
 
 
 def exceptions_as_answers() -> list[str]:
@@ -171,6 +200,14 @@ def test_own_results_do_not_travel(pool: RankPool) -> None:
     assert pool.run(3, results_of_each_rank) == [(0, 0), (1, 0), (2, 0)]
 
 
+def test_result_of_first_rank_travels_once(pool: RankPool) -> None:
+    assert pool.run(3, result_of_first_rank) == [(7, 0)] * 3
+
+
+def test_first_of_some_ranks_tells_the_others(pool: RankPool) -> None:
+    assert pool.run(3, first_of_some_ranks) == [None, (1, "TwoPartError"), (1, "RuntimeError")]
+
+
 def test_an_answer_may_be_an_exception(pool: RankPool) -> None:
     assert pool.run(3, exceptions_as_answers) == [["rank 0", "rank 1", "rank 2"]] * 3
 
@@ -192,6 +229,7 @@ def of_all_ranks() -> dict[str, float]:
     with (
         patch.object(steps, "peak_memory", return_value=peaks),
         patch.object(steps, "seconds_waited", lambda: 1 - rank),
+        patch.object(dist, "all_gather_object", side_effect=AssertionError("an object of each rank")),
     ):
         return steps._of_all_ranks()
 
