@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.commands.convert.__main__ import convert
+from megarl.commands.convert.converted import Converted
 from megarl.commands.convert.flags import Flags
 from megarl.commands.convert.launch import find_launch
-from megarl.commands.convert.translate import Converted
 from megarl.commands.convert.write import to_text
 from megarl.config.root import Config
 from megarl.config.schema import Schema

@@ -8,8 +8,9 @@ from pathlib import Path
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse, print_error
 from megarl.commands.cli.table import CONVERT
+from megarl.commands.convert.converted import Converted
 from megarl.commands.convert.launch import find_launch, is_command_line, read_source
-from megarl.commands.convert.translate import Converted, convert_file, convert_launch
+from megarl.commands.convert.translate import convert_file, convert_launch
 from megarl.commands.convert.write import to_text
 from megarl.config.layers import YAML
 from megarl.platform.errors import UserError

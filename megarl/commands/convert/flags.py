@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import megarl.config
+from megarl.commands.convert.converted import Converted
 from megarl.commands.convert.expand import UNKNOWN, after_marks, links
 from megarl.commands.convert.inherit import read_tree, resolved
 from megarl.commands.convert.launch import Launched
@@ -18,9 +19,6 @@ from megarl.config.foreign import ANY, Remark
 from megarl.config.links import UNREADABLE, parse, shown
 from megarl.config.load import merged_trees
 from megarl.config.schema import nest
-
-if TYPE_CHECKING:
-    from megarl.commands.convert.translate import Converted
 
 TABLES = Path(megarl.config.__file__).with_name("trainers")
 PER_PROMPT = "actor_rollout_ref.rollout.n"
@@ -78,7 +76,7 @@ class Flags:
         """Return all tables."""
         return [cls(**parse(path.read_text(encoding="utf-8"))) for path in sorted(TABLES.glob("*.yaml"))]
 
-    def read_file(self, found: "Converted", launched: Launched, base: Path) -> Sequence[str]:
+    def read_file(self, found: Converted, launched: Launched, base: Path) -> Sequence[str]:
         """Return the flags of the YAML file that a launch names, and then its words; `found` says that it was read.
 
         The script is in the directory `base`. A file that is not there remains among the words.
@@ -97,7 +95,7 @@ class Flags:
             tree = merged_trees(tree, nest({flag: _parsed(links(text))}))  # links of the file lead to them
         return [*words_of(tree), *(f"--{flag}={text}" for flag, text in given.items())]
 
-    def fill(self, found: "Converted", words: Sequence[str]) -> None:
+    def fill(self, found: Converted, words: Sequence[str]) -> None:
         """Add what the flags say to `found`."""
         texts = dict(pairs(words))
         values = {flag: _parsed(links(text)) for flag, text in texts.items()}
@@ -144,7 +142,7 @@ class Flags:
             return meaning or "null asks for nothing"
         return None if flag in (*self.cases, *self.idle, *self.decide) else _first(self.dropped, flag)
 
-    def count(self, found: "Converted", given: Mapping[str, Any]) -> set[str]:
+    def count(self, found: Converted, given: Mapping[str, Any]) -> set[str]:
         """Add the sizes that count samples there, and return their flags."""
         per_prompt = found.leaves.get(PER_PROMPT, 1)
         counted: set[str] = set()
@@ -162,7 +160,7 @@ class Flags:
                 found.decisions[written] = f"counts samples, {per_prompt} of a prompt: write {key} in prompts"
         return counted
 
-    def divide(self, found: "Converted", given: Mapping[str, Any]) -> set[str]:
+    def divide(self, found: Converted, given: Mapping[str, Any]) -> set[str]:
         """Add the quotients of flags, and return these flags; counts that leave a rest remain to be decided."""
         counted: set[str] = set()
         for key, (flag, divisor) in self.quotients.items():
@@ -175,7 +173,7 @@ class Flags:
                 counted |= {flag, divisor}
         return counted
 
-    def limit(self, found: "Converted", given: Mapping[str, Any]) -> set[str]:
+    def limit(self, found: Converted, given: Mapping[str, Any]) -> set[str]:
         """Add the limits of prompt and response, and return their flags, and the flag of both if they fit into it."""
         counted: set[str] = set()
         for flag, parts in self.lengths.items():
@@ -231,7 +229,7 @@ def _first(table: Mapping[str, str], flag: str) -> str | None:
     return next((text for pattern, text in table.items() if fnmatchcase(flag, pattern)), None)
 
 
-def _keep(found: "Converted", key: str, value: object, flag: str) -> None:
+def _keep(found: Converted, key: str, value: object, flag: str) -> None:
     """Add a key, or an item of its list."""
     key, _, index = key.partition("[")
     if index:

@@ -2,18 +2,18 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megarl.commands.convert.converted import Converted
 from megarl.commands.convert.expand import UNKNOWN, links, unset_names
 from megarl.commands.convert.flags import Flags, words_of
 from megarl.commands.convert.inherit import read_tree
 from megarl.commands.convert.launch import Launched
-from megarl.config.foreign import Remark
 from megarl.config.layers import YAML, Layer, joined, read_layers, recognise
 from megarl.config.links import UNREADABLE, shown
-from megarl.config.load import merged, try_layer
+from megarl.config.load import try_layer
 from megarl.config.report import other_defaults
 from megarl.config.root import Config
 from megarl.config.schema import Schema, nest
@@ -21,31 +21,6 @@ from megarl.section import flatten
 
 _ENVIRONMENT = "cannot be resolved: there is no variable"
 _OPTION = re.compile(r"--config-(name|path|dir)=(.*)", re.DOTALL)
-
-
-@dataclass(kw_only=True)
-class Converted:
-    """A configuration, and the comments on it."""
-
-    leaves: dict[str, Any] = field(default_factory=dict)  # by dotted key
-    comments: dict[str, str] = field(default_factory=dict)  # by key of `leaves`
-    dropped: dict[str, str] = field(default_factory=dict)  # a written key with its value -> why it changes nothing
-    decisions: dict[str, str] = field(default_factory=dict)  # a key with its value -> what there is to decide
-    remarks: list[Remark] = field(default_factory=list)  # on keys of verl
-
-    def keep(self, leaves: Mapping[str, object], remarks: Sequence[Remark]) -> None:
-        """Add keys of megarl, which override those before, and what is said about them."""
-        for key, value in leaves.items():
-            self.leaves[key] = merged(self.leaves.get(key), value)
-        self.remarks += remarks
-        for remark in remarks:
-            if remark.key:
-                was = f"was {remark.written}" if remark.written != remark.key else ""
-                told = (self.comments.get(remark.key), was, remark.why)
-                self.comments[remark.key] = "; ".join(dict.fromkeys(filter(None, told)))
-            else:
-                self.dropped[f"{remark.written}={remark.value}"] = remark.why
-                self.remarks.append(remark)
 
 
 def convert_launch(launched: Launched, *, base: Path) -> Converted:

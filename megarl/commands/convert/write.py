@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import yaml
 
-from megarl.commands.convert.translate import Converted
+from megarl.commands.convert.converted import Converted
 from megarl.config.links import Dumper
 from megarl.config.root import Config
 from megarl.config.schema import Schema

@@ -1,0 +1,32 @@
+"""What is known of a launch or a file that is converted: keys of megarl, and comments on them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.config.foreign import Remark
+from megarl.config.load import merged
+
+
+@dataclass(kw_only=True)
+class Converted:
+    """A configuration, and the comments on it."""
+
+    leaves: dict[str, Any] = field(default_factory=dict)  # by dotted key
+    comments: dict[str, str] = field(default_factory=dict)  # by key of `leaves`
+    dropped: dict[str, str] = field(default_factory=dict)  # a written key with its value -> why it changes nothing
+    decisions: dict[str, str] = field(default_factory=dict)  # a key with its value -> what there is to decide
+    remarks: list[Remark] = field(default_factory=list)  # on keys of verl
+
+    def keep(self, leaves: Mapping[str, object], remarks: Sequence[Remark]) -> None:
+        """Add keys of megarl, which override those before, and what is said about them."""
+        for key, value in leaves.items():
+            self.leaves[key] = merged(self.leaves.get(key), value)
+        self.remarks += remarks
+        for remark in remarks:
+            if remark.key:
+                was = f"was {remark.written}" if remark.written != remark.key else ""
+                told = (self.comments.get(remark.key), was, remark.why)
+                self.comments[remark.key] = "; ".join(dict.fromkeys(filter(None, told)))
+            else:
+                self.dropped[f"{remark.written}={remark.value}"] = remark.why
