@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 
 _host_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}  # of a world of NCCL
+_timeout = timedelta(minutes=30)  # of the world, when it is joined
 _waited = 0.0  # seconds, since `seconds_waited` was last called
 
 
@@ -32,10 +33,17 @@ def join_world(*, timeout: timedelta, **place: Any) -> None:
         timeout: after which a collective is an error if a rank has not joined it.
         place: the rendezvous, as `torch.distributed.init_process_group` takes it.
     """
+    global _timeout
+    _timeout = timeout
     share_device()
     dist.init_process_group("nccl" if on_cuda() else "gloo", timeout=timeout, **place)
     if on_cuda():
         _host_groups[dist.group.WORLD] = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def world_timeout() -> timedelta:
+    """Return the timeout of the world, for other groups: torch gives a new group 30 minutes."""
+    return _timeout
 
 
 def begin_sending(content: Tensor, rank: int) -> dist.Work:

@@ -5,10 +5,12 @@ data. Expert layers split the same block in another way: expert tensor runs fast
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megarl.distributed.exchange import world_timeout
 from megarl.distributed.sharded import Shares
 from megarl.learner.config import MegatronSection
 from megarl.learner.grid import grid_of
@@ -77,6 +79,7 @@ def build_mesh(section: MegatronSection) -> Mesh:
             context_parallel_size=grid.cp,
             expert_model_parallel_size=grid.ep,
             expert_tensor_parallel_size=grid.etp,
+            distributed_timeout_minutes=world_timeout() / timedelta(minutes=1),
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(section.seed)

@@ -16,6 +16,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megarl.distributed.exchange import world_timeout
 from megarl.distributed.pieces import Pieces
 from megarl.platform.device import on_cuda
 
@@ -45,7 +46,9 @@ class Staging:
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Return a gloo group of `ranks` that nothing else uses. Collective over `ranks`."""
         if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+            self._groups[ranks] = dist.new_group(
+                list(ranks), timeout=world_timeout(), backend="gloo", use_local_synchronization=True
+            )
         return self._groups[ranks]
 
     @property

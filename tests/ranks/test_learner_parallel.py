@@ -5,6 +5,7 @@ Everything is compared with one rank, which `test_learner_split` compares with `
 
 import json
 from collections import Counter
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.config.policy import ActorSection
 from megarl.learner.config import MegatronSection
 from megarl.training.objectives import ActorObjective
 from tests.support.learners import learn_twice, learner_outputs, make_test_learner, update
-from tests.support.ranks import RankPool, fresh_mesh
+from tests.support.ranks import TIMEOUT_S, RankPool, fresh_mesh
 from tests.support.records import experience
 
 CHECKPOINTS = {
@@ -184,6 +186,22 @@ def places(checkpoint: Path, split: dict[str, Any]) -> tuple[Any, Any]:
 def test_the_grid_is_megatrons(pool: RankPool, checkpoint: Path, split: dict[str, Any]) -> None:
     for ours, theirs in pool.run(4, places, checkpoint, split):
         assert ours == theirs
+
+
+def timeouts(split: dict[str, Any]) -> set[timedelta]:
+    """Return after how long a collective is an error, in the groups of the world, of a mesh and of saves."""
+    from megarl.learner.staging import Staging
+
+    fresh_mesh(MegatronSection(**split))
+    Staging().group(tuple(range(dist.get_world_size())))
+    groups = dist.distributed_c10d._world.pg_map
+    assert len(groups) > 10
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+def test_all_groups_wait_as_long_as_the_world(pool: RankPool) -> None:
+    expected = {timedelta(seconds=TIMEOUT_S["cpu"])}
+    assert pool.run(2, timeouts, {"tensor_model_parallel_size": 2}) == [expected, expected]
 
 
 def test_experts_and_chunks_and_shared_sequences_go_together(pool: RankPool, checkpoints: dict[str, Path]) -> None:
