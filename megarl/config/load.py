@@ -96,7 +96,7 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
     ranks that the sizes fit.
     """
     context = CheckContext(world_size=world_size, check_paths=True)
-    if not any(argument.lstrip("+").startswith("trainer.n_gpus_per_node=") for argument in argv):
+    if "trainer.n_gpus_per_node" not in written_keys(VerifyConfig, argv):
         asked, _, _ = read(VerifyConfig, argv)  # the second reading reports the faults
         megatron = asked.actor_rollout_ref.actor.megatron
         rollout = asked.actor_rollout_ref.rollout

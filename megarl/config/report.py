@@ -274,12 +274,13 @@ def _micro_batch_row(config: Config, model: str, share: int, micro_batch: int | 
     actor = config.actor_rollout_ref.actor
     longest = config.data.max_prompt_length + config.data.max_response_length
     tokens = actor.ppo_max_token_len_per_gpu * actor.megatron.context_parallel_size
-    fit = tokens // longest if actor.use_dynamic_bsz else share
+    has_budget = actor.use_dynamic_bsz or micro_batch is None
+    fit = max(1, tokens // longest) if has_budget else share  # a reward model takes a longer text alone
     sequences = min(fit, micro_batch or fit, share)
     # The schedule of a virtual pipeline goes by whole rounds of one micro-batch for each stage.
     virtual = actor.megatron.virtual_pipeline_model_parallel_size
     round_size = actor.megatron.pipeline_model_parallel_size if virtual else 1
-    bounds = [f"{tokens} tokens"] if actor.use_dynamic_bsz else []
+    bounds = [f"{tokens} tokens"] if has_budget else []
     bounds += [f"{micro_batch} sequences"] if micro_batch else []
     return BatchRow(
         f"{model} micro-batches",

@@ -64,7 +64,7 @@ def load_module(path: Path, *, key: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look a class up through its module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything; the message names the file
+    except (Exception, SystemExit) as error:  # the user's code may raise anything; the message names the file
         description = f"{type(error).__name__}: {error}{place_of(error)}"
         raise UserError(f"{key}: {path} fails to load: {description}") from error
     return module

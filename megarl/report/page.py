@@ -4,7 +4,6 @@ import base64
 import gzip
 import importlib.resources
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import cache
@@ -17,6 +16,7 @@ from megarl.report.differences import between, from_default
 from megarl.report.read import Run
 from megarl.report.summary import faults, notes, score_of, summary
 from megarl.report.templates import template
+from megarl.tracking.jsonl import time_of
 from megarl.tracking.names import PHASES, STEP_SECONDS, TIMING, phases_of, titled
 from megarl.tracking.protocol import Row
 from megarl.tracking.samples import Pair, pairs
@@ -103,7 +103,8 @@ def _phases(run: Run) -> Iterator[dict[str, str]]:
 
 
 def _event(row: Row) -> dict[str, str]:
-    when = f"{datetime.fromtimestamp(row.get('time', time.time())):%Y-%m-%d %H:%M}"
+    seconds = time_of(row)
+    when = f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}" if seconds else ""
     facts = {key: str(row.get(key, "")) for key in ("event", "step", "host", "user", "commit", "command")}
     return facts | {"time": when}
 

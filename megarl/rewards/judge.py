@@ -7,16 +7,19 @@ pattern must match all of it, and its group must be one number in the range; oth
 import asyncio
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from uuid import uuid4
 
-from megarl.platform.files import explained, write_whole
+from megarl.platform.files import WriteError, explained, write_whole
 from megarl.rewards.config import JudgeSection
 from megarl.rewards.http import PassingError, Server, ServerError
 from megarl.sandbox.results import show
+
+logger = logging.getLogger(__name__)
 
 KEY = "reward_model.judge"
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
@@ -57,7 +60,10 @@ class Judge(JudgeSection):
             raise VerdictError(str(error)) from None
         verdict = self.verdict_in(reply)
         if kept:
-            await asyncio.to_thread(_keep, kept, reply)
+            try:
+                await asyncio.to_thread(_keep, kept, reply)
+            except WriteError as error:
+                logger.warning("a verdict counts, and is not kept: %s", error)
         return verdict
 
     def verdict_in(self, reply: str) -> float:

@@ -19,6 +19,7 @@ from megarl.data.parquet import read_own
 from megarl.distributed.exchange import on_each_rank, on_first_rank, together
 from megarl.distributed.sharded import Shares
 from megarl.platform.errors import UserError
+from megarl.platform.seeds import seed_of
 from megarl.platform.small_files import Damage, naming
 from megarl.samples.arrays import array_bytes, array_from
 
@@ -39,6 +40,7 @@ SCHEMA = pa.schema(
         ("group", pa.int64()),  # the same for all samples of a prompt, which are neighbours
         ("row", pa.int64()),  # of the prompt in the data set
         ("num_prompt_tokens", pa.int64()),
+        ("prompt_digest", pa.int64()),
         ("begun", pa.int64()),
         ("sample", pa.int64()),
         ("complete", pa.bool_()),
@@ -58,6 +60,7 @@ PromptOf = Callable[[int], Prompt]
 Opened = Callable[[Prompts], Prompts]
 """Makes of the prompts of the data set those that the policy reads."""
 
+OF_PROMPT, OF_SAMPLE = SCHEMA.names[:5], SCHEMA.names[5:]
 NUMBERS = {"token_ids": int32, "log_probs": float32, "weight_versions": int32}
 
 
@@ -103,8 +106,9 @@ def to_bytes(groups: Mapping[int, Group], shares: Shares) -> bytes:
             "group": number,
             "row": group.prompt.index,
             "num_prompt_tokens": len(group.prompt.token_ids),
+            "prompt_digest": _digest(group.prompt),
             "begun": group.started,
-            **{name: getattr(sample, name) for name in SCHEMA.names[4:]},
+            **{name: getattr(sample, name) for name in OF_SAMPLE},
             **{name: _numbers(getattr(sample, name)) for name in NUMBERS},
             "routes": None if sample.routes is None else array_bytes(sample.routes),
             "turns": [asdict(turn) for turn in sample.turns],
@@ -127,6 +131,7 @@ class SampleRow:
     group: int
     row: int
     num_prompt_tokens: int
+    prompt_digest: int
     begun: int
     sample: Sample
 
@@ -138,7 +143,7 @@ def rows_of(path: Path) -> list[SampleRow]:
         raise Damage(path, f"cannot be read as {CONTENT}: its columns are {table.column_names}")
     with naming(path):
         return [
-            SampleRow(path, row["group"], row["row"], row["num_prompt_tokens"], row["begun"], _sample(row))
+            SampleRow(path=path, sample=_sample(row), **{name: row[name] for name in OF_PROMPT})
             for row in table.to_pylist()
         ]
 
@@ -178,7 +183,12 @@ def joined(
         by_group.setdefault(key[0], []).append(known[key])
     prompts = [_prompt(rows[0], prompt_of) for rows in by_group.values()]
     asked = opened(Prompts(prompts=prompts)).prompts if opened else prompts
-    return {number: _group(rows, prompt) for (number, rows), prompt in zip(by_group.items(), asked, strict=True)}
+    groups = {number: _group(rows, prompt) for (number, rows), prompt in zip(by_group.items(), asked, strict=True)}
+    if not opened:  # an environment may begin with other words
+        for number, rows in by_group.items():
+            if _digest(groups[number].prompt) != rows[0].prompt_digest:
+                raise _other_data(rows[0])
+    return groups
 
 
 def _prompt(row: SampleRow, prompt_of: PromptOf) -> Prompt:
@@ -195,10 +205,14 @@ def _group(rows: Sequence[SampleRow], prompt: Prompt) -> Group:
     return Group(prompt=prompt, samples=tuple(row.sample for row in rows), started=first.begun)
 
 
+def _digest(prompt: Prompt) -> int:
+    return seed_of(*map(int, prompt.token_ids))
+
+
 def _sample(row: dict[str, Any]) -> Generation:
     numbers = {name: row[name] if row[name] is None else of(row[name]) for name, of in NUMBERS.items()}
     numbers["routes"] = row["routes"] and array_from(row["routes"])
-    sample = Generation(prompt=0, **{name: row[name] for name in SCHEMA.names[4:]} | numbers)
+    sample = Generation(prompt=0, **{name: row[name] for name in OF_SAMPLE} | numbers)
     turns = tuple(Turn(**turn) for turn in row["turns"])
     return replace(sample, turns=turns, stop_reason=sample.stop_reason and StopReason(sample.stop_reason))
 

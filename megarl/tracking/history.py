@@ -34,7 +34,7 @@ class History(NullTracker):
         self._step = resume_step or 0
         path = run_dir / HISTORY_FILE
         rows = read_jsonl(path) if path.exists() else []
-        self._is_over = [(row["event"], row["step"]) for row in rows[-1:]] == [("finished", resume_step)]
+        self._is_over = [(row.get("event"), row["step"]) for row in rows[-1:]] == [("finished", resume_step)]
         if not self._is_over:
             self._begin()
 

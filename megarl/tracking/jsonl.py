@@ -18,6 +18,7 @@ from megarl.tracking.samples import GENERATIONS
 METRICS_FILE = "metrics.jsonl"
 TABLES = (GENERATIONS, "data/prompts")
 BATCH = 100  # lines that are read at a time
+_LATEST = 2.5e11  # Unix seconds: the year 9892, before the last that a date can have
 
 
 class Jsonl:
@@ -94,6 +95,12 @@ def table_file(name: str) -> str:
 def values_of(row: Row) -> dict[str, float]:
     """Return the metrics of a line, without its step and time."""
     return {k: value for k, value in row.items() if k not in ("step", "time") and isinstance(value, int | float)}
+
+
+def time_of(row: Row) -> float:
+    """Return the time of a line in Unix seconds; 0 if it has none, as a line of another program may."""
+    seconds = row.get("time")
+    return float(seconds) if isinstance(seconds, int | float) and 0 <= seconds <= _LATEST else 0.0
 
 
 def read_jsonl(path: str | Path) -> list[Row]:

@@ -23,7 +23,7 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from megarl.platform.files import write_whole
 from megarl.platform.safe_names import mlflow_key, mlflow_title, with_digest
-from megarl.tracking.jsonl import values_of
+from megarl.tracking.jsonl import time_of, values_of
 from megarl.tracking.mlflow_inputs import log_inputs, params_of, tags_of
 from megarl.tracking.names import headlines
 from megarl.tracking.protocol import Row
@@ -162,7 +162,7 @@ class Store:
                 key = self._key(mlflow_key(name))
                 if row["step"] > last.get(key, -1):
                     last[key] = row["step"]
-                    new.append(Metric(key, float(value), int(1000 * row.get("time", 0)), row["step"]))
+                    new.append(Metric(key, float(value), int(1000 * time_of(row)), row["step"]))
         self._log(self._run_id, "metrics", new, MAX_METRICS_PER_BATCH)
 
     def _key(self, name: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from megarl.platform.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.safe_names import wandb_key, wandb_project
-from megarl.tracking.jsonl import Jsonl, Unread, values_of
+from megarl.tracking.jsonl import Jsonl, Unread, time_of, values_of
 from megarl.tracking.lines import read_lines
 from megarl.tracking.names import Ending
 from megarl.tracking.protocol import Row
@@ -56,7 +56,6 @@ class Wandb:
         self._run = self._begin(run_id, run)
         write_whole(run.run_dir / WANDB_RUN_ID_FILE, run_id.encode())
         self._note(part=Path(self._run.dir).parent.name if self._run.offline else None)
-        self._send()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record the metrics of a step."""
@@ -68,8 +67,14 @@ class Wandb:
 
     def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Finish this part of the run, record how it ended, and wait at most CLOSE_S for uploads."""
-        for row in summary_rows:
-            self._run.summary.update({key: _cell(value) for key, value in row.items()})
+        try:
+            self._send()
+            for row in summary_rows:
+                self._run.summary.update({key: _cell(value) for key, value in row.items()})
+        finally:
+            self._finish(ending)
+
+    def _finish(self, ending: Ending) -> None:
         if ending == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if ending == "finished" else 1)
@@ -165,14 +170,24 @@ class Wandb:
         )
 
     def _send(self) -> None:
-        """Send what the files of the run have and the W&B run has not, in the order of the steps, as W&B wants it."""
+        """Send what the files of the run have and the W&B run has not, in the order of the steps, as W&B wants it.
+
+        Raises the first error after the last row, so that a row that W&B refuses costs no other.
+        """
         found = [(name, rows) for name, rows in self._unread.tables()]
         found += [("", [row]) for rows in self._unread.metrics() for row in rows]
+        errors = list[Exception]()
         for name, rows in sorted(found, key=lambda each: each[1][0]["step"]):
             step = rows[0]["step"]
             if step > self._finished and step >= self._run.starting_step:
-                self._run.log(self._table(name, rows) if name else _metrics(rows[0]), step=step)
-                self._last = max(self._last, step)
+                try:
+                    self._run.log(self._table(name, rows) if name else _metrics(rows[0]), step=step)
+                except Exception as error:  # errors of the client differ
+                    errors.append(error)
+                else:
+                    self._last = max(self._last, step)
+        if errors:
+            raise errors[0]
 
     def _table(self, name: str, rows: Sequence[Row]) -> dict[str, Any]:
         columns = [key for key in rows[0] if key != "step"]
@@ -181,7 +196,7 @@ class Wandb:
 
 
 def _metrics(row: Row) -> dict[str, float]:
-    return {wandb_key(name): value for name, value in values_of(row).items()} | {"_timestamp": row.get("time", 0.0)}
+    return {wandb_key(name): value for name, value in values_of(row).items()} | {"_timestamp": time_of(row)}
 
 
 def _cell(value: object) -> Any:

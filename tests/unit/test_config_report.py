@@ -170,6 +170,32 @@ def test_table_omits_critic_if_there_is_none() -> None:
     assert not [stage for stage in sizes(config) if stage.startswith("critic")]
 
 
+@pytest.mark.parametrize(("budget", "number", "each"), [(400, "<= 22", 3), (100, "<= 64", 1)])
+def test_reward_model_may_have_the_token_budget_alone(budget: int, number: str, each: int) -> None:
+    arguments = [
+        "algorithm.adv_estimator=grpo",
+        f"{ROLLOUT}.n=2",
+        "data.train_batch_size=32",
+        "trainer.n_gpus_per_node=1",
+    ]
+    arguments += [
+        f"{ACTOR}.ppo_mini_batch_size=32",
+        f"{ACTOR}.use_dynamic_bsz=false",
+        f"{ACTOR}.ppo_micro_batch_size=4",
+    ]
+    arguments += ["reward_model.enable=true", "reward_model.model.path=m", "reward_model.micro_batch_size=null"]
+    arguments += [
+        "data.max_prompt_length=64",
+        "data.max_response_length=64",
+        f"{ACTOR}.ppo_max_token_len_per_gpu={budget}",
+    ]
+    (row,) = [row for row in batch_table(load(*arguments)) if row.stage == "reward model micro-batches"]
+    assert (row.size, row.meaning) == (
+        number,
+        f"at most {budget} tokens each; {each} samples if all reach 128 tokens",
+    )
+
+
 def test_fixed_micro_batches_ignore_the_token_budget() -> None:
     config = load(
         "trainer.n_gpus_per_node=1",

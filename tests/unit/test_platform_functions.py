@@ -43,6 +43,7 @@ def test_function_defined_at_run_time_has_unknown_signature(tmp_path: Path, text
     [
         ("def f(:\n", r"own\.py fails to load: SyntaxError"),
         ("\0", r"own\.py fails to load: "),
+        ("raise SystemExit(0)\n", r"own\.py (has no function 'f'|fails to load: SystemExit: 0)"),
         ("def g(): ...\ndef h(): ...\n", r"own\.py has no function 'f'; it has g, h$"),
         ("", r"own\.py has no function 'f'; it has none$"),
     ],

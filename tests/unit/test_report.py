@@ -300,6 +300,15 @@ def test_the_report_follows_each_validation_and_the_end(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize("row", [{}, {"event": None}, *({"event": "start", "time": bad} for bad in ("x", None, 1e300))])
+def test_foreign_lines_of_the_history_are_borne(row: dict[str, Any], tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    with (directory / "history.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4} | row) + "\n")
+    History(directory, resume_step=4).close()
+    assert "</html>" in render([read_run(directory)])
+
+
 def test_history_continues_on_resume_and_restarts_otherwise(tmp_path: Path) -> None:
     first = History(tmp_path)
     first.log({}, step=3)

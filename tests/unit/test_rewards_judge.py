@@ -285,6 +285,13 @@ def test_replies_are_cached_and_damaged_cache_files_renewed(server: JudgeServer,
     assert len(files()) == 2  # a reply without a verdict is not kept
 
 
+def test_full_disk_costs_no_verdict(server: JudgeServer, tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()  # in the place of the directory
+    with pool_of(server, ALONE | {"cache": str(tmp_path / "kept")}) as pool:
+        (found,) = asked(pool, "Score: 0.875")
+    assert (found.fault, found.numbers) == (None, {"score": 0.875})
+
+
 def test_cached_reply_depends_on_server_model_and_messages(tmp_path: Path) -> None:
     judge = JudgeSection(url="http://a/v1", model="wise", cache=str(tmp_path))
     body = {"model": "wise", "messages": [{"role": "user", "content": "x"}]}

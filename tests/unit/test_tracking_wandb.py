@@ -171,6 +171,29 @@ def test_a_tracker_that_fails_ends_no_training(
     assert losses(tmp_path) == [(1, 1.0), (2, 2.0)]
 
 
+def test_step_that_fails_costs_no_other_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wandb.sdk.wandb_run import Run
+
+    send = Run.log
+
+    def fail_at_3(run: Run, data: Any, step: int) -> None:
+        if step == 3:
+            raise ValueError("no such value")
+        send(run, data, step=step)
+
+    first = tracker(tmp_path)
+    log(first, 1)
+    first.close()
+    metrics = [{"step": step, "time": 1.0, "loss": float(step)} for step in (2, 3, 4, 5)]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("".join(f"{json.dumps(row)}\n" for row in metrics))
+    monkeypatch.setattr(Run, "log", fail_at_3)
+    again = tracker(tmp_path, resume_step=5)
+    log(again, 6)
+    again.close()
+    assert losses(tmp_path) == [(step, float(step)) for step in (1, 2, 4, 5, 6)]
+
+
 def test_records_of_an_earlier_version_are_sent_once(tmp_path: Path) -> None:
     first = tracker(tmp_path)
     log(first, 1, 2)

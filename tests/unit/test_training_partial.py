@@ -282,10 +282,13 @@ def test_other_data_and_damage_are_named(tmp_path: Path) -> None:
     def longer(row: int) -> Prompt:
         return replace(prompt(row), token_ids=[1, 2, 3])
 
+    def other_tokens(row: int) -> Prompt:
+        return replace(prompt(row), token_ids=[row, row + 2])
+
     def gone(row: int) -> Prompt:
         raise IndexError(row)
 
-    for other in (longer, gone):
+    for other in (longer, other_tokens, gone):
         with pytest.raises(ValueError, match=r"responses to row 1 of data\.train_files.*partial\.enable=false"):
             found(tmp_path, other)
     file.write_bytes(file.read_bytes()[:-20])

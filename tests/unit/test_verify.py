@@ -97,6 +97,12 @@ def test_verification_without_launcher_uses_fewest_possible_ranks(bare: Path, si
     assert policy.actor.megatron.dtype == policy.rollout.dtype == "float32"
 
 
+def test_a_file_may_give_the_ranks(bare: Path, tmp_path: Path) -> None:
+    (tmp_path / "ranks.yaml").write_text("trainer: {n_gpus_per_node: 4}\n")
+    argv = [str(tmp_path / "ranks.yaml"), f"actor_rollout_ref.model.path={bare}"]
+    assert load_verify_config(argv, world_size=None).trainer.n_gpus_per_node == 4
+
+
 def test_a_launcher_says_how_many_ranks_there_are(bare: Path) -> None:
     config = load_verify_config([f"actor_rollout_ref.model.path={bare}", "trainer.nnodes=2"], world_size=8)
     assert config.trainer.n_gpus_per_node == 4
