@@ -5,7 +5,7 @@ reward may fail.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import groupby
 from math import comb
 
@@ -30,11 +30,11 @@ def best_of(scores: Tensor, k: int) -> Tensor:
     return scores.double().sort(-1).values @ weights
 
 
-def majority(answers: Sequence[str], scores: Sequence[float]) -> float:
+def majority(answers: Sequence[Hashable], scores: Sequence[float]) -> float:
     """Return the score of the most frequent answer to a prompt; the mean score of equally frequent answers.
 
     Wang et al. 2023, "Self-Consistency Improves Chain of Thought Reasoning in Language Models", arXiv 2203.11171. An
-    answer's score is the mean over the responses that give it. A response without an answer ('') has no vote,
+    answer's score is the mean over the responses that give it. A response without an answer ('' or 0) has no vote,
     unless no response has an answer.
     """
     votes = Counter(filter(None, answers)) or Counter(answers)
@@ -49,12 +49,13 @@ def mean_over_prompts(scores: Sequence[Tensor]) -> float:
     return float(torch.stack([of_prompt.double().mean() for of_prompt in scores]).mean())
 
 
-def statistics(scores: Sequence[Tensor], answers: Sequence[Sequence[str]] | None, *, num: int) -> dict[str, float]:
+def statistics(scores: Sequence[Tensor], answers: Sequence[Sequence[Hashable]] | None, *, num: int) -> dict[str, float]:
     """Return means over the prompts of the statistics of their responses; nothing if a prompt has one response.
 
     Args:
         scores: for each prompt the scores of its scored responses, `[1]` to `[N]`.
-        answers: the final answers in the same responses; None if no reward can extract them.
+        answers: the final answers in the same responses, or what is equal if they are; None if no reward can extract
+            them.
         num: `N`, the number of responses to each prompt.
 
     Returns:

@@ -2,7 +2,7 @@
 
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +18,7 @@ from megarl.platform.device import on_cuda
 T = TypeVar("T")
 
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _host_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}  # of a world of NCCL
 _timeout = timedelta(minutes=30)  # of the world, when it is joined
 _waited = 0.0  # seconds, since `seconds_waited` was last called
@@ -159,6 +160,30 @@ def on_first_rank(compute: Callable[[], T], *, group: dist.ProcessGroup | None =
     if isinstance(result, _Failure):
         raise result.error
     return result
+
+
+def to_first_rank(items: Sequence[T]) -> list[T]:
+    """Bring the objects of all ranks to the first rank, in rank order; the others get none. Collective.
+
+    Each object travels once, without padding. Without other ranks they are returned.
+    """
+    if _is_alone():
+        return [*items]
+    content = torch.frombuffer(bytearray(pickle.dumps([*items])), dtype=torch.uint8) if items else _NOTHING
+    is_first = dist.get_rank() == 0
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())] if is_first else None
+    with waiting():
+        dist.gather(torch.tensor([len(content)]), sizes, group=host_group())
+    if sizes is None:
+        if len(content):
+            begin_sending(content, 0).wait()
+        return []
+    parts = [content, *(torch.empty(int(size), dtype=torch.uint8) for size in sizes[1:])]
+    coming = [begin_receiving(part, rank) for rank, part in enumerate(parts) if rank and len(part)]
+    for transfer in coming:
+        transfer.wait()
+    found = [pickle.loads(part.numpy().tobytes()) for part in parts if len(part)]  # noqa: S301 - our own bytes
+    return [item for of_rank in found for item in of_rank]
 
 
 def in_shares(count: int, work: Callable[[range], T]) -> list[T]:

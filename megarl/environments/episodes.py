@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import torch.distributed as dist
 
-from megarl.batch import Generation, Prompt, Prompts, StopReason, Turn, float32, int32
+from megarl.batch import Generation, Prompt, PromptList, Prompts, StopReason, Turn, float32, int32
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import sum_of_ranks
@@ -158,15 +159,13 @@ class Environments:
             for place, prompt in enumerate(prompts.prompts)
             if place % num_ranks == rank
         }
-        openings = gather(futures, len(prompts.prompts), lambda place, result: (result.pred, result.detail))
-        opened = [self._opened(prompt, *openings[place]) for place, prompt in enumerate(prompts.prompts)]
-        for prompt in opened:
-            if len(prompt.token_ids) > max_tokens:
-                raise UserError(
-                    f"data row {prompt.index}: the environment's prompt has {len(prompt.token_ids)} tokens, but "
-                    f"data.max_prompt_length is {max_tokens}: raise it"
-                )
-        return Prompts(prompts=opened)
+
+        def read(place: int, result: ScoringResult) -> dict[str, Any]:
+            return self._opened(prompts.prompts[place], result.pred, result.detail, max_tokens=max_tokens)
+
+        changes = gather(futures, len(prompts.prompts), read)
+        opened = (replace(prompt, **changes[place]) for place, prompt in enumerate(prompts.prompts))
+        return Prompts(prompts=PromptList(opened))
 
     def submit(
         self, prompt: Prompt, number: int, responses: Sequence[str], observations: Sequence[str]
@@ -195,22 +194,28 @@ class Environments:
         """Return the means to play the episodes of a session, of at most `max_tokens`, with the ranks of `group`."""
         return Episodes(self, self._numbers, max_tokens=max_tokens, group=group)
 
-    def _opened(self, prompt: Prompt, opening: str | None, fault: str) -> Prompt:
+    def _opened(self, prompt: Prompt, opening: str | None, fault: str, *, max_tokens: int) -> dict[str, Any]:
+        """Return what the environment changes of a prompt. Raises UserError, see `open`."""
         if opening is None:
             detail = f"the environment does not begin: {fault}"
             if self.section.on_failure == "stop":
                 raise UserError(f"data row {prompt.index}: {detail} (environment.on_failure=stop)")
-            return replace(prompt, fault=detail)
+            return {"fault": detail}
         observation: Observation = json.loads(opening)
         if observation == prompt.raw_prompt:
-            return prompt
+            return {}
         if self.tokenizer.templates(observation) != self.tokenizer.templates(prompt.raw_prompt):
             raise UserError(
                 f"data row {prompt.index}: of the row's prompt and the environment's, one is a text and the other is "
                 "messages: make both alike"
             )
         token_ids = encode_prompt(observation, self.tokenizer)
-        return replace(prompt, token_ids=int32(token_ids), text=self.tokenizer.decode(token_ids))
+        if len(token_ids) > max_tokens:
+            raise UserError(
+                f"data row {prompt.index}: the environment's prompt has {len(token_ids)} tokens, but "
+                f"data.max_prompt_length is {max_tokens}: raise it"
+            )
+        return {"token_ids": int32(token_ids), "text": self.tokenizer.decode(token_ids)}
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from megarl.batch import Prompt, Rollouts, Scored, StopReason
 from megarl.data.tokenizer import Tokenizer
@@ -40,15 +41,18 @@ class EpisodeScorer:
         if is_masked:
             scores = scores.masked_fill(has_failed, torch.nan)
         self._report(samples, int(samples.sum(has_failed)))
-        texts = [self.text(share, sample) for sample in range(len(share))]
+        texts = [*map(self.text, share.pieces(share.responses), share.pieces(share.mask))]
         failures = share.faults if is_masked else None
         scored = share.extend(Scored, texts=texts, scores=scores, accuracies=scores, failures=failures)
         return samples.with_share(scored), metrics_of(samples)
 
-    def text(self, rollouts: Rollouts, sample: int) -> str:
-        """Return an episode for people: each observation is in lines of its own, after `>>>`."""
-        spans, sizes = rollouts.pieces(rollouts.mask)[sample].unique_consecutive(return_counts=True)
-        tokens = rollouts.response_ids(sample).split(sizes.tolist())
+    def text(self, response: Tensor, mask: Tensor) -> str:
+        """Return an episode for people: each observation is in lines of its own, after `>>>`.
+
+        `response` are its tokens, `[T]`; `mask` `[T]` bool is True on those of the policy.
+        """
+        spans, sizes = mask.unique_consecutive(return_counts=True)
+        tokens = response.split(sizes.tolist())
         pieces = []
         for is_policy, piece in zip(spans.tolist(), tokens, strict=True):
             text = self._tokenizer.decode(piece.tolist())

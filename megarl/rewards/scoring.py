@@ -243,6 +243,8 @@ def _reported_names(samples: Sharded[Rollouts], results: Sequence[ScoringResult]
     new = dict[int, list[str]]()
     known = set[str]()
     for place, result in enumerate(results):
+        if len(known) >= MAX_METRICS:
+            break  # a name that comes later is among the first of no rank
         names = [name for name in result.numbers if name != "score" and name not in known]
         if names:
             new[place] = names

@@ -263,14 +263,16 @@ def _merged(directory: Path) -> pa.Table:
 
 
 def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> pa.Table:
-    """Return a table with a row for each sample. The columns of a prompt are repeated."""
+    """Return a table with a row for each sample, and the columns of its prompt. No other prompt is read."""
+    used, places = scored.groups.unique(return_inverse=True)
+    read = [scored.prompts[place] for place in used.tolist()]
     of_prompts = {
-        "index": [prompt.index for prompt in scored.prompts],
-        "prompt_id": [prompt.prompt_id for prompt in scored.prompts],
-        "data_source": [prompt.data_source for prompt in scored.prompts],
-        "prompt": [prompt.text for prompt in scored.prompts],
-        "prompt_ids": [list(prompt.token_ids) for prompt in scored.prompts],
-        "ground_truth": [json.dumps(prompt.ground_truth, ensure_ascii=False, default=str) for prompt in scored.prompts],
+        "index": [prompt.index for prompt in read],
+        "prompt_id": [prompt.prompt_id for prompt in read],
+        "data_source": [prompt.data_source for prompt in read],
+        "prompt": [prompt.text for prompt in read],
+        "prompt_ids": [np.asarray(prompt.token_ids, dtype=np.int32) for prompt in read],
+        "ground_truth": [json.dumps(prompt.ground_truth, ensure_ascii=False, default=str) for prompt in read],
     }
     none = [None] * len(scored)
 
@@ -297,7 +299,7 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> pa.Table:
         "answer": scored.answers or none,
         "baseline": none if baselines is None else baselines.numpy(),
     }
-    prompts = _repeated(pa.table(of_prompts, schema=arrow_schema(PROMPT_COLUMNS)), scored.groups.numpy())
+    prompts = _repeated(pa.table(of_prompts, schema=arrow_schema(PROMPT_COLUMNS)), places.numpy())
     samples = pa.table(of_samples, schema=arrow_schema(SAMPLE_COLUMNS))
     return pa.Table.from_arrays([*prompts.columns, *samples.columns], names=list(COLUMNS))
 

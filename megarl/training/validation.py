@@ -2,13 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.platform import progress
 from megarl.algorithms.groups import mean_over_prompts, statistics
 from megarl.batch import Scored
+from megarl.distributed.exchange import to_first_rank
 from megarl.distributed.sharded import Sharded, join_sharded
 from megarl.rewards.collective import RewardError
 from megarl.rewards.scoring import first_failures
@@ -17,6 +21,9 @@ from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Scorer
 from megarl.training.score_accumulator import SLOWEST, ScoreAccumulator
+
+VOTE_BYTES = 6  # a float64 holds such an integer exactly
+NO_RULE = -1  # the vote of a response if no rule extracts answers
 
 
 class Validation:
@@ -77,8 +84,8 @@ def scores_by_source(scored: Sharded[Scored]) -> Metrics:
     prompts = scored.index.prompts
     num = len(scored) // len(prompts)
     has_score = scored.marked(scored.share.has_score())
-    of_samples = scored.gather(scored.share.scores).to(torch.float32)
-    answers = scored.first(len(scored), dict(enumerate(scored.share.answers or ())))
+    told = scored.gather(torch.stack([scored.share.scores.double(), _votes(scored.share)], dim=1))
+    of_samples = told[:, 0].to(torch.float32)
     samples: list[list[int]] = [[] for _ in prompts]
     for sample in has_score.nonzero()[:, 0].tolist():
         samples[int(scored.index.groups[sample])].append(sample)
@@ -94,30 +101,50 @@ def scores_by_source(scored: Sharded[Scored]) -> Metrics:
             )
         scores = [of_samples[of_prompt] for of_prompt in of_source]
         metrics[f"val/test_score/{source}"] = mean_over_prompts(scores)
-        found = statistics(scores, _answers(answers, of_source), num=num)
+        found = statistics(scores, _votes_of(of_source, told[:, 1]), num=num)
         metrics |= {f"val/{source}/{name}": value for name, value in found.items()}
     return metrics
 
 
-def _answers(of_samples: Mapping[int, str | None], prompts: Sequence[Sequence[int]]) -> list[list[str]] | None:
-    """Return the extracted answers for each prompt, '' for a response without one. None if no response has one."""
-    found = [[of_samples.get(sample) for sample in samples] for samples in prompts]
-    if all(answer is None for answers in found for answer in answers):
+def _votes(share: Scored) -> Tensor:
+    """Return a number for each extracted answer, `[b]` float64, equal for equal answers.
+
+    It is 0 for a response without one, and NO_RULE if no rule extracts one.
+    """
+    votes = map(_vote, share.answers or [None] * len(share))
+    return torch.tensor([*votes], dtype=torch.float64)
+
+
+def _vote(answer: str | None) -> int:
+    """Return the number of an answer. Two answers have the same by chance once in 2 ** 48 pairs."""
+    if not answer:
+        return NO_RULE if answer is None else 0
+    return 1 + int.from_bytes(blake2b(answer.encode(), digest_size=VOTE_BYTES).digest())
+
+
+def _votes_of(prompts: Sequence[Sequence[int]], votes: Tensor) -> list[list[int]] | None:
+    """Return the votes for the answers to each prompt, given its samples. None if no rule extracts answers."""
+    found = [votes[samples].to(torch.int64) for samples in prompts]
+    if all(bool((of_prompt == NO_RULE).all()) for of_prompt in found):
         return None
-    return [[answer or "" for answer in answers] for answers in found]
+    return [of_prompt.clamp(min=0).tolist() for of_prompt in found]
 
 
 def _shown(scored: Sharded[Scored], count: int) -> list[Mapping[str, Any]]:
-    """Return rows of the first samples, for people. Collective."""
+    """Return rows of the first samples, for people, on the first rank. Collective."""
     share = scored.share
     have_ids = any(prompt.prompt_id is not None for prompt in share.prompts)
-    rows: dict[int, Mapping[str, Any]] = {
-        sample: ({"prompt_id": share.prompt_of(sample).prompt_id} if have_ids else {})
-        | {
-            "prompt": share.prompt_of(sample).text,
-            "response": share.texts[sample],
-            "score": None if share.scores[sample].isnan() else float(share.scores[sample]),
-        }
-        for sample in range(min(count, len(share)))
-    }
-    return [*scored.first(count, rows).values()]
+    chosen = (scored.mine < count).nonzero()[:, 0].tolist() if scored.shares.reports else []
+    rows: list[tuple[int, Mapping[str, Any]]] = [
+        (
+            int(scored.mine[sample]),
+            ({"prompt_id": share.prompt_of(sample).prompt_id} if have_ids else {})
+            | {
+                "prompt": share.prompt_of(sample).text,
+                "response": share.texts[sample],
+                "score": None if share.scores[sample].isnan() else float(share.scores[sample]),
+            },
+        )
+        for sample in chosen
+    ]
+    return [row for _, row in sorted(to_first_rank(rows), key=itemgetter(0))]

@@ -20,6 +20,7 @@ from megarl.distributed.exchange import (
     on_each_rank,
     on_first_rank,
     sum_of_ranks,
+    to_first_rank,
     together,
     wait_for_all,
 )
@@ -93,6 +94,12 @@ def first_of_some_ranks() -> tuple[int, str] | None:
 
 def fail() -> int:
     raise TwoPartError("disk", "full")
+
+
+def brought_to_first() -> tuple[list[str], list[str]]:
+    """Bring objects of very different sizes, and then none."""
+    rank = dist.get_rank()
+    return to_first_rank([f"{rank}-{number}" * 100**rank for number in range(3 - rank)]), to_first_rank([])
 
 
 def exceptions_as_answers() -> list[str]:
@@ -206,6 +213,12 @@ def test_result_of_first_rank_travels_once(pool: RankPool) -> None:
 
 def test_first_of_some_ranks_tells_the_others(pool: RankPool) -> None:
     assert pool.run(3, first_of_some_ranks) == [None, (1, "TwoPartError"), (1, "RuntimeError")]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_objects_of_ranks_come_to_the_first(pool: RankPool, num_ranks: int) -> None:
+    objects = ["0-0", "0-1", "0-2", "1-0" * 100, "1-1" * 100, "2-0" * 10000][: 3 if num_ranks == 1 else 6]
+    assert pool.run(num_ranks, brought_to_first) == [(objects, []), *[([], [])] * (num_ranks - 1)]
 
 
 def test_an_answer_may_be_an_exception(pool: RankPool) -> None:

@@ -89,6 +89,40 @@ def test_failed_environment_may_stop_every_rank(pool: RankPool, owners: list[int
     assert pool.run(2, scored, "stop", owners) == [message] * 2
 
 
+class Characters:
+    """A tokenizer whose tokens are characters. It counts what it encodes."""
+
+    num_encoded = 0
+
+    def templates(self, prompt: object) -> bool:
+        return False
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.num_encoded += 1
+        return [*map(ord, text)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def opened(num_rows: int) -> tuple[list[str], int]:
+    """Return the prompts that an environment makes of rows, and how many of them this rank encodes."""
+    tokenizer: Any = Characters()
+    made = Environments(SECTION, tokenizer, tokenizer, written=str, seed=1)
+    rows = [replace(ASKED[0], index=number, extra_info={}, raw_prompt=f"row {number}") for number in range(num_rows)]
+    found = made.open(Prompts(prompts=rows), max_tokens=1000)
+    assert found.prompt_lengths().tolist() == [len(prompt.text) for prompt in found.prompts]
+    return [prompt.text for prompt in found.prompts], tokenizer.num_encoded
+
+
+def test_each_made_prompt_is_encoded_by_one_rank(pool: RankPool) -> None:
+    [(alone, _)] = pool.run(1, opened, 5)
+    (first, num_first), (second, num_second) = pool.run(2, opened, 5)
+    assert first == second == alone
+    assert len({*alone}) > 1
+    assert (num_first, num_second) == (3, 2)
+
+
 def opened_and_answered() -> list[str]:
     """Return the errors of this rank: of rows that an environment cannot get, and of a turn that has no text."""
     found = []
@@ -96,7 +130,7 @@ def opened_and_answered() -> list[str]:
     def written(ids: Sequence[int]) -> str:
         raise ValueError(f"token {ids[0]} has no text")
 
-    tokenizer: Any = None
+    tokenizer: Any = Characters()
     made = Environments(SECTION, tokenizer, tokenizer, written=written, seed=1)
     rows = [replace(ASKED[0], index=number, extra_info={"x": {1}} if number == 1 else {}) for number in range(2)]
     episodes = made.begin(max_tokens=20, group=dist.group.WORLD)

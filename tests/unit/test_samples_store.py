@@ -87,6 +87,16 @@ def assert_same(one: Scored, other: Scored) -> None:
             assert ours == theirs, field.name
 
 
+def test_prompts_of_other_replicas_are_not_read(tmp_path: Path) -> None:
+    unread: Any = None
+    record = scored([2, 1, 3, 4])
+    write_samples(tmp_path / "all.parquet", record, None, step=1)
+    numbers = replace(record, prompts=[unread, *record.prompts, unread], groups=record.groups + 1)
+    write_samples(tmp_path / "some.parquet", numbers, None, step=1)
+    one, other = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("all", "some"))
+    assert one.drop_columns(["group"]).equals(other.drop_columns(["group"]))
+
+
 def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
     record = scored([2, 1, 4, 3])
     write_samples(tmp_path / "step_7.parquet", record, None, step=7)
