@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megarl.commands.convert.converted import Converted
 from megarl.commands.convert.expand import UNKNOWN, unset_names
 from megarl.commands.convert.launch import Launched, find_launch
-from megarl.commands.convert.translate import Converted, convert_launch
+from megarl.commands.convert.translate import convert_launch
 from megarl.commands.convert.write import to_text
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.layers import Layer
