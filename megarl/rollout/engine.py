@@ -28,7 +28,7 @@ from megarl.rollout import patches, segments
 from megarl.rollout.arguments import ENGINE_KWARGS, cpu_arguments, engine_settings, is_eager, llm_arguments
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.kv_cache import check_cache_tokens
-from megarl.rollout.release import check_release, installed_release
+from megarl.rollout.release import check_family, check_release, installed_release
 from megarl.rollout.replica_queue import Finished, Replica, ReplicaQueue
 from megarl.rollout.requests import RequestParams
 from megarl.rollout.routes import RouteStore
@@ -82,7 +82,7 @@ class RolloutEngine:
             UserError: sizes do not fit, or the KV cache does not hold one sequence of `max_model_len`.
         """
         self.tp_size = _divisor(section.tensor_model_parallel_size)
-        check_release(installed_release())
+        release = check_release(installed_release())
         patches.prepare_environment()
         # vLLM reads its environment when it is imported: nothing that imports it may come before this line.
         from vllm.platforms import current_platform
@@ -98,6 +98,7 @@ class RolloutEngine:
         self._stop = list(stop_token_ids)
         self.max_model_len = max_model_len
         on_cpu: bool = current_platform.is_cpu()
+        check_family(architecture.family, release, on_cpu=on_cpu)
         self._may_compile = not (on_cpu and is_eager(section, on_cpu=on_cpu))
         arguments = llm_arguments(
             section,

@@ -7,12 +7,21 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from megarl.models.families import FAMILIES
 from megarl.platform.errors import UserError
 from megarl.rollout.arguments import llm_arguments
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.fields import OURS, _declared, engine_arguments, engine_faults
 from megarl.rollout.meanings import ACCEPTED, OLDER, REFUSED, UNKNOWN
-from megarl.rollout.release import NEWEST, OLDEST, check_release, installed_release
+from megarl.rollout.release import (
+    LATER,
+    LATER_ON_CPU,
+    NEWEST,
+    OLDEST,
+    check_family,
+    check_release,
+    installed_release,
+)
 
 ALL_REFUSED = [name for names in REFUSED.values() for name in names]
 ADDED = {"monokernel", "sleep_mode_backend", "watchdog_config"}
@@ -154,6 +163,20 @@ def test_a_tested_release_is_accepted(release: str) -> None:
 def test_unsupported_release_is_refused_before_import(release: str | None) -> None:
     with pytest.raises(UserError, match=r"vLLM .* 0\.26 to 0\.33"):
         check_release(release)
+
+
+@pytest.mark.parametrize(("family", "everywhere"), [("llama", None), ("ministral3", True), ("gpt_oss", False)])
+def test_old_release_refuses_families_of_later_ones(family: str, everywhere: bool | None) -> None:
+    for release, on_cpu in (("0.26.1", True), ("0.31.0", False), ("0.32.0", True), ("0.33.0", False)):
+        if everywhere is None or release > "0.32" or not (on_cpu or everywhere):
+            check_family(family, release, on_cpu=on_cpu)
+            continue
+        with pytest.raises(UserError, match=f"^vLLM {release} does not compute {family} .*: install 0.32 or newer$"):
+            check_family(family, release, on_cpu=on_cpu)
+
+
+def test_families_of_later_releases_are_families() -> None:
+    assert FAMILIES.keys() >= LATER | LATER_ON_CPU
 
 
 def test_the_installed_release_is_found_without_an_import() -> None:

@@ -1,4 +1,4 @@
-"""What is known of a launch or a file that is converted: keys of megarl, and comments on them."""
+"""The result of a conversion: keys of megarl, and comments on them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
