@@ -28,6 +28,10 @@ class Budget:
     max_sequences: int | None  # None: only the tokens limit it
     num_together: int = 1  # neighbouring samples that a loss compares: they share a micro-batch, in their order
 
+    def holding(self, length: int, mesh: Mesh) -> "Budget":
+        """Return the budget, or a larger one if it does not hold a sequence of `length` tokens."""
+        return replace(self, max_tokens=max(self.max_tokens, -(-length // mesh.cp_size)))
+
     def row_length(self, mesh: Mesh) -> int:
         """Return the most tokens of one micro-batch on all context-parallel ranks together."""
         return self.max_tokens * mesh.cp_size

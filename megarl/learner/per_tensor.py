@@ -8,9 +8,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 T = TypeVar("T")
 
+FEW = 4
+"""Values that are kept. A model works on two rows at once: one goes forwards, and one is computed again."""
+
 
 class PerTensor(Generic[T]):
-    """A value for each tensor, as long as the tensor exists. Tensors with equal numbers are different keys."""
+    """A value for each of the last `FEW` tensors that exist. Tensors with equal numbers are different keys.
+
+    All rows of a mini-batch exist until its end, and the masks of a row are as large as the square of its length.
+    """
 
     def __init__(self) -> None:
         self._values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -18,6 +24,8 @@ class PerTensor(Generic[T]):
     def get(self, tensor: Tensor, compute: Callable[[], T]) -> T:
         """Return the value of the tensor. Compute it if there is none yet."""
         if tensor not in self._values:
+            if len(self._values) >= FEW:
+                del self._values[next(iter(self._values))]
             self._values[tensor] = compute()
         value: T = self._values[tensor]
         return value

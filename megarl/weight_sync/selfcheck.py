@@ -176,7 +176,11 @@ class SelfCheck:
 def log_probs_of_all(
     actor: Learner, responses: Rollouts, budget: Budget, *, temperature: float | None = None
 ) -> torch.Tensor:
-    """Return the actor's log-probabilities of all tokens of a small record on every rank, `[N]`. Collective."""
+    """Return the actor's log-probabilities of all tokens of a small record on every rank, `[N]`. Collective.
+
+    The engine may take longer prompts than the data have, for which the budget is large enough.
+    """
+    budget = budget.holding(int(responses.lengths().max()), actor.mesh)
     batch = actor.spread(responses)
     found = actor.infer(batch, budget, temperature=temperature).log_probs
     return batch.gather_tokens(found).to(torch.float32)

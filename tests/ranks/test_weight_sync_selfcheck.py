@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.engines import start, tear_down
+from tests.support.learners import make_test_learner
 from tests.support.pairs import Pair, swap
 from tests.support.ranks import RankPool, fresh_mesh
+from tests.support.records import experience
 from tests.support.tiny import write_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -146,6 +148,23 @@ def complaints(checkpoint: Path, faults: list[str]) -> dict[str, str]:
         engine.weights._unwritten.clear()  # a sync may have stopped midway
     tear_down(engine)
     return said
+
+
+def log_probs(checkpoint: Path, split: dict[str, Any], max_tokens: int) -> torch.Tensor:
+    from megarl.learner.batching import Budget
+    from megarl.weight_sync.selfcheck import log_probs_of_all
+
+    learner = make_test_learner(checkpoint, split, optim=None)
+    return log_probs_of_all(learner, experience(), Budget(max_tokens=max_tokens, max_sequences=None))
+
+
+@pytest.mark.parametrize("split", [{}, {"context_parallel_size": 2}], ids=["data", "context"])
+def test_trainer_reads_responses_beyond_its_budget(pool: RankPool, tmp_path: Path, split: dict[str, Any]) -> None:
+    """The engine's limits of a prompt may be above those of the data, which the budget has to hold."""
+    checkpoint = write_checkpoint(tmp_path / "qwen2", "qwen2")
+    [expected] = pool.run(1, log_probs, checkpoint, {}, 1000)
+    for found in pool.run(2, log_probs, checkpoint, split, 8):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
