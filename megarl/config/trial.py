@@ -181,12 +181,12 @@ def try_reward(config: Config) -> Iterator[str]:
 
 def _messages(failed: Sequence[Trial]) -> Iterator[str]:
     """Yield a message for each different fault, with the first of its rows and the number of the others."""
-    of_fault: dict[str | None, list[Trial]] = {}
+    of_cause: dict[str | None, list[Trial]] = {}
     for trial in failed:
-        of_fault.setdefault(trial.fault, []).append(trial)
-    for fault, (first, *others) in of_fault.items():
+        of_cause.setdefault((trial.result and trial.result.cause) or trial.fault, []).append(trial)
+    for first, *others in of_cause.values():
         more = f" and {len(others)} more" if others else ""
-        yield f"{first.place}{more}: the reward fails if the response is {_shown(first.response)}: {fault}"
+        yield f"{first.place}{more}: the reward fails if the response is {_shown(first.response)}: {first.fault}"
 
 
 def call_reward(config: Config) -> list[Trial]:

@@ -45,6 +45,7 @@ _CONVERSATIONS = (["user"], ["system", "user", "assistant", "user"], ["developer
 """The roles of the conversations that show which tokens a chat template writes."""
 MOST_NAMED = 3  # tokens
 HALF = "\ufffd"  # a tokenizer decodes a part of a character to this
+MOST_PARTS = 16  # tokens that are read again until a character is complete; it has four bytes at most
 Spelling = Literal["split", "allow", "error"]
 """Readings of the name of a special token in a text: as letters, as the token, or as an error."""
 
@@ -237,24 +238,27 @@ class Tokenizer:
     def reach(self, ids: Sequence[int], *, before: Sequence[int] = (), half: int) -> list[int]:
         """Return the numbers of characters in the text of the first 0, 1, ... of `ids`, which follow `before`.
 
-        If a character takes several tokens, it counts `half` (0 or 1) until its last token.
+        If a character takes several tokens, it counts `half` (0 or 1) until its last token. The time is linear, also
+        for bytes that are no text.
         """
         starts = (place for place in range(len(before) - 1, -1, -1) if not self.decode(before[place:]).startswith(HALF))
         context = before[next(starts, 0) :]  # starts at a complete character, and fixes how the first token decodes
         ids = [*context, *ids]
         start = 0
         known = len(context)
-        complete = 0
+        complete = num_open = 0  # characters of the tokens before `known`; the last of them, if it may be a part
         reached = [0]
         for end in range(known + 1, len(ids) + 1):
             text = self.decode(ids[start:end])
-            if text.endswith(HALF):
-                reached.append(complete + half)
+            is_half = text.endswith(HALF)
+            if is_half and end - known < MOST_PARTS:
+                reached.append(complete - num_open + half)
                 continue
             complete += max(0, len(text) - len(self.decode(ids[start:known])))
             start = known
             known = end
-            reached.append(complete)
+            num_open = int(is_half)
+            reached.append(complete - num_open + half * num_open)
         return reached
 
     def differences(self, other: "Tokenizer") -> str:

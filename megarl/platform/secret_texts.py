@@ -1,8 +1,9 @@
 """Detection of secrets in texts: in URIs, in `NAME=VALUE`, and by the formats of known tokens.
 
-It reads no quotes: whoever shows a mapping redacts the mapping (`megarl.platform.secrets.redacted`). Model output and
-foreign messages pass through here, so the time is linear in the length of any text: repetitions are possessive or
-bounded, and no search begins inside the text that another search has consumed.
+It reads quotes only around the value of `NAME='VALUE'`: whoever shows a mapping redacts the mapping
+(`megarl.platform.secrets.redacted`). Model output and foreign messages pass through here, so the time is linear in the
+length of any text: repetitions are possessive or bounded, and no search begins inside the text that another search has
+consumed.
 
 The formats are those of tokens and private keys of services that a run may meet. Each begins with letters that only
 this service uses.
@@ -77,8 +78,11 @@ _SCHEMES_WITHOUT_PASSWORDS = ("hdfs", "viewfs", "webhdfs", "swebhdfs")
 _SCHEMES_WITHOUT_USERS = ("http", "https", "git+http", "git+https", "ws", "wss")
 """In these schemes a user without a password is a token. In abfss and ssh it is a name."""
 
-_ASSIGNED = re.compile(r"(?<![\w.-])(?P<name>[\w.-]++)=(?P<value>[^\s'\"`&;,()\[\]{}<>]++)")
-"""`NAME=VALUE` of arguments, variables and queries; quotes and brackets end the value."""
+_ASSIGNED = re.compile(
+    r"(?<![\w.-])(?P<name>[\w.-]++)="
+    r"(?:(?P<value>[^\s'\"`&;,()\[\]{}<>]++)|(?P<quote>['\"])(?P<quoted>[^'\"\n]++)(?P=quote))"
+)
+"""`NAME=VALUE` of arguments, variables and queries, in which quotes and brackets end the value; `NAME='VALUE'`."""
 _IN_QUERY = ("key", "code", "pwd", "pass", "auth")
 _COUNT = re.compile(r"[-+]?[\d_]{1,9}(?:\.\d{1,20})?%?")
 _NO_SECRET = re.compile(
@@ -118,20 +122,21 @@ def _without_user(match: re.Match[str]) -> str:
 
 
 def redact_assigned(text: str) -> str:
-    """Hide values of secret names in `NAME=VALUE`, up to a blank, a quote or a bracket."""
+    """Hide values of secret names in `NAME=VALUE`, up to a blank, a quote or a bracket, and in `NAME='VALUE'`."""
     return _ASSIGNED.sub(_without_value, text)
 
 
 def _without_value(match: re.Match[str]) -> str:
     name = match["name"]
-    value = match["value"]
+    quote = match["quote"] or ""
+    value = match["quoted"] if quote else match["value"]
     is_in_query = match.string[max(0, match.start() - 1) : match.start()] in ("?", "&")
     secrecy = secrecy_of_path(name)
     if is_in_query and name.lower() in _IN_QUERY:
         secrecy = Secrecy.YES
     is_count = secrecy is Secrecy.PERHAPS and _COUNT.fullmatch(value)
     is_ordinary = is_count or value.startswith("=") or value == name or _NO_SECRET.fullmatch(value)
-    return match[0] if secrecy is Secrecy.NO or is_ordinary else f"{name}={REDACTED}"
+    return match[0] if secrecy is Secrecy.NO or is_ordinary else f"{name}={quote}{REDACTED}{quote}"
 
 
 def _looks_random(text: str) -> bool:

@@ -45,7 +45,8 @@ class ScoringResult:
     numbers: Numbers = field(default_factory=dict)  # empty if there is a fault
     pred: str | None = None  # the extracted answer, see `RuleResult`
     fault: Literal["timeout", "error", "canary"] | None = None
-    detail: str = ""  # of the fault, for people
+    detail: str = ""  # of the fault, for people: its cause, and the end of what was printed
+    cause: str = ""
 
 
 def failed(error: Exception) -> Future[ScoringResult]:
@@ -228,5 +229,5 @@ def _search_path() -> str:
 
 def _whole_characters(reply: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of a reply with `?` for each half of a character: no file of UTF-8 can hold one."""
-    texts = {name: reply.get(name) for name in ("pred", "detail")}
+    texts = {name: reply.get(name) for name in ("pred", "detail", "cause")}
     return {name: text.encode(errors="replace").decode() for name, text in texts.items() if text}

@@ -103,7 +103,10 @@ class Supervisor:
         speaker = self._worker or self._loaded
         printed = speaker.text() if speaker else ""
         end = last_lines(printed)
-        replies = [reply | {"detail": reply["detail"] + end} if "fault" in reply else reply for reply in replies]
+        replies = [
+            reply | {"detail": reply["detail"] + end, "cause": reply["detail"]} if "fault" in reply else reply
+            for reply in replies
+        ]
         replies = [reply | {"seconds": seconds, "printed": ""} for reply in replies]
         replies[0]["printed"] = printed
         return replies

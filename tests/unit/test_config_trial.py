@@ -126,6 +126,7 @@ def test_rows_of_every_file_are_tried(tmp_path: Path) -> None:
     ("body", "detail"),
     [
         ("raise KeyError('answer')", "KeyError: 'answer'"),
+        ("print(solution_str); raise KeyError('answer')", "; it printed '1'"),
         ("return 'good'", "TypeError: a reward returns a finite number or a dict with such a 'score', not 'good'"),
         ("return float('nan')", "not nan"),
         ("return {'score': 1.0, 'acc': None}", "TypeError: 'acc' is a finite number as the score is, not None"),

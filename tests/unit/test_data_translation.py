@@ -11,6 +11,7 @@ from megarl.batch import Prompt, Rollouts, Scored
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import HALF, Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
+from megarl.platform.deadline import computing_at_most
 from tests.support.sentencepieces import train_sentencepiece
 
 VERBATIM = {
@@ -84,6 +85,17 @@ def test_state_covers_all_complete_tokens_so_far(
         assert text.startswith(reads.decode(own[:seen]))
         assert seen == len(own) or len(reads.decode(own[: seen + 1])) > len(text)
     assert read.lengths().tolist() == [len(sequence) for sequence in read.sequences]
+
+
+def test_bytes_that_are_no_text_take_linear_time(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["fine"]
+    [piece] = [token for token in range(300) if tokenizer.decode([token, token]) == HALF * 2][:1]
+    end = tokenizer.encode("ab", add_special_tokens=False)
+    ids = [*[piece] * 20_000, *end]
+    with computing_at_most(10.0):
+        reached = tokenizer.reach(ids, half=0)
+    assert reached[-1] == len(tokenizer.decode(ids))
+    assert reached == sorted(reached)
 
 
 def test_reader_with_same_tokenizer_reads_same_tokens(tokenizers: dict[str, Tokenizer]) -> None:

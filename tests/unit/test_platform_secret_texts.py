@@ -54,6 +54,9 @@ def test_a_name_that_tells(name: str) -> None:
     assert is_secret(name)
     assert redacted({"engine": {name: "abc", "n": 1}}, NO_VARIABLES) == {"engine": {name: REDACTED, "n": 1}}
     assert redact(f"found {name}=Sw0rdf1sh-quiet here", NO_VARIABLES) == f"found {name}={REDACTED} here"
+    for sign in "'\"":
+        shown = redact(f"Client({name}={sign}Sw0rdf1sh quiet{sign}, n=1)", NO_VARIABLES)
+        assert shown == redact(shown, NO_VARIABLES) == f"Client({name}={sign}{REDACTED}{sign}, n=1)"
     assert redact(f"at {HIDDEN} now", {name: f" {HIDDEN}\n"}) == f"at {REDACTED} now"
 
 
