@@ -126,7 +126,7 @@ def estimated(samples: Sharded[Any], estimator: str) -> list[Any]:
     )
     of_tokens = (found.share.advantages, found.share.returns, found.share.weights)
     columns = [found.gather_tokens(each).tolist() for each in of_tokens]
-    return [passed.rows.tolist(), passed.metrics, mismatch_metrics(samples, old), metrics, columns]
+    return [passed.rows is None, passed.metrics, mismatch_metrics(samples, old), metrics, columns]
 
 
 def scored() -> Rewarded:

@@ -35,6 +35,13 @@ MEMORY_BINDING = declare_vllm(
     upstream="vllm/v1/worker/cpu_worker.py: CPUWorker.__init__",
     until="the binding can be switched off",
 )
+INSPECTION = declare_vllm(
+    "vllm.model_executor.models.registry",
+    "_run_in_subprocess",
+    reason="0.26 - 0.33 look at the class of a model in a new process, which imports vLLM once more for each rank",
+    upstream="vllm/model_executor/models/registry.py: _LazyRegisteredModel.inspect_model_cls",
+    until="a process that loads the class itself looks at it there",
+)
 UNFREEZING = declare_vllm(
     "gc",
     "unfreeze",
@@ -65,7 +72,8 @@ def start_isolated() -> Iterator[None]:
     """
     kept = {key: os.environ.get(key) for key in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
     unbound = replaced(MEMORY_BINDING, init_cpu_memory_env=lambda nodes: None)
-    with random_state_kept(), warnings.catch_warnings(), unbound:
+    inspected_here = replaced(INSPECTION, _run_in_subprocess=lambda inspect: inspect())
+    with random_state_kept(), warnings.catch_warnings(), unbound, inspected_here:
         warnings.simplefilter("ignore", FutureWarning)
         try:
             yield
