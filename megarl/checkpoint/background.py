@@ -21,7 +21,7 @@ from typing import Any
 from megarl.distributed.exchange import largest, together
 
 LocalWork = Callable[[], object]
-"""Work of one rank: it joins no collective, and may run in any thread."""
+"""Work of one rank, in any thread: it joins no collective, but may exchange messages in groups of its own."""
 Task = Generator[LocalWork, list[Any], None]
 """Yields the work of this rank, and receives the results of all ranks, in rank order."""
 

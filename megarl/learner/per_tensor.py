@@ -24,8 +24,8 @@ class PerTensor(Generic[T]):
     def get(self, tensor: Tensor, compute: Callable[[], T]) -> T:
         """Return the value of the tensor. Compute it if there is none yet."""
         if tensor not in self._values:
-            if len(self._values) >= FEW:
-                del self._values[next(iter(self._values))]
+            for earlier in list(self._values)[: 1 - FEW]:
+                del self._values[earlier]
             self._values[tensor] = compute()
         value: T = self._values[tensor]
         return value

@@ -178,7 +178,7 @@ def log_probs_of_all(
 ) -> torch.Tensor:
     """Return the actor's log-probabilities of all tokens of a small record on every rank, `[N]`. Collective.
 
-    The engine may take longer prompts than the data have, for which the budget is large enough.
+    The engine may take longer prompts than the data have, so the budget grows to hold the longest response.
     """
     budget = budget.holding(int(responses.lengths().max()), actor.mesh)
     batch = actor.spread(responses)

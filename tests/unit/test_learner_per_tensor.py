@@ -9,7 +9,7 @@ from megarl.learner.per_tensor import FEW, PerTensor
 
 
 class Value:
-    """What is computed for a tensor."""
+    """A value of a tensor."""
 
 
 def test_value_is_computed_once_for_each_tensor() -> None:
