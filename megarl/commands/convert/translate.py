@@ -45,7 +45,6 @@ class Converted:
                 self.comments[remark.key] = "; ".join(dict.fromkeys(filter(None, told)))
             else:
                 self.dropped[f"{remark.written}={remark.value}"] = remark.why
-                self.remarks.append(remark)
 
 
 def convert_launch(launched: Launched, *, base: Path) -> Converted:
