@@ -89,7 +89,6 @@ def _facts(run: Run, patterns: Sequence[str]) -> Facts:
         "seconds": sum(seconds),
         "seconds_per_step": median(seconds) if seconds else None,
         "metrics": {name: _curve(name, points) for name, points in curves.items() if points},
-        "config": None,
     }
 
 

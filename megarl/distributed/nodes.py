@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from megarl.platform.remote import ReportProgress
 TURN_S = 1.0
 """Seconds between two exchanges of progress among the ranks."""
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 T = TypeVar("T")
 Work = Callable[[ReportProgress], T]
 """A function that receives another, to report how much more is done, in any unit."""
@@ -23,8 +26,8 @@ Work = Callable[[ReportProgress], T]
 def once_a_node(work: Work[T], *, phase: str) -> T:
     """Run `work` on the first rank of each node, and return its node's result on every rank. Collective.
 
-    While the sum of any node grows,
-    the watchdogs of all ranks see progress in `phase`. Without ranks `work` is only called.
+    While the sum of any node grows, the watchdogs of all ranks see progress in `phase`. Without ranks `work` is only
+    called.
 
     Raises:
         Exception: on all ranks, if `work` raised it on any node.
@@ -42,10 +45,15 @@ def once_a_node(work: Work[T], *, phase: str) -> T:
             done = now
         if all(is_over for is_over, _ in turns):
             break
-    host = socket.gethostname()
-    results = together(lambda: (host, task.result()) if task else None)
+    here = _node()
+    results = together(lambda: (here, task.result()) if task else None)
     watchdog.note(phase=before)
-    return next(result for node, result in filter(None, results) if node == host)
+    return next(result for node, result in filter(None, results) if node == here)
+
+
+def _node() -> tuple[str, str]:
+    """Return what tells a node from all others: its name, which another may have, and the id of its kernel's start."""
+    return socket.gethostname(), BOOT_ID.read_text(encoding="ascii") if BOOT_ID.exists() else ""
 
 
 class _Background(Generic[T]):

@@ -72,12 +72,21 @@ def inside(directory: Path, name: str) -> Path:
 
 
 def publish(part: Path, final: Path) -> None:
-    """Give a complete file or directory its name, in place of one that has it already. Raises OSError."""
+    """Give a complete file or directory its name, in place of one that has it already.
+
+    Raises:
+        OSError: the disk refuses; what had the name has it again.
+    """
     old = final.with_name(f".{final.name}.old")
     discard(old)  # of a job that was killed here: no directory replaces another that has files
     with suppress(FileNotFoundError):
         final.rename(old)  # a directory that other programs read cannot be removed, but it can be renamed
-    part.rename(final)
+    try:
+        part.rename(final)
+    except OSError:
+        with suppress(OSError):
+            old.rename(final)
+        raise
     sync_directory(final.parent)
     discard(old)
 

@@ -38,6 +38,21 @@ def answers() -> tuple[str, int, list[str | None]]:
     return answer, pid, told
 
 
+def of_two_nodes(directory: str) -> int:
+    """Return the rank whose work this rank gets: ranks 0 and 1 are a node, rank 2 is another with the same name."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from megarl.distributed import nodes
+
+    rank = dist.get_rank()
+    boot = Path(directory, f"{rank // 2}")
+    boot.write_text(f"{rank // 2}")
+    with patch.object(nodes, "BOOT_ID", boot), patch.dict(os.environ, {"LOCAL_RANK": f"{rank % 2}"}):
+        return nodes.once_a_node(lambda _: rank, phase="fetch")
+
+
 def fails() -> str:
     from megarl.distributed.nodes import once_a_node
 
@@ -70,6 +85,10 @@ def test_all_ranks_see_answer_and_progress_of_one(pool: RankPool) -> None:
     for _, _, told in found:
         assert told.count("fetch") >= 4
         assert told[-1] == "before"
+
+
+def test_nodes_may_have_one_name(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(3, of_two_nodes, str(tmp_path)) == [0, 0, 2]
 
 
 def test_failure_of_one_rank_is_raised_on_all(pool: RankPool) -> None:

@@ -268,6 +268,7 @@ def test_values_that_are_no_yaml_are_told(tmp_path: Path) -> None:
         "for s in {1..3} {c..a}; do A+=$s; done\nrun {a,b{1,2}} x{,.bak} {1..3}. {a} '{b,c}' a={1,2}",
         "for i in $(seq 2 4) $(seq 2) $(seq 6 -2 1); do A+=$i; done\nrun $A",
         "f() { local a=$1 b; b=$2; local c=$*; A=\"$a|$b|$c\"; }\nf 'x y' z\nrun \"$A\"",
+        "run $'it\\'s' \"costs $'5\" $'\\\\'",
         "run $'a\\tb\\nc' \"$(basename /x/y.z .z)\" \"$(dirname y)\"",
         'N=A\nA=3\nrun ${!N} ${A:+"${A}b c"} "${A/3/$N}" ${#A}',
         "P=hello\nrun ${P:1:3} ${P: -2} ${P:1:-1} ${P^} ${P^^} ${P//l/L}",

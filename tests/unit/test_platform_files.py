@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.platform.files import check_writable, explained, inside, similar
+from megarl.platform.files import check_writable, explained, inside, publish, similar
 from tests.support.disks import small_disk
 
 
@@ -39,6 +39,13 @@ def test_unwritable_directory_is_named_with_remedy(tmp_path: Path) -> None:
 def test_file_system_without_file_creation_is_named() -> None:
     with pytest.raises(ValueError, match=r"trainer.x=/proc/run cannot be written: "):
         check_writable(Path("/proc/run"), "trainer.x")
+
+
+def test_what_cannot_be_replaced_stays(tmp_path: Path) -> None:
+    (tmp_path / "final").mkdir()
+    with pytest.raises(FileNotFoundError):
+        publish(tmp_path / "none", tmp_path / "final")
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
 def test_the_most_similar_path_is_meant(tmp_path: Path) -> None:

@@ -137,7 +137,8 @@ class Expander:
         index = 0
         while index < len(word):
             one = word[index]
-            end = past(word, index) if one in "\\$`" or (one in "'\"" and not quoted) else index + 1
+            begins = one in "\\$`" and not (quoted and word.startswith("$'", index))
+            end = past(word, index) if begins or (one in "'\"" and not quoted) else index + 1
             piece = word[index:end]
             if one == "\\":
                 parts.append((_escaped(piece, quoted=quoted), True, None))

@@ -10,6 +10,7 @@ from megarl.platform.errors import UserError
 _OPERATOR = re.compile(r"&&|\|\||;;&?|\n|[;&|()]")
 _REDIRECT = re.compile(r"\d*(?:<<<|<<-?|>>|>&|<&|&>>?|>\||<>|>|<)")
 ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\[(?P<index>[^\]]*)\])?(?P<append>\+?)=")
+_WITH_ESCAPES = re.compile(r"\$'(?:[^'\\]|\\.)*+'", re.DOTALL)
 _BLANKS = " \t\r"
 _ENDS = _BLANKS + "\n;&|()<>"
 _QUOTES = {'"': "\\$`", "`": "\\"}
@@ -124,9 +125,11 @@ def past(text: str, start: int) -> int:
     first = text[start]
     if first == "\\":
         return start + 2
-    if first == "'" or text.startswith("$'", start):
-        end = text.find("'", start + 1 + (first == "$"))
-        return _found(end) + 1
+    if first == "'":
+        return _found(text.find("'", start + 1)) + 1
+    if text.startswith("$'", start):
+        quoted = _WITH_ESCAPES.match(text, start)
+        return quoted.end() if quoted else _found(-1)
     if first in '"`':
         return _past_pair(text, start + 1, "", first)
     for opening, closing in (("$(", ")"), ("${", "}")):
@@ -147,7 +150,8 @@ def _past_pair(text: str, start: int, opening: str, closing: str) -> int:
                 return index + 1
         elif one == opening:
             depth += 1
-        index = past(text, index) if one in _QUOTES.get(closing, "\\$`'\"") else index + 1
+        is_letter = closing == '"' and text.startswith("$'", index)
+        index = past(text, index) if one in _QUOTES.get(closing, "\\$`'\"") and not is_letter else index + 1
     return _found(-1)
 
 
