@@ -123,12 +123,15 @@ test-te: setup build/transformer_engine/built hollow
 # The sanitizer and an interpreted update take minutes on a busy machine.
 PYTEST_ON_HOLLOW := -m pytest --timeout 900 -n 2 $(BY_FILE)
 ON_HOLLOW := tests/hollow/run .venv-cuda/bin/python $(PYTEST_ON_HOLLOW)
-CASE := tests/hollow/test_learner.py::test_learner_on_cuda_matches_learner_on_cpu
+OF_LEARNER := tests/hollow/test_learner.py
+CASE := $(OF_LEARNER)::test_learner_on_cuda_matches_learner_on_cpu
 test-hollow-core: hollow
 	$(ON_HOLLOW) tests/hollow/test_device_memory.py "$(CASE)[alone-policy]"
 test-hollow: hollow
 	$(ON_HOLLOW) $(patsubst %,tests/hollow/test_%.py,device_memory nccl graphs solid counters engine_counters) \
-		"$(CASE)[alone-policy]" "$(CASE)[tensor-data-offloaded-policy]" tests/hollow/test_engine.py
+		"$(CASE)[alone-policy]" "$(CASE)[tensor-data-offloaded-policy]" tests/hollow/test_engine.py \
+		"$(OF_LEARNER)::test_replay_on_cuda_matches_replay_on_cpu[context]" \
+		"$(OF_LEARNER)::test_choices_on_cuda_are_those_of_cpu[context]"
 
 # At the end it prints the functions with lines for CUDA and whether the lines ran, and fails if too few did.
 LINES := $(CURDIR)/build/hollow/lines
