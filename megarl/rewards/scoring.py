@@ -262,10 +262,11 @@ def first_failures(samples: Sharded[Scored]) -> list[str]:
 
 def _message(scored: Scored, sample: int, *, number: int) -> str:
     assert scored.failures
+    judge = "reward" if scored.num_turns is None else "environment"
     prompt = scored.prompt_of(sample)
     text = scored.texts[sample]
     shown = beginning(text, SHOWN_CHARACTERS)
     return (
-        f"the reward failed on sample {number} (data source {prompt.data_source!r}, data row {prompt.index}, "
+        f"the {judge} failed on sample {number} (data source {prompt.data_source!r}, data row {prompt.index}, "
         f"response {shown + ('...' if len(text) > len(shown) else '')!r}): {scored.failures[sample]}"
     )

@@ -60,7 +60,7 @@ def require_scores(num_scored: int, *, of: int, failures: Sequence[str]) -> None
     """Raise a RewardError with the first `failures` if fewer than half of the samples have a score."""
     if 2 * num_scored < of:
         raise RewardError(
-            f"the reward failed on {of - num_scored} of {of} responses, more than half, so the others would teach "
-            f"something else: {'; '.join(failures[:NUM_WARNINGS])}. Mend the reward or raise its timeout_s; with "
+            f"{of - num_scored} of {of} responses have no score, more than half, so the others would teach something "
+            f"else: {'; '.join(failures[:NUM_WARNINGS])}. Mend what failed, or raise its timeout_s; with "
             "on_failure=score such responses get default_score (keys of reward_model, or of environment)"
         )

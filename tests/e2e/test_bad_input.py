@@ -226,7 +226,7 @@ def test_always_raising_reward_stops_every_rank(workspace: Workspace, tmp_path: 
     assert f"KeyError: 'answer' ({reward}:3, `raise KeyError('answer')`); it printed 'looking for it'" in output
     assert "Traceback" not in output
     message = (
-        "the reward failed on 16 of 16 responses, more than half, so the others would teach something else: "
+        "16 of 16 responses have no score, more than half, so the others would teach something else: "
         "the reward failed on sample 0 (data source 'countdown/bare', data row "
     )
     assert f"megarl: rank 0: {message}" in output

@@ -20,6 +20,7 @@ from megarl.environments.host import DONE, Host, Players
 from megarl.environments.protocol import Environment, Row, Step
 from megarl.environments.scoring import EpisodeScorer
 from megarl.rewards.collective import RewardError
+from megarl.rewards.scoring import first_failures
 from megarl.rollout.responses import as_rollouts
 from tests.support.own_environments import Count, Fickle
 from tests.support.programs import ROOT
@@ -264,6 +265,7 @@ def test_failed_turn_ends_only_its_own_episode() -> None:
         assert long.fault == "its observation has 13 tokens, more than environment.max_observation_length=5"
         assert scored.share.has_score().tolist() == [False, True, False]
         assert scored.share.scores.isnan().tolist() == [True, False, True]
+        assert first_failures(scored)[0].startswith("the environment failed on sample 0 ")
         assert metrics["episode/stop/timeout"] == metrics["episode/stop/failed"] == pytest.approx(1 / 3)
         with pytest.raises(RewardError, match=r"sample 0 \(data row 0\): it took longer .*on_failure=stop"):
             EpisodeScorer(replace(SECTION, on_failure="stop"), LETTERS).score(samples)

@@ -360,7 +360,9 @@ def test_equal_scores_exclude_group_despite_failed_rewards(five: PromptStream) -
 @pytest.mark.parametrize("enable", [True, False])
 def test_step_with_mostly_failed_rewards_stops_run(five: PromptStream, enable: bool) -> None:
     world = World(lambda row, batch: (math.nan, math.nan) if row == 0 else (math.nan, 1.0))
-    message = r"failed on 3 of 4 responses, more than half.*data row 0, response '0'\): nan is odd.*on_failure=score"
+    message = (
+        r"3 of 4 responses have no score, more than half.*data row 0, response '0'\): nan is odd.*on_failure=score"
+    )
     with pytest.raises(RewardError, match=message):
         collector(five, world, enable=enable).collect(Position(), Timers(), step=7)
 
@@ -382,7 +384,7 @@ def test_baseline_without_score_excludes_samples_of_its_prompt(five: PromptStrea
 
     world = World(lambda row, batch: (math.nan, 1.0) if row == 2 else (0.0, 1.0))
     world.odd_baselines = [3]
-    with pytest.raises(RewardError, match="failed on 3 of 4 responses"):
+    with pytest.raises(RewardError, match="3 of 4 responses have no score"):
         collector(five, world, estimator="remax", enable=False).collect(Position(0, 2), Timers(), step=7)
 
 

@@ -130,7 +130,7 @@ def test_small_last_batch_without_rewards_stops_no_run() -> None:
 
 
 def test_validation_with_mostly_failed_rewards_stops_run() -> None:
-    message = r"failed on 5 of 8 responses, more than half.*sample 0 .*sample 2 .*on_failure"
+    message = r"5 of 8 responses have no score, more than half.*sample 0 .*sample 2 .*on_failure"
     with pytest.raises(RewardError, match=message):
         validate(4, failed=[0, 1, 2, 3, 4])
 
