@@ -17,7 +17,11 @@ from megarl.platform.errors import UserError
 
 LINK = re.compile(r"(?<!\\)\$\{\s*(?:oc\.env:\s*(?P<variable>\w+)\s*(?P<default>,[^{}]*)?|(?P<key>\w[\w.-]*?)\s*)\}")
 _ESCAPE = "\\${"
-UNREADABLE = (yaml.YAMLError, ValueError)  # PyYAML raises ValueError for numbers, dates and bytes
+UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
+"""The errors of `parse`: PyYAML raises ValueError for numbers, dates and bytes, and RecursionError for deep nesting."""
+
+
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -31,9 +35,10 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         """Return a mapping, or raise an error for a key that stands twice."""
         found = set()
         for key, _ in node.value:
-            if key.tag == self.DEFAULT_SCALAR_TAG and key.value in found:
+            name = (key.tag, key.value) if isinstance(key, ScalarNode) else key
+            if name in found and key.tag != _MERGE:
                 raise ConstructorError(None, None, f"found duplicate key {key.value}", key.start_mark)
-            found.add(key.value if isinstance(key, ScalarNode) else key)
+            found.add(name)
         mapping: dict[Any, object] = super().construct_mapping(node, deep)
         return mapping
 

@@ -38,6 +38,7 @@ def test_a_text_has_the_value_of_its_type(text: str, value: object) -> None:
     ("text", "message"),
     [
         ("{a: 1, b: 2, a: 3}", "found duplicate key a"),
+        ("{1: a, 1: b}", "found duplicate key 1"),
         ("&x [*x]", "recursive"),
         ("!!python/object/apply:os.getcwd []", "could not determine a constructor"),
         *(

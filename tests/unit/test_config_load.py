@@ -277,6 +277,7 @@ def test_missing_file_is_only_fault_and_nearest_named(tmp_path: Path) -> None:
         ("{hf_token: Sword fish", "expected ',' or '}'"),
         ("{hf_token: Sword\n  [fish", "(line 2, column "),
         ("!Sword fish", "could not determine a constructor for the tag '***' (line 1, column 1)"),
+        ("[" * 3000 + "]" * 3000, "maximum recursion depth exceeded"),
         ("${Swordfish", "a link is neither ${a.b.c} nor ${oc.env:NAME} (line 1, column 1)"),
     ],
 )

@@ -21,7 +21,7 @@ from megarl.report import page
 from megarl.report.charts import CHARTS, figures, running_mean, thin
 from megarl.report.differences import between, from_default
 from megarl.report.page import library, render
-from megarl.report.read import Run, RunReader, read_run
+from megarl.report.read import Run, RunReader, read_mapping, read_run
 from megarl.report.summary import faults, notes, score_of, summary
 from megarl.report.tracker import REPORT_FILE, ReportTracker
 from megarl.tracking import lines
@@ -88,6 +88,12 @@ def test_damaged_and_missing_files_leave_their_part_empty(tmp_path: Path) -> Non
     assert "has recorded no score yet" in render([read_run(directory)])  # as before the first step
     with pytest.raises(ValueError, match=r"elsewhere has no metrics.jsonl: name the directory of a run"):
         read_run(tmp_path / "elsewhere")
+
+
+def test_deeply_nested_files_are_damaged(tmp_path: Path) -> None:
+    for name, text in (("status.json", '{"a":' * 100_000), ("config.yaml", "a: " + "[" * 3000 + "]" * 3000)):
+        (tmp_path / name).write_text(text)
+        assert read_mapping(tmp_path / name) == {}
 
 
 @settings(max_examples=60)

@@ -384,7 +384,7 @@ def test_baseline_without_score_excludes_samples_of_its_prompt(five: PromptStrea
 
     world = World(lambda row, batch: (math.nan, 1.0) if row == 2 else (0.0, 1.0))
     world.odd_baselines = [3]
-    with pytest.raises(RewardError, match="failed on 3 of 4 responses"):
+    with pytest.raises(RewardError, match="3 of 4 responses have no score"):
         collector(five, world, estimator="remax", enable=False).collect(Position(0, 2), Timers(), step=7)
 
 
