@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.reshard.layout import Layout
 from megarl.reshard.quantised import KEY
+from megarl.rollout import patches
 from megarl.rollout.arguments import engine_settings, llm_arguments
 from megarl.rollout.config import RolloutSection
 
@@ -37,7 +38,7 @@ def offline_layout(model_dir: Path, *, tp_rank: int, tp_size: int, expert_parall
         on_cpu=True,
         overrides=engine_settings(architecture),
     )
-    with silent_world(tp_rank, tp_size) as start_parallel_state:
+    with patches.start_isolated(), silent_world(tp_rank, tp_size) as start_parallel_state:
         config = EngineArgs(**arguments, enable_expert_parallel=expert_parallel).create_engine_config()
         with set_current_vllm_config(config):
             start_parallel_state()
