@@ -29,6 +29,8 @@ class PerDataSource(Generic[T]):
 
     def shares(self, batch: Rollouts | Index) -> list[tuple[T, Tensor]]:
         """Return the readers that have samples in `batch`, and the samples of each (int64 `[b]`, ascending)."""
+        if not self.named:
+            return [(self.other, torch.arange(len(batch)))] if len(batch) else []
         readers = [self.other, *self.named.values()]
         number = dict(zip(self.named, count(1), strict=False))
         of_prompt = torch.tensor([number.get(prompt.data_source, 0) for prompt in batch.prompts])
