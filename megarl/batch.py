@@ -33,6 +33,7 @@ from megarl.columns import (
     spans,
     spans_of_parts,
 )
+from megarl.on_demand import OnDemand
 
 R = TypeVar("R", bound="Prompts")
 S = TypeVar("S", bound="Rollouts")
@@ -220,19 +221,39 @@ class Group:
         return sum(sample.num_tokens for sample in self.samples)
 
 
-class PromptList(list[Prompt]):
-    """Prompts with their lengths, which no rank counts twice."""
+class PromptList(OnDemand[Prompt]):
+    """Prompts with their lengths, which no rank counts twice. Each is read when it is asked for, and kept."""
 
     def __init__(self, prompts: Iterable[Prompt] = (), lengths: Tensor | None = None) -> None:
         """Take prompts, and the number of tokens of each, `[P]` int64; None: they are counted."""
-        super().__init__(prompts)
-        counts = map(len, map(attrgetter("token_ids"), self))
+        self._known = dict(enumerate(prompts))
+        self._read: Callable[[int], Prompt] = self._known.__getitem__
+        counts = map(len, map(attrgetter("token_ids"), self._known.values()))
         self.lengths = int64([*counts]) if lengths is None else lengths
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt]) -> "PromptList":
         """Return the prompts with their lengths, the same list if it has them."""
         return prompts if isinstance(prompts, PromptList) else cls(prompts)
+
+    @classmethod
+    def read_by(cls, read: Callable[[int], Prompt], lengths: Tensor) -> "PromptList":
+        """Return prompts of these lengths, `[P]` int64, that `read` returns by their places."""
+        found = cls(lengths=lengths)
+        found._read = read
+        return found
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def made(self, place: int) -> Prompt:
+        """Return a prompt."""
+        if place not in self._known:
+            self._known[place] = self._read(place)
+        return self._known[place]
+
+    def __reduce__(self) -> tuple[type["PromptList"], tuple[list[Prompt], Tensor]]:
+        return PromptList, ([*self], self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Prompts from data files, in an order that is a pure function of seed and position.
 
 Every rank reads the same files and takes the same prompts from the same position without communication; a position is
-two integers. The ranks of a host divide the check of all rows, which encodes every prompt; later its tokens are read.
+two integers. The ranks of a host divide the check of all rows, which encodes every prompt; later a rank reads the
+prompts that it draws or learns from.
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,9 +87,9 @@ class PromptDataset:
         )
 
     def read(self, indices: Sequence[int]) -> PromptList:
-        """Return the prompts at the given places."""
+        """Return the prompts at the given places, which are read when they are asked for."""
         lengths = torch.from_numpy(self._encoded.lengths[list(indices)])
-        return PromptList((self[index] for index in indices), lengths)
+        return PromptList.read_by(lambda place: self[indices[place]], lengths)
 
     def as_read(self, prompt: Prompt) -> str:
         """Describe how the model reads the first prompt."""

@@ -7,6 +7,7 @@ memory, which it takes in powers of two.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from types import MappingProxyType
 
 from megarl.config.root import Config
@@ -26,9 +27,10 @@ LEARNING_FIELDS: Mapping[str, int] = MappingProxyType(
     dict.fromkeys(("old_log_probs", "ref_log_probs", "values", "advantages", "returns", "weights"), 4)
 )
 """The same for the columns that `megarl.batch.Experience` adds, on the ranks that learn from the token."""
-PROMPT_TOKEN_BYTES = 4 + 2 * 5
-"""Bytes of a token of a prompt: the token, and about five letters of the text, as it was given and as a model reads it.
-"""
+TEXT_BYTES = 5
+"""About the letters of a token."""
+PROMPT_TOKEN_BYTES = 4 + 2 * TEXT_BYTES
+"""Bytes of a token of a prompt: the token, and the text, as it was given and as a model reads it."""
 IN_FLIGHT_TOKEN_BYTES = 4 + 4 + 4
 """Bytes of a response token that continues: the token, its log-probability and its version."""
 
@@ -73,7 +75,8 @@ def record_bytes(config: Config, *, num_shares: int) -> int:
     """Return the bytes of the records of a step on one rank, with the longest prompts and responses.
 
     The engine replicas share the samples that are drawn, and those that continue in the next step. `num_shares`
-    data-parallel ranks share the samples that models learn from. Every rank has all prompts.
+    data-parallel ranks share the samples that models learn from. A rank has the prompts of its samples, or all of them
+    if samples are groups that wait or are chosen, or episodes.
     """
     rollout = config.actor_rollout_ref.rollout
     num_prompts = config.data.train_batch_size
@@ -82,10 +85,12 @@ def record_bytes(config: Config, *, num_shares: int) -> int:
     learning = collected + sum(LEARNING_FIELDS.values())
     if not config.max_staleness:
         learning -= COLLECTED_FIELDS["weight_versions"]  # all tokens have the same
-    drawn = num_prompts * collected + config.num_in_flight * IN_FLIGHT_TOKEN_BYTES
+    drawn = num_prompts * (collected + TEXT_BYTES) + config.num_in_flight * IN_FLIGHT_TOKEN_BYTES
     responses = drawn // num_replicas + num_prompts * learning // num_shares
-    prompts = (num_prompts + config.num_in_flight) * PROMPT_TOKEN_BYTES
-    return responses * rollout.n * rollout.response_length + prompts * rollout.prompt_length
+    prompts = num_prompts + config.num_in_flight
+    if not (config.num_in_flight or config.algorithm.filter_groups.enable or config.environment.name):
+        prompts = min(prompts, ceil(num_prompts / num_replicas) + ceil(num_prompts / num_shares))
+    return responses * rollout.n * rollout.response_length + prompts * PROMPT_TOKEN_BYTES * rollout.prompt_length
 
 
 def routes_bytes(workload: Workload) -> int:

@@ -91,10 +91,11 @@ class RuleScorer:
                 response has changed the reward.
             UserError: a data source has no rule.
         """
-        if self.rules.reads_data_source():
-            for prompt in samples.index.prompts:
-                known_data_source(prompt.data_source)
         share = samples.share
+        if self.rules.reads_data_source():
+            on_each_rank(
+                lambda: [known_data_source(share.prompts[place].data_source) for place in set(share.groups.tolist())]
+            )
         found = self._results(share, samples.shares.group)
         on_each_rank(lambda: self._require_unchanged([result for _, result in found]))
         results = [result for _, result in found]

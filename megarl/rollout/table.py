@@ -4,13 +4,11 @@ The samples of this rank's replica have tokens too, as objects. Samples of other
 asks for them, so the work of a rank for each of them is that of numpy.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby
 from operator import attrgetter
-from typing import TypeVar, overload
 
 import numpy as np
 import torch
@@ -19,11 +17,11 @@ from torch import Tensor
 from megarl.batch import Elsewhere, Generation, Group, Prompt, Sample, float32, int32
 from megarl.columns import int64
 from megarl.distributed.evenly import Integers
+from megarl.on_demand import OnDemand
 
 FIELDS = Elsewhere._fields
 ROW = {name: row for row, name in enumerate(FIELDS)}
 _fields_of = attrgetter(*FIELDS)
-Item_co = TypeVar("Item_co", covariant=True)
 
 
 @dataclass
@@ -99,22 +97,6 @@ class SampleTable:
         return self.own.get(place, blank)
 
 
-class OnDemand(Sequence[Item_co]):
-    """A sequence that makes an item if it is asked for."""
-
-    @abstractmethod
-    def made(self, place: int) -> Item_co:
-        """Return the item of a place, counted from 0."""
-
-    @overload
-    def __getitem__(self, place: int) -> Item_co: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Item_co]: ...
-    def __getitem__(self, place: int | slice) -> Item_co | Sequence[Item_co]:
-        places = range(len(self))[place]
-        return self.made(places) if isinstance(places, int) else tuple(map(self.made, places))
-
-
 class SampleRows(OnDemand[Sample]):
     """Neighbouring samples of a table, which become objects if they are asked for."""
 
@@ -129,12 +111,6 @@ class SampleRows(OnDemand[Sample]):
     def made(self, place: int) -> Sample:
         """Return a sample."""
         return self.table.sample(self.first + place)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

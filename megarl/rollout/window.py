@@ -12,7 +12,8 @@ from megarl.batch import Generation, Sample
 from megarl.columns import on_tokens
 from megarl.distributed.all_gather import all_gather
 from megarl.distributed.exchange import on_each_rank, waiting
-from megarl.rollout.table import FIELDS, OnDemand, SampleRows, SampleTable
+from megarl.on_demand import OnDemand
+from megarl.rollout.table import FIELDS, SampleRows, SampleTable
 
 NUM_COUNTS = 4
 KNOWN = tuple(name for name in FIELDS if name != "replica")

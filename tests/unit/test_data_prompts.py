@@ -1,13 +1,16 @@
 """Prompts: real parquet files, messages about invalid rows, and an order that depends on seed and position alone."""
 
+import pickle
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.batch import Prompts
 from megarl.data.config import DataSection
 from megarl.data.messages import encode_prompt
 from megarl.data.order import Position
@@ -241,6 +244,19 @@ def test_order_depends_on_seed_and_position(ten: PromptDataset) -> None:
     assert other != [texts(stream, step) for step in range(3)]
     unshuffled = PromptStream(ten, batch_size=3, shuffle=False, seed=1)
     assert texts(unshuffled, 4) == ["3", "4", "5"]
+
+
+def test_prompts_are_read_when_asked_for_and_kept(ten: PromptDataset) -> None:
+    with patch.object(PromptDataset, "__getitem__", autospec=True, side_effect=PromptDataset.__getitem__) as read:
+        taken, _ = PromptStream(ten, batch_size=4, shuffle=True, seed=1).take(Position())
+        assert len(taken.prompt_lengths()) == 4
+        assert read.call_count == 0
+        assert taken.prompts[2] is taken.prompts[2]
+        assert read.call_count == 1
+    assert [len(prompt.token_ids) for prompt in taken.prompts] == taken.prompt_lengths().tolist()
+    copied = pickle.loads(pickle.dumps(taken.prompts))
+    assert copied == taken.prompts
+    assert Prompts(prompts=copied).prompt_lengths().equal(taken.prompt_lengths())
 
 
 def test_validation_covers_all_rows_once(ten: PromptDataset) -> None:

@@ -74,24 +74,35 @@ def test_the_shipped_plan_of_llama_3_70b() -> None:
     assert offloaded == pytest.approx(327 * GB, rel=1e-3)
 
 
+NUM_PROMPTS_OF_RANK = 2048 // 64 + 2048 // 128
+"""Prompts that a rank draws or learns from, of 2,048, with 64 replicas and 128 shares."""
+
+
 def test_records_of_deepseek_v3() -> None:
-    """2,048 prompts with 8 responses: 13 bytes a token of 64 replicas, 33 of 128 shares, and prompts."""
-    prompts = 2048 * 1024 * 14
-    assert plan(DEEPSEEK).host.parts["records"] == 8 * (8 * 7168 * (2048 * 13 // 64 + 2048 * 33 // 128) + prompts)
+    """2,048 prompts with 8 responses: 18 bytes a token of 64 replicas, 33 of 128 shares, and the prompts of both."""
+    prompts = NUM_PROMPTS_OF_RANK * 1024 * 14
+    assert plan(DEEPSEEK).host.parts["records"] == 8 * (8 * 7168 * (2048 * 18 // 64 + 2048 * 33 // 128) + prompts)
+
+
+def test_groups_that_are_chosen_are_on_every_rank() -> None:
+    without = plan(DEEPSEEK).host.parts["records"]
+    found = plan(DEEPSEEK, "algorithm.filter_groups={enable: true, metric: score}").host.parts["records"]
+    assert found - without == 8 * (2048 - NUM_PROMPTS_OF_RANK) * 1024 * 14
 
 
 def test_responses_that_continue_are_records_too() -> None:
     """Half of 4,096 prompts continue, or all but one of 2,048: a token, its log-probability and its version.
 
-    Those that a model learns from have versions too.
+    Those that a model learns from have versions too. Every rank has all prompts.
     """
     partial = "actor_rollout_ref.rollout.partial={enable: true, stop_when: %s}"
     correction = "algorithm.rollout_correction.rollout_is=token"
     without = plan(DEEPSEEK).host.parts["records"]
     for stop_when, num_in_flight in (("0.5", 2048), ("64", 2047)):
+        num_more = 2048 + num_in_flight - NUM_PROMPTS_OF_RANK
         found = plan(DEEPSEEK, partial % stop_when, correction).host.parts["records"]
         responses = 8 * 7168 * (num_in_flight * 12 // 64 + 2048 * 4 // 128)
-        assert found - without == 8 * (responses + num_in_flight * 1024 * 14)
+        assert found - without == 8 * (responses + num_more * 1024 * 14)
 
 
 def test_every_field_of_tokens_is_counted() -> None:
@@ -117,10 +128,12 @@ def test_routes_are_counted_per_place_and_layer(value: str, num_bytes: int) -> N
 
 
 def test_environment_adds_record_field_and_worker_processes() -> None:
-    """A token has 4 bytes more in each share, and a rank has 3 processes of at most 2 GB."""
+    """A token has 4 bytes more in each share, a rank all prompts, and 3 processes of at most 2 GB."""
     environment = ("environment.name=openenv", "environment.num_workers=3", "environment.max_memory_gb=2")
     without, found = plan(DEEPSEEK).host, plan(DEEPSEEK, *environment).host
-    assert found.parts["records"] - without.parts["records"] == 8 * 8 * 7168 * 4 * (2048 // 64 + 2048 // 128)
+    prompts = (2048 - NUM_PROMPTS_OF_RANK) * 1024 * 14
+    of_tokens = 8 * 7168 * 4 * (2048 // 64 + 2048 // 128)
+    assert found.parts["records"] - without.parts["records"] == 8 * (of_tokens + prompts)
     assert found.rewards == 8 * 3 * 2 * GB
 
 
