@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megarl.batch import Prompt, PromptList, Rollouts, join, merge
 from megarl.columns import counted_from
-from megarl.distributed.exchange import host_group, together
+from megarl.distributed.exchange import host_group, to_first_rank, together
 from megarl.distributed.runs import Runs
 from megarl.distributed.sums import exact_sums, extremes
 
@@ -272,14 +272,14 @@ class Sharded(Generic[R_co]):
             dist.all_reduce(found, group=host_group())  # exactly one rank contributes each number
         return found
 
-    def whole(self) -> R_co:
-        """Return the record of all samples, in their order and without routes, on every rank. Collective.
+    def to_first_rank(self) -> R_co | None:
+        """Bring the record of all samples, in their order and without routes, to the first rank. Collective.
 
-        It costs every rank the memory of all tokens.
+        Other ranks return None.
         """
-        share = replace(self.share, routes=None)
-        parts = together(lambda: (self.mine, share) if self.shares.reports else None)
-        return assembled([part for part in parts if part])
+        share = replace(self.share, prompts=(), routes=None)
+        parts = to_first_rank([(self.mine, share)] if self.shares.reports else [])
+        return replace(assembled(parts), prompts=self.index.prompts) if parts else None
 
 
 def is_ascending(places: Tensor) -> bool:

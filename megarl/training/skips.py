@@ -55,7 +55,7 @@ class Skips:
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        batches = [term.batch.whole() for term in terms]
+        batches = [term.batch.to_first_rank() for term in terms]
         record = self._directory / f"step_{step}_{self._model}_{minibatch}.json"
         if dist.get_rank() == 0:
             logger.warning(
@@ -63,7 +63,7 @@ class Skips:
                 "trainer.max_skipped_updates=%d): see %s",
                 *(step, self._model, minibatch, why.describe(), self._in_a_row, self._most_in_a_row, record),
             )
-            self._keep(record, step, minibatch, batches, why)
+            self._keep(record, step, minibatch, [batch for batch in batches if batch is not None], why)
         if self._in_a_row > self._most_in_a_row:
             raise UserError(self._too_many(record, why))
 

@@ -19,7 +19,7 @@ from megarl.training.gate import Gate
 from megarl.training.marks import mark
 from megarl.training.statistics import mean, numbers_of, summaries
 from tests.support.ranks import RankPool
-from tests.support.records import answer, experience, prompts
+from tests.support.records import answer, experience, on_all_ranks, prompts
 
 pytestmark = pytest.mark.ranks
 
@@ -52,7 +52,7 @@ def of(samples: Sharded[Experience]) -> list[Any]:
         samples.gather_tokens(column).tolist(),
         numbers_of(samples, share.mask)[1],
         samples.first(3, {place: int(share.num_tokens[place]) for place in range(len(share)) if place % 2}),
-        samples.whole().responses.tolist(),
+        on_all_ranks(samples).responses.tolist(),
         *(samples.gather_tokens(each.marked).tolist() for each in marked if isinstance(each, Marked)),
     ]
 
@@ -77,6 +77,19 @@ def test_spread_samples_give_equal_numbers(pool: RankPool, owners: list[int], si
         assert [*found[:6], *found[7:]] == [*expected[:6], *expected[7:]]
         assert list(found[6]) == sorted(found[6])
         assert len(found[6]) == 3
+
+
+def brought(owners: list[int], size: int) -> tuple[list[int], list[int]] | None:
+    """Return tokens and lengths of the prompts that the first rank gets."""
+    found = shard(whole(), torch.tensor(owners), Shares.blocks(size)).to_first_rank()
+    return None if found is None else (found.responses.tolist(), found.prompt_lengths().tolist())
+
+
+@pytest.mark.parametrize(("owners", "size"), [([3, 3, 0, 0, 3, 0, 3, 3], 1), ([1, 0, 0, 1, 1, 1, 0, 0], 2)])
+def test_first_rank_alone_gets_all_samples(pool: RankPool, owners: list[int], size: int) -> None:
+    record = whole()
+    expected = (record.responses.tolist(), record.prompt_lengths().tolist())
+    assert pool.run(4, brought, owners, size) == [expected, None, None, None]
 
 
 def numbered(owners: list[int]) -> tuple[list[int], list[int]]:

@@ -21,6 +21,7 @@ from tests.support.engines import PROMPTS, start, tear_down, tensors_of, write_t
 from tests.support.layouts import slices
 from tests.support.learners import make_test_learner, outputs_of_all, update
 from tests.support.ranks import RankPool
+from tests.support.records import on_all_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -95,13 +96,13 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int, lora: Lora |
     for step in range(3):
         told.clear()
         with sampler.awake(Timers(), step=step) as metrics:
-            rollouts = sampler.generate(asked, step=step)[0].whole()
+            rollouts = on_all_ranks(sampler.generate(asked, step=step)[0])
             everywhere = itertools.chain.from_iterable(together(told.copy))
             assert sorted(everywhere) == answers_in(rollouts), "each response is reported on one rank"
             if step == 0 and (tp, pp) == SPLITS[0]:  # the trainer's split has no part in this
-                again, greedy = other_samples(sampler, asked, step=step), sampler.greedy(asked, step=step).whole()
+                again, greedy = other_samples(sampler, asked, step=step), on_all_ranks(sampler.greedy(asked, step=step))
                 assert not torch.equal(again.responses, rollouts.responses)
-                assert torch.equal(greedy.responses, sampler.validate(asked, step=step).whole().responses)
+                assert torch.equal(greedy.responses, on_all_ranks(sampler.validate(asked, step=step)).responses)
         assert bool(metrics) == (step < 2), "checked are the first weights and the first that differ"
         assert rollouts.weight_versions is not None and (rollouts.weight_versions == step).all()
         before = outputs_of_all(learner, rollouts, budget)
@@ -127,7 +128,7 @@ def other_samples(sampler: Any, asked: Prompts, *, step: int) -> Rollouts:
     complete = dict[int, Group]()
     while session.num_open:
         complete |= session.advance()
-    drawn: Rollouts = sampler.record([complete[number] for number in sorted(complete)]).whole()
+    drawn: Rollouts = on_all_ranks(sampler.record([complete[number] for number in sorted(complete)]))
     return drawn
 
 

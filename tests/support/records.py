@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import PER_TOKEN, Experience, Prompt, Prompts, Rollouts
+from megarl.distributed.exchange import on_first_rank
 from megarl.distributed.sharded import Sharded, Shares, shard
 from megarl.training.minibatches import MiniBatches
 
@@ -111,6 +112,14 @@ def alone(record: R) -> Sharded[R]:
     """Return the samples of a record that every rank has."""
     shares = Shares.everywhere() if dist.is_initialized() else Shares()
     return shard(record, torch.zeros(len(record), dtype=torch.int64), shares)
+
+
+def on_all_ranks(samples: Sharded[R]) -> R:
+    """Return the record of all samples, in their order and without routes, on every rank. Collective."""
+    record = samples.to_first_rank()
+    found = on_first_rank(lambda: record)
+    assert found is not None
+    return found
 
 
 def in_parts(record: R, *, num_prompts: int) -> list[R]:
