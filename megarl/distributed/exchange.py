@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.distributed.gloo import share_device
+from megarl.distributed.grid import rings
 from megarl.platform.device import on_cuda
 
 T = TypeVar("T")
@@ -20,6 +21,7 @@ T = TypeVar("T")
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _host_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}  # of a world of NCCL
+_rings: list[dist.ProcessGroup] = []  # of a world with more ranks than one ring should have
 _timeout = timedelta(minutes=30)  # of the world, when it is joined
 _waited = 0.0  # seconds, since `seconds_waited` was last called
 
@@ -28,7 +30,7 @@ def join_world(*, timeout: timedelta, **place: Any) -> None:
     """Create torch's default process group: of gloo on the CPU, of NCCL on CUDA, with another group of gloo.
 
     Every other group takes the backend of the default group, and a group of gloo connects each of its ranks with each
-    other. So NCCL is the only backend of all groups but one.
+    other. So NCCL is the only backend of all groups but one, and the small ones of `all_reduce` in a large world.
 
     Args:
         timeout: after which a collective is an error if a rank has not joined it.
@@ -40,6 +42,16 @@ def join_world(*, timeout: timedelta, **place: Any) -> None:
     dist.init_process_group("nccl" if on_cuda() else "gloo", timeout=timeout, **place)
     if on_cuda():
         _host_groups[dist.group.WORLD] = dist.new_group(backend="gloo", timeout=timeout)
+    join_rings()
+
+
+def join_rings() -> None:
+    """Create the groups along which this rank's `all_reduce` passes; none in a small world. Collective."""
+    of_rank = rings(dist.get_world_size(), dist.get_rank())
+    _rings[:] = [
+        dist.new_group(list(ranks), backend="gloo", timeout=_timeout, use_local_synchronization=True)
+        for ranks in (of_rank if len(of_rank) > 1 else ())
+    ]
 
 
 def world_timeout() -> timedelta:
@@ -66,6 +78,16 @@ def host_group() -> dist.ProcessGroup | None:
     return _host_groups.get(dist.group.WORLD, dist.group.WORLD)
 
 
+def all_reduce(numbers: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduce numbers in host memory over all ranks, in place. Collective; its time grows with the ranks' logarithm.
+
+    The order of the ranks must not matter, as for integers.
+    """
+    groups: list[dist.ProcessGroup | None] = [*_rings] or [host_group()]
+    for ring in groups:
+        dist.all_reduce(numbers, op=op, group=ring)
+
+
 def wait_for_all() -> None:
     """Return when every rank has called this. `seconds_waited` counts the time."""
     largest(0)
@@ -75,7 +97,7 @@ def largest(here: int) -> int:
     """Return the largest of the numbers of all ranks, on each. `seconds_waited` counts the time."""
     found = torch.tensor(here)
     with waiting():
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=host_group())
+        all_reduce(found, op=dist.ReduceOp.MAX)
     return int(found)
 
 
@@ -134,7 +156,7 @@ def sum_of_ranks(compute: Callable[[], int]) -> int:
     mine = _result(compute)
     found = torch.tensor([1, 0] if isinstance(mine, _Failure) else [0, mine])
     with waiting():
-        dist.all_reduce(found, group=host_group())
+        all_reduce(found)
     num_failures, total = found.tolist()
     if num_failures:
         _gathered(mine)

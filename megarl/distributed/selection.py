@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.distributed.exchange import host_group
+from megarl.distributed.exchange import all_reduce
 
 DIGIT_BITS = 11  # of a number's bits that one round decides
 
@@ -31,7 +31,7 @@ def kth_largest(numbers: Tensor, k: int, *, counts: bool) -> float:
         borders = borders.masked_fill(borders.isnan() & (keys < 0), -torch.inf)  # those below all numbers
         at_least = torch.from_numpy(len(mine) - mine.searchsorted(borders.numpy()))
         if dist.is_initialized():
-            dist.all_reduce(at_least, group=host_group())
+            all_reduce(at_least)
         found = int(keys[int((at_least >= k).sum()) - 1])
     return float(order_keys(torch.tensor([found], dtype=integers)).view(numbers.dtype))
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megarl.batch import Prompt, PromptList, Rollouts, join, merge
 from megarl.columns import counted_from
-from megarl.distributed.exchange import host_group, to_first_rank, together
+from megarl.distributed.exchange import all_reduce, to_first_rank, together
 from megarl.distributed.runs import Runs
 from megarl.distributed.sums import exact_sums, extremes
 
@@ -269,7 +269,7 @@ class Sharded(Generic[R_co]):
         if self.shares.reports:
             found[places] = numbers.double()
         if dist.is_initialized():
-            dist.all_reduce(found, group=host_group())  # exactly one rank contributes each number
+            all_reduce(found)  # exactly one rank contributes each number
         return found
 
     def to_first_rank(self) -> R_co | None:

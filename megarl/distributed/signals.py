@@ -17,7 +17,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from megarl.distributed.exchange import host_group
+from megarl.distributed.exchange import all_reduce
 from megarl.platform.early import EXIT_CODE, SIGNALS, end_at_once, local_rank, say
 from megarl.platform.processes import children
 
@@ -87,7 +87,7 @@ def stop_requested() -> bool:
     if not dist.is_initialized():
         return _is_requested
     any_requested = torch.tensor(int(_is_requested))
-    dist.all_reduce(any_requested, op=dist.ReduceOp.MAX, group=host_group())
+    all_reduce(any_requested, op=dist.ReduceOp.MAX)
     return bool(any_requested.item())
 
 

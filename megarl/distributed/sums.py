@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.distributed.exchange import host_group
+from megarl.distributed.exchange import all_reduce
 from megarl.distributed.selection import order_keys
 
 Integers = npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ def exact_sums(numbers: Tensor, *, counts: bool = True) -> Tensor:
     columns = numbers.double().reshape(len(numbers), math.prod(numbers.shape[1:])).numpy()
     digits = torch.from_numpy(_digits(columns if counts else columns[:0]))
     if dist.is_initialized():
-        dist.all_reduce(digits, group=host_group())
+        all_reduce(digits)
     sums = [_nearest(of_column) for of_column in digits.numpy()]
     return torch.tensor(sums, dtype=torch.float64).reshape(numbers.shape[1:])
 
@@ -66,7 +66,7 @@ def extremes(numbers: Tensor, *, counts: bool = True) -> tuple[Tensor, Tensor]:
     both = torch.stack([columns, mirrored])
     keys = order_keys(both.view(torch.int64)).masked_fill(both.isnan(), torch.iinfo(torch.int64).max).amax(1)
     if dist.is_initialized():
-        dist.all_reduce(keys, op=dist.ReduceOp.MAX, group=host_group())
+        all_reduce(keys, op=dist.ReduceOp.MAX)
     largest, smallest = order_keys(keys).view(torch.float64)
     return largest, -smallest
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.distributed import exchange
+from megarl.distributed import exchange, grid
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import (
+    all_reduce,
     host_group,
+    join_rings,
     join_world,
     on_each_rank,
     on_first_rank,
@@ -100,6 +102,17 @@ def brought_to_first() -> tuple[list[str], list[str]]:
     """Bring objects of very different sizes, and then none."""
     rank = dist.get_rank()
     return to_first_rank([f"{rank}-{number}" * 100**rank for number in range(3 - rank)]), to_first_rank([])
+
+
+def reduced_in_grid() -> tuple[int, list[int], int]:
+    """Reduce along the rings of a grid whose rings have two ranks; return their number and the results."""
+    rank = dist.get_rank()
+    with patch.object(grid, "MOST", 2):
+        join_rings()
+    sums, largest = torch.tensor([rank**2, 1]), torch.tensor(rank % 5)
+    all_reduce(sums)
+    all_reduce(largest, op=dist.ReduceOp.MAX)
+    return len(exchange._rings), sums.tolist(), int(largest)
 
 
 def exceptions_as_answers() -> list[str]:
@@ -197,6 +210,10 @@ def test_an_error_that_cannot_travel_arrives_in_words(pool: RankPool) -> None:
     assert pool.run(3, two_parts) == [there, ("TwoPartError", "disk: full"), there]
     there = ("RuntimeError", "LockedError: in use")
     assert pool.run(3, locked) == [there, ("LockedError", "in use"), there]
+
+
+def test_numbers_are_reduced_along_rings(pool: RankPool) -> None:
+    assert pool.run(4, reduced_in_grid) == [(2, [14, 4], 3)] * 4
 
 
 def test_every_rank_learns_the_sum(pool: RankPool) -> None:
