@@ -168,12 +168,12 @@ def test_unmapped_shared_memory_segments_are_reported(tmp_path: Path) -> None:
     mapped = "".join(f"7f00-7f01 rw-s 00000000 {tmp_path}/{name}\n" for name in ("job2-[0-1]-cpushm-0", "psm_12"))
     row = shared_memory_findings(tmp_path, [mapped])[-1]
     assert row.found == "2 segments"
-    assert row.command == f"rm -- '{tmp_path}/job1-[0-1]-cpushm-0' {tmp_path}/psm_1"
+    assert row.command == f"rm -- '{tmp_path}/job1-[0-1]-cpushm-0' {shlex.quote(f'{tmp_path}/psm_1')}"
 
 
 def test_segment_may_vanish_or_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "psm_1").symlink_to(tmp_path / "none")
-    assert shared_memory_findings(tmp_path, [])[-1].command == f"rm -- {tmp_path}/psm_1"
+    assert shared_memory_findings(tmp_path, [])[-1].command == f"rm -- {shlex.quote(f'{tmp_path}/psm_1')}"
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
