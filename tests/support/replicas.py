@@ -56,13 +56,13 @@ def _merged(sample: Sequence[Sample]) -> Generation:
 def summing(replicas: Replicas) -> Iterator[None]:
     """Let records that are spread over replicas add numbers, and bring numbers to all of them."""
 
-    def all_reduce(tensor: Tensor, group: Any) -> None:
+    def all_reduce(tensor: Tensor) -> None:
         tensor.copy_(sum(replicas.exchange(tensor.clone())))
 
-    world = Mock(is_initialized=lambda: True, all_reduce=all_reduce)
+    world = Mock(is_initialized=lambda: True)
     with ExitStack() as stack:
         for module in (sharded, sums):
-            stack.enter_context(patch.multiple(module, dist=world, host_group=Mock()))
+            stack.enter_context(patch.multiple(module, dist=world, all_reduce=all_reduce))
         yield
 
 
