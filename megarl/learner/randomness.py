@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from megarl.distributed.exchange import host_group, on_first_rank
+from megarl.distributed.exchange import host_group, on_each_rank, on_first_rank
 from megarl.learner.objects import read_objects
 from megarl.platform.device import on_cuda
 from megarl.platform.small_files import Damage
@@ -60,12 +60,12 @@ def load_random_states(path: Path) -> None:
     Raises:
         Damage: on every rank; as `read_random_states` does.
     """
-    of_ranks = list[Mapping[str, Any] | None]()
-    on_first_rank(lambda: of_ranks.extend(read_random_states(path)))
+    is_first = dist.get_rank() == 0
+    saved = on_each_rank(lambda: read_random_states(path) if is_first else [])
     size = dist.get_world_size()
-    of_ranks = [*of_ranks[:size], *repeat(None, size - len(of_ranks))] if dist.get_rank() == 0 else []
+    of_ranks = [*saved[:size], *repeat(None, size - len(saved))] if is_first else None
     mine: list[Mapping[str, Any] | None] = [None]
-    dist.scatter_object_list(mine, of_ranks or None, group=host_group())
+    dist.scatter_object_list(mine, of_ranks, group=host_group())
     if mine[0]:
         set_random_states(mine[0])
 
