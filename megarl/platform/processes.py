@@ -18,6 +18,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ROUND_S = 0.001
+_LIBC = ctypes.CDLL(None)
 
 
 def die_with_parent(by: signal.Signals, *, parent: int | None = None) -> None:
@@ -68,9 +69,9 @@ def children(pid: int | None = None) -> Iterator[int]:
     """Yield the processes that `pid`, by default this process, started; nothing if the kernel does not list them."""
     pid = os.getpid() if pid is None else pid
     with suppress(OSError):  # the process has ended
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):
-                yield from map(int, (thread / "children").read_text(encoding="utf-8").split())
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - reward processes do this for each response
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as listed:  # noqa: PTH123
+                yield from map(int, listed.read().split())
 
 
 def descendants(pid: int | None = None) -> Iterator[int]:
@@ -121,4 +122,4 @@ def _state(pid: int) -> str:
 
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value))
+        _LIBC.prctl(option, ctypes.c_ulong(value))

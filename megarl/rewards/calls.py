@@ -1,15 +1,14 @@
-"""The forms in which a reward is called for several responses: one after another, concurrently, or as a batch.
+"""The forms in which a reward is called for several responses: one after another, or as a batch.
 
-In each form a response that fails has an error of its own. An error that concerns the entire call is raised.
+`concurrent_calls` has the asynchronous form. In each form a response that fails has an error of its own. An error that concerns the entire call is raised.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.rewards.signature import ARGUMENTS, BATCH_ARGUMENTS, IDS
-from megarl.sandbox.protocol import Arguments, Outcome, TooLateError
+from megarl.sandbox.protocol import Arguments, Outcome
 from megarl.sandbox.results import as_rule_result, show
 
 
@@ -34,48 +33,18 @@ class OneByOne:
         return outcomes
 
 
-class Concurrently:
-    """Calls an asynchronous function for all responses at once, in an event loop that lasts as long as the process."""
-
-    def __init__(self, function: Callable[..., Awaitable[object]], names: Sequence[str] = ARGUMENTS) -> None:
-        """`names` are those of the arguments that the function takes."""
-        self._function = function
-        self._names = names
-        self._runner = asyncio.Runner()
-
-    def __call__(self, samples: Sequence[Arguments], deadline: float) -> Sequence[Outcome]:
-        """Return the outcome of each response, `TooLateError` after the deadline."""
-        return self._runner.run(self._call(samples, deadline))
-
-    async def _call(self, samples: Sequence[Arguments], deadline: float) -> Sequence[Outcome]:
-        return await asyncio.gather(*(self._call_one(arguments, deadline) for arguments in samples))
-
-    async def _call_one(self, arguments: Arguments, deadline: float) -> Outcome:
-        limit = asyncio.timeout_at(deadline)
-        try:
-            async with limit:
-                return as_rule_result(await self._function(**{name: arguments[name] for name in self._names}))
-        except MemoryError:
-            raise
-        except Exception as error:  # the user's function may raise anything
-            return TooLateError() if isinstance(error, TimeoutError) and limit.expired() else error
-
-
 class AsBatch:
     """Calls a function that takes the arguments of all responses as lists. The caller keeps the deadline."""
 
-    def __init__(self, function: Callable[..., Any], *, is_async: bool, takes_ids: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any], *, takes_ids: bool = False) -> None:
         """`takes_ids`: the function also takes the tokens of the responses."""
         self._function = function
-        self._runner = asyncio.Runner() if is_async else None
         self._names = dict(zip(BATCH_ARGUMENTS, ARGUMENTS, strict=True)) | ({IDS: IDS} if takes_ids else {})
 
     def __call__(self, samples: Sequence[Arguments], deadline: float) -> Sequence[Outcome]:
         """Return the outcome of each response."""
         columns = {many: [arguments[one] for arguments in samples] for many, one in self._names.items()}
         found = self._function(**columns)
-        if self._runner:
-            found = self._runner.run(found)
         if hasattr(found, "tolist"):  # arrays of numpy and tensors
             found = found.tolist()
         if not isinstance(found, list | tuple):

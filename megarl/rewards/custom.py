@@ -10,7 +10,7 @@ from typing import Any
 from megarl.platform.custom_code import place_of
 from megarl.platform.errors import UserError
 from megarl.platform.functions import defined_in, load_module, missing
-from megarl.rewards.calls import AsBatch, Concurrently, OneByOne
+from megarl.rewards.calls import AsBatch, OneByOne
 from megarl.rewards.signature import ARGUMENTS, IDS, Form, fault_of, form_of, method_of
 from megarl.sandbox.protocol import GroupReward
 
@@ -41,10 +41,12 @@ def load_custom(path: Path, name: str, kwargs: Mapping[str, object]) -> GroupRew
         reward = getattr(_construct(found, path, kwargs), method_of(found) or "__call__")
     else:
         reward = partial(found, **kwargs) if kwargs else found
-    if form.is_batch:
-        return AsBatch(reward, is_async=form.is_async, takes_ids=form.takes_ids)
     names = (*ARGUMENTS, IDS) if form.takes_ids else ARGUMENTS
-    return Concurrently(reward, names) if form.is_async else OneByOne(reward, names)
+    if form.is_async:
+        from megarl.rewards.concurrent_calls import Concurrently, in_event_loop
+
+        return AsBatch(in_event_loop(reward), takes_ids=form.takes_ids) if form.is_batch else Concurrently(reward, names)
+    return AsBatch(reward, takes_ids=form.takes_ids) if form.is_batch else OneByOne(reward, names)
 
 
 def _find(path: Path, name: str, kwargs: Mapping[str, object]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from megarl.platform.errors import UserError
 from megarl.rewards import RULES, BuiltInRule, math_equal, name_of_rule, rule_of
-from megarl.rewards.calls import Concurrently, OneByOne
+from megarl.rewards.calls import OneByOne
 from megarl.rewards.custom import check_custom, load_custom
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
 from megarl.rewards.signature import ARGUMENTS, IDS, PROMPT, Form
@@ -53,6 +53,7 @@ class Rules:
         if self.path:
             known[CUSTOM] = load_custom(Path(self.path), self.name, self.kwargs)
         if self.judge:
+            from megarl.rewards.concurrent_calls import Concurrently
             from megarl.rewards.judge import Judge  # imports httpx
 
             known[JUDGE] = Concurrently(Judge(**self.judge), (*ARGUMENTS, PROMPT))

@@ -12,18 +12,22 @@ import signal
 import socket
 import stat
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
 from megarl.platform.processes import die_with_parent
 from megarl.sandbox import signals
 from megarl.sandbox.limits import WorkerLimits
-from megarl.sandbox.protocol import Callee, GroupReward
+from megarl.sandbox.protocol import Callee
+from megarl.sandbox.results import as_rule_result
 from megarl.sandbox.wire import Inbox, encode
-from megarl.sandbox.worker import answer, load
+from megarl.sandbox.worker import answer, arguments_of, load
 
 _KEPT = os.O_RDONLY | os.O_WRONLY | os.O_RDWR | os.O_APPEND  # other flags belong to the creation of a file
+
+_NUM_REHEARSALS = 4
+_REPLY = 1 << 12
 
 
 def serve_forks(
@@ -34,61 +38,82 @@ def serve_forks(
     The supervisor learns how each worker ended before it asks for the next. The worker itself tells its number.
     """
     reward = load(connection, output, rules, limits=limits, supervisor=supervisor)
+    signals.ignore()  # the user's file may have set other handlers
+    _rehearse()
     inbox = Inbox(connection, max_bytes=sys.maxsize)
+    fork_server = os.getpid()
     while True:
         _, files, *_ = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)
         if len(files) < 2:
             os._exit(0)  # the supervisor has hung up
-        theirs, printed = files
         request = inbox.wait()
-        for data_source in request["data_sources"]:
-            rules.warm_up(data_source)
+        samples = arguments_of(request, rules)
         gc.freeze()  # a collection in a worker would touch, and so copy, everything that is loaded
         with suppress(Exception):  # the user's file may have replaced it
             sys.stdout.flush()
-        fork_server = os.getpid()
-        with signals.blocked():
+        shared = _regular_files()
+        theirs = socket.socket(fileno=files[0])
+        printed = files[1]
+        with signals.kept():
             pid = os.fork()
-            if pid == 0:
+        if pid == 0:
+            try:
                 connection.close()
-                _work(theirs, printed, rules, reward, timeout_s=limits.timeout_s, fork_server=fork_server)
-        os.close(theirs)
+                _separate(printed, shared, fork_server=fork_server)
+                is_sound = answer(theirs, request["id"], samples, reward, timeout_s=limits.timeout_s)
+                os._exit(0 if is_sound else 1)
+            except Exception:
+                sys.excepthook(*sys.exc_info())  # the warning shows these last lines
+            finally:
+                os._exit(1)
+        theirs.close()
         os.close(printed)
+        connection.sendall(encode({"id": request["id"], "started": pid}))  # its time limit starts now
         connection.sendall(encode({"ended": _wait(pid)}))
 
 
-def _work(
-    theirs: int, printed: int, rules: Callee, reward: GroupReward, *, timeout_s: float, fork_server: int
-) -> NoReturn:
-    """Answer one request, in a process that the process `fork_server` forked."""
-    try:
-        os.setsid()
-        die_with_parent(signal.SIGKILL, parent=fork_server)
-        signals.ignore()
-        os.dup2(printed, 1)
-        os.dup2(printed, 2)
-        os.close(printed)
-        _open_again(spare=theirs)
-        connection = socket.socket(fileno=theirs)
-        request = Inbox(connection, max_bytes=sys.maxsize).wait()
-        os._exit(0 if answer(connection, request, rules, reward, timeout_s=timeout_s) else 1)
-    except Exception:
-        sys.excepthook(*sys.exc_info())  # the warning shows these last lines
-    finally:
-        os._exit(1)
+def _rehearse() -> None:
+    """Answer requests whose reward is a constant, so that a worker finds the caches of Python filled.
+
+    Each worker would fill them again, and copy the memory that it writes.
+    """
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for result in (1, 1.0, True, {"score": 1.0}) * _NUM_REHEARSALS:
+            answer(theirs, 0, [{}], lambda samples, deadline: [as_rule_result(result)], timeout_s=1.0)  # noqa: B023
+            ours.recv(_REPLY)
 
 
-def _open_again(*, spare: int) -> None:
-    """Give this process its own position in each file that is open: after a fork they are shared."""
+def _separate(printed: int, shared: Sequence[int], *, fork_server: int) -> None:
+    """Separate a process that the process `fork_server` forked from it and from other workers."""
+    os.setsid()
+    die_with_parent(signal.SIGKILL, parent=fork_server)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    os.close(printed)
+    for number in shared:
+        _open_again(number)
+
+
+def _regular_files() -> list[int]:
+    """Return the open files of this process that have a position."""
+    found = []
     with suppress(OSError):  # the kernel lists no open files
-        for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - it runs for each response
             with suppress(OSError):  # the list itself is open no more
-                if number != spare and stat.S_ISREG(os.fstat(number).st_mode):
-                    flags = fcntl.fcntl(number, fcntl.F_GETFL) & _KEPT
-                    own = os.open(f"/proc/self/fd/{number}", flags)
-                    os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
-                    os.dup2(own, number, inheritable=os.get_inheritable(number))
-                    os.close(own)
+                if stat.S_ISREG(os.fstat(number).st_mode):
+                    found.append(number)
+    return found
+
+
+def _open_again(number: int) -> None:
+    """Give this process its own position in an open file: after a fork it is shared."""
+    with suppress(OSError):  # a thread of the user's file has closed it
+        flags = fcntl.fcntl(number, fcntl.F_GETFL) & _KEPT
+        own = os.open(f"/proc/self/fd/{number}", flags)
+        os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.dup2(own, number, inheritable=os.get_inheritable(number))
+        os.close(own)
 
 
 def _wait(pid: int) -> int | None:

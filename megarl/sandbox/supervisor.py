@@ -33,7 +33,7 @@ from megarl.sandbox.limits import WorkerLimits
 from megarl.sandbox.process import ChildProcess, WorkerLost, is_readable, last_lines
 from megarl.sandbox.protocol import Callee
 from megarl.sandbox.results import is_number
-from megarl.sandbox.wire import Inbox, encode, value_of
+from megarl.sandbox.wire import Inbox, encode
 from megarl.sandbox.worker import serve
 
 START_S = 120.0
@@ -93,7 +93,7 @@ class Supervisor:
     def _try(self, samples: Sequence[object]) -> list[Reply]:
         self._started_at = time.monotonic()
         try:
-            replies = self._ask(self._worker or self._start(samples), samples)
+            replies = self._ask(samples)
         except WorkerLost as lost:
             self._worker_failed = True
             replies = [{"fault": lost.fault, "detail": str(lost)}]
@@ -149,13 +149,6 @@ class Supervisor:
         except WorkerLost:  # the fork server is lost
             return False
 
-    def _start(self, samples: Sequence[object]) -> ChildProcess:
-        """Return a process for a request of these samples."""
-        is_lent = self._limits.isolation == "response"
-        loaded = self._loaded or self._load()
-        self._worker = self._borrow(loaded, samples) if is_lent else loaded
-        return self._worker
-
     def _load(self) -> ChildProcess:
         """Fork a process that loads the rules."""
         run = serve_forks if self._limits.isolation == "response" else serve
@@ -181,17 +174,15 @@ class Supervisor:
         helper.num_threads = reply["threads"]
         return helper
 
-    def _borrow(self, fork_server: ChildProcess, samples: Sequence[Any]) -> ChildProcess:
-        """Let the fork server fork a worker, after it has imported what rows of these data sources need."""
+    def _borrow(self, fork_server: ChildProcess) -> ChildProcess:
+        """Return the worker that the fork server forks for its next request."""
         worker, theirs, printed = self._connected()
         worker.fork_server = fork_server
-        data_sources = sorted({value_of(sample, "data_source") for sample in samples})
         try:
             socket.send_fds(fork_server.connection, [b"\0"], [theirs.fileno(), printed])
-            fork_server.connection.sendall(encode({"data_sources": data_sources}))
         except OSError:
             worker.hang_up()
-            raise WorkerLost("error", fork_server.how_it_ended()) from None
+            raise
         finally:
             theirs.close()
             os.close(printed)
@@ -206,20 +197,23 @@ class Supervisor:
         inbox = Inbox(ours, max_bytes=self._limits.max_reply * self._limits.num_together)
         return ChildProcess(connection=ours, inbox=inbox, output=output), theirs, printed
 
-    def _ask(self, worker: ChildProcess, samples: Sequence[object]) -> list[Reply]:
+    def _ask(self, samples: Sequence[object]) -> list[Reply]:
         """Return the reply for each response, or one fault of the entire call."""
-        worker.printed = b""
+        loaded = self._loaded or self._load()
+        loaded.printed = b""
         number = next(self._ids)
         unstarted = WorkerLost("error", f"its process did not start with it in {START_S:g} s")
         try:
-            worker.connection.sendall(encode({"id": number, "samples": samples}))
+            worker = self._borrow(loaded) if self._limits.isolation == "response" else loaded
+            self._worker = worker
+            loaded.connection.sendall(encode({"id": number, "samples": samples}))
         except TimeoutError:
             raise unstarted from None
         except OSError:
-            raise WorkerLost("error", worker.how_it_ended()) from None
-        reply = self._wait(worker, unstarted, START_S)
+            raise WorkerLost("error", loaded.how_it_ended()) from None
+        reply = self._wait(loaded, unstarted, START_S)
         late_detail = f"it took longer than {self._rules.section}.timeout_s={self._limits.timeout_s:g}"
-        if worker.fork_server and worker.fork_server.num_threads > 1:
+        if worker is not loaded and loaded.num_threads > 1:
             late_detail += _THREADS
         pid = reply.get("started")
         if reply.get("id") == number and isinstance(pid, int):

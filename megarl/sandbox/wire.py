@@ -64,11 +64,6 @@ def unpack(value: object) -> Any:
     return value
 
 
-def value_of(packed: Mapping[str, Any], name: str) -> Any:
-    """Return the packed value of a key of a mapping that `pack` received."""
-    return dict(packed["dict"])[name]
-
-
 def with_values(packed: Mapping[str, Any], **values: object) -> Mapping[str, object]:
     """Return a packed mapping with other packed values of these keys."""
     return {"dict": list((dict(packed["dict"]) | values).items())}

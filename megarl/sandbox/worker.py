@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +23,7 @@ from megarl.platform.processes import bound_memory, die_with_parent
 from megarl.platform.secrets import beginning
 from megarl.sandbox import signals
 from megarl.sandbox.limits import WorkerLimits
-from megarl.sandbox.protocol import Callee, GroupReward, Outcome, TooLateError
+from megarl.sandbox.protocol import Arguments, Callee, GroupReward, Outcome, TooLateError
 from megarl.sandbox.wire import Inbox, encode, unpack
 
 _SHOWN_CHARACTERS = 500
@@ -32,8 +33,12 @@ def serve(connection: socket.socket, output: int, rules: Callee, *, limits: Work
     """Load the rules, and answer all requests. The process `supervisor` forked this one."""
     reward = load(connection, output, rules, limits=limits, supervisor=supervisor)
     inbox = Inbox(connection, max_bytes=sys.maxsize)
-    while answer(connection, inbox.wait(), rules, reward, timeout_s=limits.timeout_s):
-        pass
+    is_sound = True
+    while is_sound:
+        request = inbox.wait()
+        samples = arguments_of(request, rules)
+        connection.sendall(encode({"id": request["id"], "started": os.getpid()}))  # its time limit starts now
+        is_sound = answer(connection, request["id"], samples, reward, timeout_s=limits.timeout_s)
     os._exit(1)  # the supervisor replaces it
 
 
@@ -61,15 +66,19 @@ def load(
     return reward
 
 
-def answer(
-    connection: socket.socket, request: dict[str, Any], rules: Callee, reward: GroupReward, *, timeout_s: float
-) -> bool:
-    """Answer a request; return whether this process can continue."""
-    process = os.getpid()
-    samples = unpack(request["samples"])
+def arguments_of(request: Mapping[str, Any], rules: Callee) -> list[Arguments]:
+    """Return the arguments of each response of a request, after the import of what their data sources need."""
+    samples: list[Arguments] = unpack(request["samples"])
     for arguments in samples:
         rules.warm_up(arguments["data_source"])
-    connection.sendall(encode({"id": request["id"], "started": process}))  # its time limit starts now
+    return samples
+
+
+def answer(
+    connection: socket.socket, number: int, samples: Sequence[Arguments], reward: GroupReward, *, timeout_s: float
+) -> bool:
+    """Answer the request `number`; return whether this process can continue."""
+    process = os.getpid()
     deadline = time.monotonic() + timeout_s
     is_sound = True
     reply = dict[str, object]()
@@ -83,7 +92,7 @@ def answer(
     with suppress(Exception):  # the reward may have replaced or closed it
         sys.stdout.flush()
     signal.setitimer(signal.ITIMER_REAL, 0.0)
-    connection.sendall(encode({"id": request["id"], **reply}))
+    connection.sendall(encode({"id": number, **reply}))
     return is_sound
 
 

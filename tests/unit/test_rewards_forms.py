@@ -142,5 +142,5 @@ def test_a_reward_that_names_them_gets_the_tokens(
 
 def test_arrays_are_lists_of_scores() -> None:
     rows = [{"data_source": "", "solution_str": text, "ground_truth": None, "extra_info": {}} for text in "ab"]
-    found = AsBatch(lambda **lists: np.array([0.5, 1.5], dtype=np.float32), is_async=False)(rows, 0.0)
+    found = AsBatch(lambda **lists: np.array([0.5, 1.5], dtype=np.float32))(rows, 0.0)
     assert found == [RuleResult({"score": 0.5}, None), RuleResult({"score": 1.5}, None)]
