@@ -20,8 +20,10 @@ from megarl.models.experts import Experts
 from megarl.platform.errors import UserError
 from megarl.platform.files import similar
 from megarl.platform.uri import why_unopened
+from megarl.rewards.built_in import RULES
 from megarl.rewards.config import CustomRewardSection, RulesSection
-from megarl.rewards.rules import CUSTOM, JUDGE, rule_names
+from megarl.rewards.rules import CUSTOM, JUDGE
+from megarl.rewards.signature import DATA_SOURCE
 from megarl.rollout.arguments import cpu_fault
 from megarl.rollout.config import RolloutSection
 from megarl.section import listed
@@ -276,9 +278,10 @@ def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterato
         return
     if not weights:
         yield Fault(key, "is empty, so there is no score: name rules, or leave the key out")
+    rules = [DATA_SOURCE, CUSTOM, JUDGE, *sorted(RULES)]
     for name in weights:
-        if name not in rule_names():
-            yield Fault(key, f"there is no rule {name!r}: choose from {', '.join(rule_names())}")
+        if name not in rules:
+            yield Fault(key, f"there is no rule {name!r}: choose from {', '.join(rules)}")
     for name, (place, its_key) in own.items():
         if name in weights and place is None:
             yield Fault(key, f"{name} is what {its_key} names: set it")

@@ -12,10 +12,9 @@ from megarl.data.messages import prompt_faults, shown
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
-from megarl.rewards import extracts_answers
+from megarl.rewards.built_in import extracts_answers, known_data_source
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_rules
-from megarl.rewards.rules import known_data_source
 from megarl.sandbox.wire import pack
 
 REWARD_MODEL = "reward_model"

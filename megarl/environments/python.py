@@ -18,7 +18,7 @@ from resource import RLIMIT_CPU, RLIMIT_FSIZE, setrlimit
 from tempfile import TemporaryDirectory, TemporaryFile
 
 from megarl.environments.protocol import Observation, Row, Step
-from megarl.rewards.rules import known_data_source
+from megarl.rewards.built_in import known_data_source
 from megarl.rewards.tags import answer_of
 
 MAX_FILE_BYTES = 1 << 20

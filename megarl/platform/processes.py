@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -37,6 +36,8 @@ def follow_parent() -> None:
     For parents that start processes in short-lived threads: `die_with_parent` takes the end of such a thread for the
     end of the parent.
     """
+    import threading
+
     parent = os.getppid()
 
     def follow() -> None:

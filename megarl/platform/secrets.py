@@ -4,19 +4,21 @@ Redaction hides too much rather than too little, but leaves ordinary paths, keys
 that was redacted before. It cannot find a secret that no name, format or variable reveals.
 """
 
-import logging
 import os
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.platform.secret_names import Secrecy, is_secret, secrecy_of_path
 from megarl.platform.secret_texts import REDACTED, redact_assigned, redact_shapes, redact_users
 from megarl.platform.secret_values import values as secret_values
 from megarl.platform.terminal import print_message
+
+if TYPE_CHECKING:
+    from logging import LogRecord
+    from threading import ExceptHookArgs
 
 __all__ = [
     "REDACTED",
@@ -68,10 +70,13 @@ def redacted(values: Mapping[str, object], environ: Mapping[str, str] = os.envir
 
 def guard_output() -> None:
     """Redact, from now on, all log records, warnings and uncaught errors of this process."""
+    import logging  # here, because both do work in every fork, and reward processes fork for each response
+    import threading
+
     make = logging.getLogRecordFactory()
     warn = warnings.formatwarning
 
-    def make_redacted(*args: object, **kwargs: object) -> logging.LogRecord:
+    def make_redacted(*args: object, **kwargs: object) -> "LogRecord":
         record = make(*args, **kwargs)
         try:
             text = record.getMessage()
@@ -91,7 +96,7 @@ def guard_output() -> None:
     sys.unraisablehook = _report_unraisable
 
 
-def _report_thread(args: threading.ExceptHookArgs) -> None:
+def _report_thread(args: "ExceptHookArgs") -> None:
     if args.exc_value and not isinstance(args.exc_value, SystemExit):
         name = args.thread.name if args.thread else "?"
         print_message(f"Exception in thread {name}:\n{format_error(args.exc_value)}")

@@ -1,6 +1,7 @@
 """The forms in which a reward is called for several responses: one after another, or as a batch.
 
-`concurrent_calls` has the asynchronous form. In each form a response that fails has an error of its own. An error that concerns the entire call is raised.
+`concurrent_calls` has the asynchronous form. In each form a response that fails has an error of its own. An error that
+concerns the entire call is raised.
 """
 
 from collections.abc import Callable, Sequence

@@ -45,7 +45,9 @@ def load_custom(path: Path, name: str, kwargs: Mapping[str, object]) -> GroupRew
     if form.is_async:
         from megarl.rewards.concurrent_calls import Concurrently, in_event_loop
 
-        return AsBatch(in_event_loop(reward), takes_ids=form.takes_ids) if form.is_batch else Concurrently(reward, names)
+        if form.is_batch:
+            return AsBatch(in_event_loop(reward), takes_ids=form.takes_ids)
+        return Concurrently(reward, names)
     return AsBatch(reward, takes_ids=form.takes_ids) if form.is_batch else OneByOne(reward, names)
 
 

@@ -1,26 +1,20 @@
-"""Puts the rules of a configuration together. Workers import it: no torch here."""
+"""Puts the rules of a configuration together. Workers import it: no torch here.
 
-import importlib
-import sys
+The process of a custom function does not import the built-in rules: the fork for each response would copy them.
+"""
+
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megarl.platform.errors import UserError
-from megarl.rewards import RULES, BuiltInRule, math_equal, name_of_rule, rule_of
-from megarl.rewards.calls import OneByOne
 from megarl.rewards.custom import check_custom, load_custom
-from megarl.rewards.reasoning_gym import SOURCE_PREFIX
-from megarl.rewards.signature import ARGUMENTS, IDS, PROMPT, Form
+from megarl.rewards.signature import ARGUMENTS, DATA_SOURCE, IDS, PROMPT, Form
 from megarl.sandbox.protocol import GroupReward, Outcome
 from megarl.sandbox.results import RuleResult, is_number
 from megarl.sandbox.wire import with_values
 
 WRONG = ("This text is no response to the question.", "")
-DATA_SOURCE = "data_source"
 CUSTOM = "custom"
 JUDGE = "judge"
 
@@ -48,8 +42,7 @@ class Rules:
 
     def load(self) -> GroupReward:
         """Return the reward. Raises UserError as `check` does, and if the constructor of a class fails."""
-        known: dict[str, GroupReward] = {name: OneByOne(partial(_judge, name)) for name in RULES}
-        known[DATA_SOURCE] = OneByOne(_judge_by_data_source)
+        known = dict[str, GroupReward]()
         if self.path:
             known[CUSTOM] = load_custom(Path(self.path), self.name, self.kwargs)
         if self.judge:
@@ -57,9 +50,13 @@ class Rules:
             from megarl.rewards.judge import Judge  # imports httpx
 
             known[JUDGE] = Concurrently(Judge(**self.judge), (*ARGUMENTS, PROMPT))
+        if self.weights is None and known:
+            return known[CUSTOM if self.path else JUDGE]
+        from megarl.rewards import built_in
+
         if self.weights is None:
-            return known[CUSTOM if self.path else JUDGE if self.judge else DATA_SOURCE]
-        parts = {name: known[name] for name in self.weights}
+            return built_in.reward_named(DATA_SOURCE)
+        parts = {name: known.get(name) or built_in.reward_named(name) for name in self.weights}
 
         def judge(samples: Sequence[Mapping[str, object]], deadline: float) -> list[Outcome]:
             scored_by_rule = {name: part(samples, deadline) for name, part in parts.items()}
@@ -70,13 +67,10 @@ class Rules:
     def warm_up(self, data_source: str) -> None:
         """Import the modules that built-in rules import at their first call: no response should pay for that."""
         names = {*(self.weights or ()), *([data_source] if self.reads_data_source() else ())}
-        with suppress(ImportError):  # the rule itself reports the missing package
-            if "math_verify" not in sys.modules and any(
-                (name_of_rule(name) or "").startswith("math") for name in names
-            ):
-                math_equal.equal("\\frac{1}{2}", "x+1")
-            if any(name.startswith(SOURCE_PREFIX) for name in names):
-                importlib.import_module("reasoning_gym")
+        if names:
+            from megarl.rewards import built_in
+
+            built_in.warm_up(names)
 
     def canaries(self, sample: Any) -> list[object]:
         """Return the arguments of wrong responses to the row of `sample`; none if the custom function is not called.
@@ -111,30 +105,3 @@ class Rules:
             "acc": first.get("acc", first["score"]),
         }
         return RuleResult(numbers, next((part.pred for part in found.values() if part.pred is not None), None))
-
-
-def rule_names() -> list[str]:
-    """Return the names that `weights` may have."""
-    return [DATA_SOURCE, CUSTOM, JUDGE, *sorted(RULES)]
-
-
-def known_data_source(name: str) -> BuiltInRule:
-    """Return the built-in rule of a data source. Raises UserError if there is none."""
-    rule = rule_of(name)
-    if rule is None:
-        raise UserError(
-            f"no built-in reward for data source {name!r} (known: {', '.join(sorted(RULES))}); "
-            "set custom_reward_function.path"
-        )
-    return rule
-
-
-def _judge_by_data_source(**arguments: Any) -> Mapping[str, object]:
-    return _judge(arguments["data_source"], **arguments)
-
-
-def _judge(name: str, /, **arguments: Any) -> Mapping[str, object]:
-    """Return the score of a data source's built-in rule for a response, and the answer that it has judged."""
-    rule = known_data_source(name)
-    pred = rule.answer(arguments["solution_str"]) if rule.answer else None
-    return {"score": rule.score(**arguments), "pred": pred}

@@ -23,6 +23,7 @@ from megarl.distributed.exchange import on_each_rank, sum_of_ranks
 from megarl.distributed.sharded import Sharded
 from megarl.platform.log import show_printed
 from megarl.platform.secrets import beginning
+from megarl.rewards.built_in import known_data_source
 from megarl.rewards.collective import (
     NUM_WARNINGS,
     ROUND_S,
@@ -34,7 +35,7 @@ from megarl.rewards.collective import (
 )
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool, make_rules
-from megarl.rewards.rules import Rules, known_data_source
+from megarl.rewards.rules import Rules
 from megarl.rewards.signature import IDS, PROMPT
 from megarl.sandbox.pool import Pool, ScoringResult, failed
 from megarl.sandbox.wire import pack

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megarl.platform.errors import UserError
-from megarl.rewards import math, name_of_rule
+from megarl.rewards import math
+from megarl.rewards.built_in import known_data_source, name_of_rule
 from megarl.rewards.calls import OneByOne
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
-from megarl.rewards.rules import Rules, known_data_source
+from megarl.rewards.rules import Rules
 from megarl.sandbox.protocol import GroupReward
 from megarl.sandbox.supervisor import main
 

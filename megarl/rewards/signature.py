@@ -17,6 +17,8 @@ from megarl.platform.functions import bindings, definition_in, takes, unmet, wri
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The arguments of a reward, all of them keywords."""
+DATA_SOURCE = ARGUMENTS[0]
+"""Also the name in `reward_model.weights` of the rule that the row's data source picks."""
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 """The arguments of a batch function: lists of the former, in their order."""
 IDS = "solution_ids"

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -120,6 +119,8 @@ def _num_threads() -> int:
     try:
         return len(list(Path("/proc/self/task").iterdir()))
     except OSError:  # not Linux
+        import threading
+
         return threading.active_count()
 
 

@@ -19,7 +19,7 @@ from megarl.data.prepare import countdown
 from megarl.data.prepare.files import problems_of
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.rewards import RULES
+from megarl.rewards.built_in import RULES
 from megarl.rewards.countdown import evaluate
 from tests.support.assets import asset
 from tests.support.sentencepieces import train_sentencepiece

@@ -15,7 +15,7 @@ from megarl.commands import prepare as command
 from megarl.commands.cli.table import PREPARE
 from megarl.data.parquet import write_rows
 from megarl.data.prepare.check import READERS, faults
-from megarl.rewards import RULES
+from megarl.rewards.built_in import RULES
 from megarl.rewards.config import CustomRewardSection
 
 

@@ -17,7 +17,7 @@ from megarl.config.policy import ActorSection
 from megarl.config.root import LINKS
 from megarl.config.schema import Schema
 from megarl.models.families import ALIASES, FAMILIES
-from megarl.rewards import PREFIXES, RULES, SOURCES
+from megarl.rewards.built_in import PREFIXES, RULES, SOURCES
 from megarl.rewards.reasoning_gym import REFUSED
 from megarl.tracking.offered import GROUP
 from scripts.pictures import STEP, find_arrows, read_layers

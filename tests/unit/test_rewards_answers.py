@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.rewards import RULES, extracts_answers, name_of_rule, rule_of
+from megarl.rewards.built_in import RULES, extracts_answers, name_of_rule, rule_of
 
 GROUND_TRUTHS = {
     "countdown": {"target": 8, "numbers": [3, 5]},

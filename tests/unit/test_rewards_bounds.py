@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards import RULES
+from megarl.rewards.built_in import RULES
 from megarl.rewards.countdown import MAX_BITS, evaluate
 from megarl.rewards.rules import Rules
 from megarl.sandbox.pool import Pool, WorkerLimits

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards import RULES
+from megarl.rewards.built_in import RULES
 
 Case = tuple[str, Any, bool]
 """A response, the ground truth, and whether the response is right."""

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards import RULES
 from megarl.rewards.arithmetic import MAX_CHARACTERS, MAX_DEPTH
+from megarl.rewards.built_in import RULES
 from megarl.rewards.countdown import CORRECT, WELL_FORMED, compute_score, compute_score_bare, evaluate
 
 TRUTH = {"target": 23, "numbers": [2, 3, 7]}

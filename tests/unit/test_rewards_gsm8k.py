@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megarl.rewards import RULES
+from megarl.rewards.built_in import RULES
 from megarl.rewards.gsm8k import compute_score, compute_score_flexible
 from tests.support.assets import asset
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards import RULES
+from megarl.rewards.built_in import RULES
 
 HEDGES = re.split(
     r"\s+",

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from megarl.rewards import RULES, rule_of
+from megarl.rewards.built_in import RULES, rule_of
 from tests.support.programs import run_python
 
 CHARACTERS = 200_000

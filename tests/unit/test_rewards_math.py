@@ -15,7 +15,7 @@ from math_verify import parse, verify
 from sympy.core.cache import clear_cache
 from sympy.parsing.sympy_parser import parse_expr
 
-from megarl.rewards import RULES, rule_of
+from megarl.rewards.built_in import RULES, rule_of
 from megarl.rewards.math import answer_in, last_boxed, stated_answer
 from megarl.rewards.math_equal import MAX_CHARACTERS, equal
 from megarl.rewards.math_terms import bounded, load, term, verified

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.commands.prepare import main
 from megarl.data.prepare import check
-from megarl.rewards import rule_of
+from megarl.rewards.built_in import rule_of
 from megarl.rewards.reasoning_gym import REFUSED, compute_score, from_json, load_task, to_json
 
 pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards import RULES, rule_of
+from megarl.rewards.built_in import RULES, rule_of
 from megarl.rewards.math import reads_as_text
 from megarl.rewards.self_test import AS_TEXT, try_truth
 

@@ -2,7 +2,7 @@ r"""The small rule rewards, by hand: multiply, knights_knaves, format."""
 
 import pytest
 
-from megarl.rewards import RULES
+from megarl.rewards.built_in import RULES
 
 
 @pytest.mark.parametrize(

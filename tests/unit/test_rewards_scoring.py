@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from megarl.batch import Rollouts, Scored
 from megarl.distributed.sharded import Sharded
 from megarl.platform.secrets import READ_CHARACTERS, redact
+from megarl.rewards.built_in import known_data_source
 from megarl.rewards.collective import Mean
 from megarl.rewards.config import RulesSection
-from megarl.rewards.rules import Rules, known_data_source
+from megarl.rewards.rules import Rules
 from megarl.rewards.scoring import MAX_METRICS, SHOWN_CHARACTERS, RuleScorer, first_failures, metrics_of
 from megarl.sandbox.pool import ScoringResult
 from megarl.sandbox.results import MAX_NUMBERS, MAX_PRED, RuleResult, as_numbers, as_rule_result
