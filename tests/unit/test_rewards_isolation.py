@@ -1,5 +1,6 @@
 """A response that does what it likes to its process changes the score of no other response."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from megarl.sandbox.canary import MAX_CALLS, Canary
 from megarl.sandbox.limits import WorkerLimits
 from megarl.sandbox.pool import Pool, ScoringResult
 from megarl.sandbox.wire import pack
-from tests.support.programs import ROOT
+from tests.support.programs import ROOT, succeed
 
 TRUTH = 42
 RIGHT, WRONG, NONSENSE = "result = 42", "result = 41", "x = 1"
@@ -260,3 +261,10 @@ def test_built_in_rules_share_process_without_changing_scores() -> None:
         scores.append([(result.numbers, result.pred, result.fault) for result in found])
     assert scores[0] == scores[1] == scores[2][::-1]
     assert {numbers.get("score") for numbers, _, _ in scores[0]} >= {0.0, 1.0}
+
+
+def test_fork_for_response_copies_few_modules() -> None:
+    """Each of these does work in every fork, or is large."""
+    costly = ["asyncio", "importlib.metadata", "logging", "megarl.rewards.math", "numpy", "random", "threading", "torch"]
+    program = f"import sys, megarl.rewards.supervisor; print([name for name in {costly} if name in sys.modules])"
+    assert succeed(sys.executable, "-c", program, timeout_s=60.0) == "[]\n"
