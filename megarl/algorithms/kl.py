@@ -7,7 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megarl.algorithms.config import STRAIGHT_THROUGH, ExactKL, SampledKL
+from megarl.algorithms.config import STRAIGHT_THROUGH, ExactKL, KLEstimator, SampledKL
+from megarl.algorithms.masked import masked
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -67,6 +68,28 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: SampledKL, k3_
         return estimate
     half_square = 0.5 * difference**2
     return estimate.detach() + (half_square - half_square.detach())
+
+
+def token_divergence(
+    kind: KLEstimator,
+    exact: Tensor | None,
+    log_probs: Tensor | None,
+    ref_log_probs: Tensor | None,
+    mask: Tensor,
+    *,
+    k3_bound: float | None,
+) -> Tensor:
+    """Return the divergence of each token from the reference, zero outside the mask.
+
+    An exact kind is `exact`; a sampled kind is the `kl_penalty` of the log-probabilities. All are of one shape.
+    """
+    match kind:
+        case "full" | "full_forward" | "full_js":
+            assert exact is not None, "outputs that were not taken against the reference"
+            return masked(exact, mask)
+        case _:
+            assert log_probs is not None and ref_log_probs is not None, "a sampled KL without log-probabilities"
+            return kl_penalty(masked(log_probs, mask), masked(ref_log_probs, mask), kind=kind, k3_bound=k3_bound)
 
 
 @dataclass(frozen=True)

@@ -37,28 +37,16 @@ class ReferenceDivergence:
     divergence: Divergence
 
 
+@dataclass(frozen=True, kw_only=True)
 class ForwardPass:
-    """The forward passes of one model."""
+    """The forward passes of one model, by the parts of its `Learner`."""
 
-    def __init__(
-        self,
-        models: tuple[GPTModel | DistributedDataParallel, ...],
-        head: OutputHead,
-        batching: Batching,
-        *,
-        offload: Offload,
-        mesh: Mesh,
-        device: torch.device,
-        uses_adapters: bool = True,
-    ) -> None:
-        """Take the parts of a `Learner`. `uses_adapters` False: the chunks compute with their frozen weights alone."""
-        self._uses_adapters = uses_adapters
-        self._models = models
-        self._head = head
-        self._batching = batching
-        self._offload = offload
-        self._mesh = mesh
-        self._device = device
+    models: tuple[GPTModel | DistributedDataParallel, ...]
+    head: OutputHead
+    batching: Batching
+    offload: Offload
+    mesh: Mesh
+    uses_adapters: bool  # False: the chunks compute with their frozen weights alone
 
     def infer(
         self,
@@ -73,7 +61,7 @@ class ForwardPass:
         """Return the outputs on this rank's share of a batch, as `Learner.infer` does, and the routes of the pass."""
 
         def head(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
-            return self._head.token_outputs(
+            return self.head.token_outputs(
                 hidden,
                 packed=micro_batch.row,
                 other=micro_batch.other,
@@ -88,7 +76,7 @@ class ForwardPass:
         joined = self.join_outputs(
             batch.share, micro_batches, outputs, with_entropy=with_entropy, with_kl=against is not None
         )
-        return joined, join_choices(batch.share, micro_batches, self._mesh) if with_routes else None
+        return joined, join_choices(batch.share, micro_batches, self.mesh) if with_routes else None
 
     def divide(self, batch: Sharded[Rollouts], budget: Budget, against: ReferenceDivergence | None) -> list[MicroBatch]:
         """Return this rank's micro-batches, each with the logit factors of its other policy, if any."""
@@ -97,12 +85,12 @@ class ForwardPass:
         everything = torch.arange(len(batch))
         for other, of_other in against.policies.shares(batch.index) if against else [(None, everything)]:
             local = batch.local(of_other)
-            divided = self._batching.divide(share.select(local), budget)
+            divided = self.batching.divide(share.select(local), budget)
             samples = [local[micro].tolist() for micro in divided]
             factors: Sequence[LogitFactors | None] = [None] * len(samples)
             if against and other:
                 factors = other.logit_factors(share, samples, budget, against.divergence)
-            rows = self._batching.pack(share, samples)
+            rows = self.batching.pack(share, samples)
             micro_batches += [MicroBatch(row=row, other=of_row) for row, of_row in zip(rows, factors, strict=True)]
         return micro_batches
 
@@ -112,18 +100,18 @@ class ForwardPass:
         """Return this policy's `LogitFactors` on each micro-batch; None before the last pipeline stage."""
 
         def head(hidden: Tensor, micro_batch: MicroBatch) -> LogitFactors:
-            return self._head.logit_factors(hidden, packed=micro_batch.row, divergence=divergence)
+            return self.head.logit_factors(hidden, packed=micro_batch.row, divergence=divergence)
 
-        micro_batches = [MicroBatch(row=row) for row in self._batching.pack(share, samples)]
+        micro_batches = [MicroBatch(row=row) for row in self.batching.pack(share, samples)]
         return self._run(micro_batches, head, budget) or [None] * len(micro_batches)
 
     def _run(self, micro_batches: Sequence[MicroBatch], head: Head, budget: Budget) -> list[Any]:
         """Run micro-batches forward only; return what the head returns for each, on the last pipeline stage."""
-        for model in self._models:
+        for model in self.models:
             model.eval()
-        weights = nullcontext() if self._uses_adapters else adapters_off(self._models)
-        with torch.no_grad(), self._offload.parameters(), weights:
-            return run_schedule(self._models, micro_batches, head, budget.row_length(self._mesh), forward_only=True)
+        weights = nullcontext() if self.uses_adapters else adapters_off(self.models)
+        with torch.no_grad(), self.offload.parameters(), weights:
+            return run_schedule(self.models, micro_batches, head, budget.row_length(self.mesh), forward_only=True)
 
     def join_outputs(
         self,
@@ -135,7 +123,7 @@ class ForwardPass:
         with_kl: bool,
     ) -> Any:
         """Return the outputs of all micro-batches of a share in its order, as `Learner.infer` returns them."""
-        num_outputs = self._head.num_outputs(with_entropy=with_entropy, with_kl=with_kl)
+        num_outputs = self.head.num_outputs(with_entropy=with_entropy, with_kl=with_kl)
         joined = torch.zeros(num_outputs, len(share.mask))
         if outputs:  # only the last pipeline stage has any
             rows = torch.cat([numbers.flatten(1) for numbers in outputs], dim=1).cpu()  # the host waits once
@@ -144,4 +132,4 @@ class ForwardPass:
             for micro_batch, numbers, part in zip(micro_batches, outputs, parts, strict=True):
                 for sample, row in zip(micro_batch.row.samples.tolist(), part.view_as(numbers).unbind(1), strict=True):
                     places[sample].copy_(row[:, : places[sample].shape[1]])
-        return self._head.as_outputs(list(joined), with_entropy=with_entropy)
+        return self.head.as_outputs(list(joined), with_entropy=with_entropy)

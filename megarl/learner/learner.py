@@ -86,7 +86,7 @@ class Learner:
         self.architecture = architecture
         self.device = device
         self.lora = lora
-        self._head = OutputHead(self.modules[-1], architecture, mesh, temperature=temperature)
+        self._head = OutputHead(module=self.modules[-1], architecture=architecture, mesh=mesh, temperature=temperature)
         self.batching = Batching(
             mesh,
             self.modules[0].config,
@@ -97,12 +97,11 @@ class Learner:
         )
         self.routed_layers = number_routers(self.modules, architecture.experts)
         self.forward = ForwardPass(
-            models,
-            self._head,
-            self.batching,
+            models=models,
+            head=self._head,
+            batching=self.batching,
             offload=offload,
             mesh=mesh,
-            device=device,
             uses_adapters=uses_adapters,
         )
 

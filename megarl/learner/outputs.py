@@ -31,19 +31,19 @@ class LogitFactors:
     weight: Tensor  # [rows, hidden_size] this rank's slice of the output embedding; on the device
 
 
+@dataclass(frozen=True, kw_only=True)
 class OutputHead:
-    """The computation behind a model's last layer; `module` is the model's last chunk on this rank."""
+    """The computation behind a model's last layer."""
 
-    def __init__(self, module: GPTModel, architecture: Architecture, mesh: Mesh, *, temperature: float) -> None:
-        self._module = module
-        self._architecture = architecture
-        self._mesh = mesh
-        self.temperature = temperature
+    module: GPTModel  # the model's last chunk on this rank
+    architecture: Architecture
+    mesh: Mesh
+    temperature: float
 
     @property
     def is_policy(self) -> bool:
         """True if the model reports log-probabilities, False if values."""
-        return not self._architecture.scalar_head
+        return not self.architecture.scalar_head
 
     def num_outputs(self, *, with_entropy: bool, with_kl: bool) -> int:
         """Return K, the outputs of the head for every response token."""
@@ -74,8 +74,8 @@ class OutputHead:
             return self._whole(packed.unpack(values)[None])
         softmax: dict[str, Any] = {
             "temperature": temperature or self.temperature,
-            "vocab_size": self._architecture.vocab_size,
-            "group": self._mesh.tp_group,
+            "vocab_size": self.architecture.vocab_size,
+            "group": self.mesh.tp_group,
         }
         log_probs, entropy = vocab_parallel_log_probs(
             states, weight, packed.targets, with_entropy=with_entropy, **softmax
@@ -104,7 +104,7 @@ class OutputHead:
     def _states(self, hidden: Tensor, packed: Packed) -> Tensor:
         """Return [R, hidden_size] states that predict a response token, equal on all tensor-parallel ranks."""
         states = hidden[0]
-        if self._module.config.sequence_parallel:
+        if self.module.config.sequence_parallel:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=self.is_policy)
         elif self.is_policy:
             states = copy_to_tensor_model_parallel_region(states)
@@ -112,13 +112,13 @@ class OutputHead:
 
     def _weight(self) -> Tensor:
         """Return [rows, hidden_size], this rank's slice of a policy's output embedding, or a value head's weight."""
-        tied = self.is_policy and self._module.share_embeddings_and_output_weights
-        weight: Tensor = self._module.shared_embedding_or_output_weight() if tied else self._module.output_layer.weight
+        tied = self.is_policy and self.module.share_embeddings_and_output_weights
+        weight: Tensor = self.module.shared_embedding_or_output_weight() if tied else self.module.output_layer.weight
         return weight
 
     def _whole(self, outputs: Tensor) -> Tensor:
         """Sum over the context-parallel ranks; the gradient of each rank stays that of its own tokens."""
-        if self._mesh.cp_size == 1:
+        if self.mesh.cp_size == 1:
             return outputs
-        whole: Tensor = reduce_from_tensor_model_parallel_region(outputs, group=self._mesh.cp_group)
+        whole: Tensor = reduce_from_tensor_model_parallel_region(outputs, group=self.mesh.cp_group)
         return whole

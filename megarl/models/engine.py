@@ -25,7 +25,7 @@ from megarl.models.linear import CONVOLUTION, PREFIX, LinearAttention
 from megarl.models.placing import behind, placed
 from megarl.models.weights import box_at, stride_at
 from megarl.platform.errors import UserError
-from megarl.reshard.layout import Box, Layout, Piece, Placement, ShardedBoxes, placement_of, row_major, whole
+from megarl.reshard.layout import Box, Layout, Piece, Placement, placement_of, row_major, whole
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,13 @@ def engine_layout(
         UserError: a parameter does not divide into `tp_size` equal parts.
     """
     cut = _Cut(architecture, None, tp_rank, tp_size)
-    layers: dict[LayerKind, list[Piece]] = {}
+    layers = {
+        kind: _layer(
+            replace(cut, layer=number), dtype, kind, expert_parallel=expert_parallel, latent_fused=latent_fused
+        )
+        for kind, number in architecture.layer_of_kind.items()
+    }
     layout = list(_outside(cut, dtype))
-    for kind, number in architecture.layer_of_kind.items():
-        mine = replace(cut, layer=number)
-        layers[kind] = list(_layer(mine, dtype, kind, latent_fused=latent_fused))
-        if kind.is_sparse and expert_parallel:
-            layers[kind] += _experts(mine.uncut(), _expert_block(mine), dtype)
-        elif kind.is_sparse:
-            layers[kind] += _experts(mine, _all_experts(architecture), dtype)
     for number, kind in enumerate(architecture.layer_kinds):
         layout += _in_layer(architecture, number, layers[kind])
     return tuple(layout)
@@ -79,30 +77,27 @@ def engine_placement(
 ) -> Placement:
     """Return the boxes that each rank must hold if every `tp_size` ranks are an engine.
 
-    All layers of a kind are cut alike, and so are their experts: boxes are computed for one layer and one expert.
+    All layers of a kind are cut alike: boxes are computed for one layer.
 
     Raises:
         UserError: a parameter does not divide into `tp_size` equal parts, so that some of it would have no rank.
     """
     assert num_ranks % tp_size == 0, (num_ranks, tp_size)
-    cuts = [_Cut(architecture, None, rank, tp_size) for rank in range(tp_size)]
-    ranks = [range(rank, num_ranks, tp_size) for rank in range(tp_size)]
     samples = architecture.layer_of_kind
-    layouts = [list(_outside(cut, dtype)) for cut in cuts]
-    for kind, number in samples.items():
-        for cut, layout in zip(cuts, layouts, strict=True):
-            mine = replace(cut, layer=number)
-            layout += _in_layer(architecture, number, _layer(mine, dtype, kind, latent_fused=False))
-    found = placed(placement_of(layouts), ranks)
+    layouts = []
+    for rank in range(tp_size):
+        cut = _Cut(architecture, None, rank, tp_size)
+        layout = list(_outside(cut, dtype))
+        for kind, number in samples.items():
+            of_rank = replace(cut, layer=number)
+            layer = _layer(of_rank, dtype, kind, expert_parallel=expert_parallel, latent_fused=False)
+            layout += _in_layer(architecture, number, layer)
+        layouts.append(layout)
+    found = placed(placement_of(layouts), [range(rank, num_ranks, tp_size) for rank in range(tp_size)])
     layers = {kind: behind(architecture.layer_prefix(number), found) for kind, number in samples.items()}
-    sparse = [kind for kind in samples if kind.is_sparse]
-    if sparse:
-        mine_all = [replace(cut, layer=samples[sparse[0]]) for cut in cuts]
-        experts = _expert_holdings(mine_all, ranks, dtype, expert_parallel=expert_parallel)
-        layers |= {kind: layers[kind] | experts for kind in sparse}
     for number, kind in enumerate(architecture.layer_kinds):
         prefix = architecture.layer_prefix(number)
-        found.update({f"{prefix}{name}": boxes for name, boxes in layers[kind].items()})
+        found |= {f"{prefix}{name}": boxes for name, boxes in layers[kind].items()}
     return {name: found[name] for name in hf_shapes(architecture)}
 
 
@@ -204,7 +199,16 @@ def _in_trunk(name: str) -> str:
     return f"model.{name.partition('.')[2]}"
 
 
-def _layer(cut: _Cut, dtype: torch.dtype, kind: LayerKind, *, latent_fused: bool) -> Iterator[Piece]:
+def _layer(cut: _Cut, dtype: torch.dtype, kind: LayerKind, *, expert_parallel: bool, latent_fused: bool) -> list[Piece]:
+    """Return a layer."""
+    layer = list(_shared(cut, dtype, kind, latent_fused=latent_fused))
+    if kind.is_sparse:
+        numbers = _expert_block(cut if expert_parallel else cut.uncut())
+        layer += _experts(cut.uncut() if expert_parallel else cut, numbers, dtype)
+    return layer
+
+
+def _shared(cut: _Cut, dtype: torch.dtype, kind: LayerKind, *, latent_fused: bool) -> Iterator[Piece]:
     """Yield a layer without its experts."""
     a = cut.architecture
     for norm in a.norms:
@@ -322,11 +326,18 @@ def _experts(cut: _Cut, numbers: range, dtype: torch.dtype) -> Iterator[Piece]:
     if names.gate_up:
         yield from _stacked_experts(cut, numbers, dtype)
         return
-    for index, number in enumerate(numbers):
-        prefix = f"{names.block}.experts.{number}."
-        gate_up = [cut.rows(f"{prefix}{half}.weight") for half in (names.gate, names.up)]
-        yield from _stacked(f"{fused}w13_weight", gate_up, dtype, index=index)
-        yield from _stacked(f"{fused}w2_weight", [cut.columns(f"{prefix}{names.down}.weight")], dtype, index=index)
+    if not numbers:
+        return
+    prefix = f"{names.block}.experts."
+    first = f"{prefix}{numbers.start}."
+    of_first = {
+        "w13_weight": [cut.rows(f"{first}{half}.weight") for half in (names.gate, names.up)],
+        "w2_weight": [cut.columns(f"{first}{names.down}.weight")],
+    }
+    for index, number in enumerate(numbers):  # all are cut as the first
+        for param, parts in of_first.items():
+            own = [replace(part, name=part.name.replace(first, f"{prefix}{number}.")) for part in parts]
+            yield from _stacked(f"{fused}{param}", own, dtype, index=index)
 
 
 def _stacked_experts(cut: _Cut, numbers: range, dtype: torch.dtype) -> Iterator[Piece]:
@@ -346,42 +357,12 @@ def _stacked_experts(cut: _Cut, numbers: range, dtype: torch.dtype) -> Iterator[
         yield Piece(first.name, box, f"{names.block}.experts.routed_experts.{param}", 0, stride, dtype)
 
 
-def _all_experts(a: Architecture) -> range:
-    return range(a.experts.num_experts if a.experts else 0)
-
-
 def _expert_block(cut: _Cut) -> range:
     """Return the experts of a rank with complete experts. If they do not divide, the first ranks have one more."""
-    size, more = divmod(len(_all_experts(cut.architecture)), cut.tp_size)
+    experts = cut.architecture.experts
+    size, more = divmod(experts.num_experts if experts else 0, cut.tp_size)
     first = cut.tp_rank * size + min(cut.tp_rank, more)
     return range(first, first + size + (cut.tp_rank < more))
-
-
-def _expert_holdings(
-    cuts: Sequence[_Cut], ranks: Sequence[Sequence[int]], dtype: torch.dtype, *, expert_parallel: bool
-) -> dict[str, ShardedBoxes]:
-    """Return the holdings of a layer's experts, by name after the layer's; `ranks` are those of each cut."""
-    architecture = cuts[0].architecture
-    if architecture.expert_names.gate_up:
-        shares = [
-            _experts(cut.uncut(), _expert_block(cut), dtype)
-            if expert_parallel
-            else _experts(cut, _all_experts(architecture), dtype)
-            for cut in cuts
-        ]
-        return placed(placement_of([list(share) for share in shares]), ranks)
-    groups: list[tuple[range, Sequence[_Cut], Sequence[Sequence[int]]]]
-    if expert_parallel:
-        groups = [(_expert_block(cut), [cut.uncut()], [owners]) for cut, owners in zip(cuts, ranks, strict=True)]
-    else:
-        groups = [(_all_experts(architecture), cuts, ranks)]
-    prefix = f"{architecture.expert_names.block}.experts."
-    found: dict[str, ShardedBoxes] = {}
-    for numbers, parts, owners in groups:
-        one = placed(placement_of([list(_experts(part, range(1), dtype)) for part in parts]), owners)
-        expert = behind(f"{prefix}0.", one)
-        found.update({f"{prefix}{number}.{name}": held for number in numbers for name, held in expert.items()})
-    return found
 
 
 def _copies(cut: _Cut, names: Iterable[str], dtype: torch.dtype) -> Iterator[Piece]:

@@ -4,8 +4,7 @@ Nothing here looks at a real model; tests prove that real models agree.
 """
 
 import itertools
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -16,7 +15,7 @@ from megarl.models.grid import Cut, Grid
 from megarl.models.linear import LinearAttention
 from megarl.models.placing import behind, placed
 from megarl.models.weights import pieces
-from megarl.reshard.layout import Layout, Piece, Placement, ShardedBoxes, placement_of
+from megarl.reshard.layout import Layout, Piece, Placement, placement_of
 
 VOCAB_MULTIPLE = 64  # a rank's rows of the embedding are a multiple of this
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -49,12 +48,8 @@ def parameter_shapes(
     stage = grid.stage(rank)
     cut = grid.cut(rank)
     vocabulary = _vocabulary(architecture, grid.tp, vocab_multiple)
-    experts: Shapes = {}
-    if architecture.experts:
-        local_experts = range(architecture.experts.num_experts // cut.ep_size)
-        experts = _experts(architecture, architecture.experts, cut, local_experts, grouped=grouped_experts)
     of_kind = {
-        kind: _layer(architecture, cut, kind, fused_norms=fused_norms) | (experts if kind.is_sparse else {})
+        kind: _layer(architecture, cut, kind, grouped_experts=grouped_experts, fused_norms=fused_norms)
         for kind in architecture.layer_of_kind
     }
     chunks: list[Shapes] = []
@@ -140,8 +135,10 @@ def _linear_attention(a: Architecture, linear: LinearAttention, cut: Cut) -> Sha
     return {f"self_attention.{name}": shape for name, shape in shapes.items()}
 
 
-def _layer(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool) -> Shapes:
-    """Return a layer without its experts, by name after the layer's prefix."""
+def _layer(
+    a: Architecture, cut: Cut, kind: LayerKind, *, grouped_experts: bool = False, fused_norms: bool = False
+) -> Shapes:
+    """Return a layer, by name after the layer's prefix."""
     attention = _attention(a, cut, kind, fused_norms=fused_norms)
     experts = a.experts
     if not kind.is_sparse or experts is None:
@@ -161,7 +158,7 @@ def _layer(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool) -> 
         shapes |= _swiglu("mlp.shared_experts.linear_fc{}.weight", a, shared // cut.tp_size)
     if experts.shared_gate:
         shapes["mlp.shared_experts.gate_weight"] = (1, a.hidden_size)
-    return attention | shapes
+    return attention | shapes | _experts(a, experts, cut, grouped=grouped_experts)
 
 
 def _feed_forward(a: Architecture, ffn: int) -> Shapes:
@@ -171,9 +168,9 @@ def _feed_forward(a: Architecture, ffn: int) -> Shapes:
     return up | projection_shapes(a, "mlp.linear_fc2", a.hidden_size, ffn)
 
 
-def _experts(a: Architecture, experts: Experts, cut: Cut, local_experts: Sequence[int], *, grouped: bool) -> Shapes:
+def _experts(a: Architecture, experts: Experts, cut: Cut, *, grouped: bool) -> Shapes:
     shapes: Shapes = {}
-    for local in local_experts:
+    for local in range(experts.num_experts // cut.ep_size):
         name = f"linear_fc{{}}.{{}}{local}" if grouped else f"local_experts.{local}.linear_fc{{}}.{{}}"
         ffn = experts.ffn_hidden_size // cut.etp_size
         whole = {"weight": ((2 * ffn, a.hidden_size), (a.hidden_size, ffn)), "bias": ((2 * ffn,), (a.hidden_size,))}
@@ -196,19 +193,10 @@ def trainer_layout(
     rank: int,
     *,
     dtype: torch.dtype,
-    grouped_experts: bool = False,
-    fused_norms: bool = False,
     vocab_multiple: int = VOCAB_MULTIPLE,
 ) -> Layout:
     """Return the layout of a rank of a trainer; `param` is Megatron's name with the layer's global number."""
-    chunks = parameter_shapes(
-        architecture,
-        grid,
-        rank,
-        grouped_experts=grouped_experts,
-        fused_norms=fused_norms,
-        vocab_multiple=vocab_multiple,
-    )
+    chunks = parameter_shapes(architecture, grid, rank, vocab_multiple=vocab_multiple)
     return tuple(piece for chunk in chunks for piece in _layout(architecture, chunk, grid.cut(rank), dtype))
 
 
@@ -225,108 +213,44 @@ def trainer_placement(
 ) -> Placement:
     """Return the boxes that each rank of a trainer holds.
 
-    All layers of a kind are cut alike, and so are their experts. So boxes are computed for one layer of each kind and
-    one expert, and ranks for one parameter of each stage and block of experts.
+    All layers of a kind are cut alike. So boxes are computed for one layer of each kind and for each different cut, and
+    the ranks that have them for one such layer of each stage.
     """
-    samples = architecture.layer_of_kind
-    sparse = [number for kind, number in samples.items() if kind.is_sparse]
-    cuts = [Cut(tp_rank=rank, tp_size=grid.tp) for rank in range(grid.tp)]
-    layers: Shapes = {}
-    for kind, number in samples.items():
-        layers |= _named(number, _layer(architecture, cuts[0], kind, fused_norms=False))
-    dense = placement_of([_layout(architecture, layers, cut, dtype) for cut in cuts])
-    experts = _expert_holdings(architecture, grid, sparse[0], dtype) if sparse else [{}] * grid.pp
-
-    ranks = _ranks_by_cut(grid)
-    found = _ends(architecture, grid, ranks, dtype, vocab_multiple=vocab_multiple)
-    for stage in range(grid.pp):
-        boxes = placed(dense, ranks[stage])
-        of_kind = {
-            kind: behind(architecture.layer_prefix(number), boxes) | (experts[stage] if kind.is_sparse else {})
-            for kind, number in samples.items()
-        }
-        for number in itertools.chain.from_iterable(grid.layers(stage, architecture.num_layers)):
-            layer = of_kind[architecture.kind(number)]
-            prefix = architecture.layer_prefix(number)
-            found.update({f"{prefix}{name}": boxes for name, boxes in layer.items()})
-    return {name: found[name] for name in hf_shapes(architecture)}
-
-
-def _ends(
-    architecture: Architecture,
-    grid: Grid,
-    ranks: Sequence[Sequence[Sequence[int]]],
-    dtype: torch.dtype,
-    *,
-    vocab_multiple: int,
-) -> dict[str, ShardedBoxes]:
-    """Return the holdings of parameters outside the layers; `ranks` by stage and tensor coordinate."""
-    cuts = [Cut(tp_rank=rank, tp_size=grid.tp) for rank in range(grid.tp)]
-    vocabulary = _vocabulary(architecture, grid.tp, vocab_multiple)
-    first = ranks[0]
-    last = ranks[-1]
+    ranks: dict[Cut, list[list[int]]] = {}  # by stage
+    for rank in range(grid.num_ranks):
+        of_cut = ranks.setdefault(grid.cut(rank), [[] for _ in range(grid.pp)])
+        of_cut[grid.stage(rank)].append(rank)
+    by_stage = [list(of_stage) for of_stage in zip(*ranks.values(), strict=True)]
+    first = by_stage[0]
+    last = by_stage[-1]
     if architecture.tied_embeddings and grid.pp > 1:
         first = [[*front, *back] for front, back in zip(first, last, strict=True)]
+    vocabulary = _vocabulary(architecture, grid.tp, vocab_multiple)
     at_last = _norm(architecture, FINAL_NORM)
     if not architecture.tied_embeddings:
         at_last[OUTPUT] = _output(architecture, vocabulary)
-    found = placed(placement_of([_layout(architecture, {EMBEDDING: vocabulary}, cut, dtype) for cut in cuts]), first)
-    return found | placed(placement_of([_layout(architecture, at_last, cut, dtype) for cut in cuts]), last)
+
+    def placement(of_cut: Callable[[Cut], Shapes]) -> Placement:
+        return placement_of([_layout(architecture, of_cut(cut), cut, dtype) for cut in ranks])
+
+    found = placed(placement(lambda cut: {EMBEDDING: vocabulary}), first)
+    found |= placed(placement(lambda cut: at_last), last)
+    layers = placement(lambda cut: _one_of_each_kind(architecture, cut))
+    for stage, of_stage in enumerate(by_stage):
+        boxes = placed(layers, of_stage)
+        of_kind = {
+            kind: behind(architecture.layer_prefix(number), boxes)
+            for kind, number in architecture.layer_of_kind.items()
+        }
+        for number in itertools.chain.from_iterable(grid.layers(stage, architecture.num_layers)):
+            prefix = architecture.layer_prefix(number)
+            found |= {f"{prefix}{name}": held for name, held in of_kind[architecture.kind(number)].items()}
+    return {name: found[name] for name in hf_shapes(architecture)}
 
 
-def _expert_holdings(
-    architecture: Architecture, grid: Grid, layer: int, dtype: torch.dtype
-) -> list[dict[str, ShardedBoxes]]:
-    """Return the holdings of each stage's experts, by name after the layer's; `layer` is any layer with experts."""
-    experts = architecture.experts
-    block = architecture.expert_names.block
-    assert experts is not None
-    if architecture.expert_names.gate_up:
-        return _stacked_holdings(architecture, experts, grid, layer, dtype)
-    layouts = []
-    for rank in range(grid.etp):
-        cut = Cut(etp_rank=rank, etp_size=grid.etp)
-        shapes = _named(layer, _experts(architecture, experts, cut, [0], grouped=False))
-        layouts.append(_layout(architecture, shapes, cut, dtype))
-    expert = behind(f"{architecture.layer_prefix(layer)}{block}.experts.0.", placement_of(layouts))
-    ranks: dict[tuple[int, int], list[list[int]]] = defaultdict(lambda: [[] for _ in range(grid.etp)])
-    for rank in range(grid.num_ranks):
-        cut = grid.cut(rank)
-        ranks[grid.stage(rank), cut.ep_rank][cut.etp_rank].append(rank)
-    stages: list[dict[str, ShardedBoxes]] = []
-    for stage in range(grid.pp):
-        blocks = [placed(expert, ranks[stage, ep_rank]) for ep_rank in range(grid.ep)]
-        stages.append(
-            {
-                f"{block}.experts.{number}.{name}": boxes
-                for number in range(experts.num_experts)
-                for name, boxes in blocks[number * grid.ep // experts.num_experts].items()
-            }
-        )
-    return stages
-
-
-def _stacked_holdings(
-    architecture: Architecture, experts: Experts, grid: Grid, layer: int, dtype: torch.dtype
-) -> list[dict[str, ShardedBoxes]]:
-    """Return the same of experts that are stacked in one parameter."""
-    local = range(experts.num_experts // grid.ep)
-    stages = []
-    for stage in range(grid.pp):
-        ranks = [rank for rank in range(grid.num_ranks) if grid.stage(rank) == stage]
-        layouts = []
-        for rank in ranks:
-            cut = grid.cut(rank)
-            shapes = _named(layer, _experts(architecture, experts, cut, local, grouped=False))
-            layouts.append(_layout(architecture, shapes, cut, dtype))
-        boxes = placed(placement_of(layouts), [[rank] for rank in ranks])
-        stages.append(behind(architecture.layer_prefix(layer), boxes))
-    return stages
-
-
-def _ranks_by_cut(grid: Grid) -> list[list[list[int]]]:
-    """Return the ranks of each stage by tensor coordinate."""
-    ranks: list[list[list[int]]] = [[[] for _ in range(grid.tp)] for _ in range(grid.pp)]
-    for rank in range(grid.num_ranks):
-        ranks[grid.stage(rank)][grid.cut(rank).tp_rank].append(rank)
-    return ranks
+def _one_of_each_kind(architecture: Architecture, cut: Cut) -> Shapes:
+    """Return the shapes of one layer of each kind."""
+    shapes: Shapes = {}
+    for kind, number in architecture.layer_of_kind.items():
+        shapes |= _named(number, _layer(architecture, cut, kind))
+    return shapes

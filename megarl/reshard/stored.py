@@ -1,6 +1,7 @@
 """Tensors in files of weights: a rank reads boxes of them."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -50,27 +51,26 @@ class PlainTensor:
         yield box, self._numbers[_index(box)]
 
 
+@dataclass(frozen=True)
 class ExpertSlice:
     """The matrix of one expert, as a lazy slice, in a lazy slice of the matrices of all experts."""
 
-    def __init__(self, numbers: Any, place: TextPlace) -> None:
-        """Take the matrices [experts, rows, columns], and the place of the matrix in them."""
-        self._numbers = numbers
-        self._place = place
+    numbers: Any  # the matrices [experts, rows, columns]
+    place: TextPlace  # of the matrix in them
 
     def get_dtype(self) -> str:
         """Return the dtype in the notation of safetensors."""
-        return self._place.tensor.dtype
+        return self.place.tensor.dtype
 
     def get_shape(self) -> list[int]:
         """Return the shape of the matrix."""
-        return list(self._place.tensor.shape)
+        return list(self.place.tensor.shape)
 
     def __getitem__(self, index: tuple[slice, slice]) -> Tensor:
         """Return a box of the matrix."""
         rows, columns = index
-        expert, row = self._place.expert or 0, self._place.row
-        numbers: Tensor = self._numbers[expert : expert + 1, row + rows.start : row + rows.stop, columns]
+        expert, row = self.place.expert or 0, self.place.row
+        numbers: Tensor = self.numbers[expert : expert + 1, row + rows.start : row + rows.stop, columns]
         return numbers[0]
 
 

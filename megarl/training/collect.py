@@ -68,24 +68,15 @@ class SampleSource(Protocol):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
 class Collector:
     """Draws samples as the algorithm needs them, and scores them."""
 
-    def __init__(
-        self,
-        *,
-        prompts: PromptSource,
-        sampler: Sampler,
-        scorer: Scorer,
-        algorithm: AlgorithmSection,
-        partial: Partial | None = None,
-    ) -> None:
-        """Sample as `algorithm` needs it. `partial` None: every step draws its samples to their end."""
-        self._prompts = prompts
-        self._sampler = sampler
-        self._scorer = scorer
-        self._algorithm = algorithm
-        self._partial = partial
+    prompts: PromptSource
+    sampler: Sampler
+    scorer: Scorer
+    algorithm: AlgorithmSection
+    partial: Partial | None = None  # None: every step draws its samples to their end
 
     def collect(self, position: Position, timers: Timers, *, step: int, in_flight: InFlight = NOTHING) -> Collected:
         """Return the samples of step `step` for the prompts from `position` on, and of `in_flight` groups.
@@ -93,29 +84,27 @@ class Collector:
         Raises:
             UserError: on all ranks alike, if dynamic sampling needs more batches than it may take.
         """
-        scores = ScoreAccumulator(self._scorer)
+        scores = ScoreAccumulator(self.scorer)
         rollouts: Sharded[Rollouts]
         scored: Sharded[Scored] | None = None
         left = NOTHING
-        with timers("gen"), self._sampler.awake(timers, step=step) as sync_metrics:
-            if self._algorithm.filter_groups.enable:
+        with timers("gen"), self.sampler.awake(timers, step=step) as sync_metrics:
+            if self.algorithm.filter_groups.enable:
                 scored, position, metrics = self._dynamic_samples(scores, position, timers, step=step)
                 rollouts = scored
-            elif self._partial:
-                sampled = draw_enough(
-                    self._partial, self._prompts, self._sampler, in_flight.groups, position, step=step
-                )
-                rollouts = self._sampler.record(sampled.chosen)
+            elif self.partial:
+                sampled = draw_enough(self.partial, self.prompts, self.sampler, in_flight.groups, position, step=step)
+                rollouts = self.sampler.record(sampled.chosen)
                 position = sampled.position
                 left = InFlight(sampled.in_flight, rollouts.shares)
                 metrics = sampled.metrics | staleness(rollouts, step=step)
             else:
-                prompts, position = self._prompts.take(position)
-                rollouts, metrics = self._sampler.generate(prompts, step=step)
+                prompts, position = self.prompts.take(position)
+                rollouts, metrics = self.sampler.generate(prompts, step=step)
             greedy = None
-            if self._algorithm.estimator.greedy:
+            if self.algorithm.estimator.greedy:
                 with timers("gen_max"):
-                    greedy = self._sampler.greedy(Prompts(prompts=rollouts.index.prompts), step=step)
+                    greedy = self.sampler.greedy(Prompts(prompts=rollouts.index.prompts), step=step)
         with timers("reward"):
             scored = scored or scores.score(rollouts)
             baselines = None
@@ -130,21 +119,21 @@ class Collector:
         self, scores: ScoreAccumulator, position: Position, timers: Timers, *, step: int
     ) -> tuple[Sharded[Scored], Position, Metrics]:
         """Return a batch of prompts whose responses differ, the position after it, and metrics."""
-        queue = Queue(self._prompts, self._sampler, position, step=step)
+        queue = Queue(self.prompts, self.sampler, position, step=step)
 
         def score(groups: list[Group]) -> Sharded[Scored]:
-            rollouts = self._sampler.record(groups)
+            rollouts = self.sampler.record(groups)
             with timers("reward", instead_of="gen"):
                 return scores.score(rollouts, least=queue.batch_size * len(groups[0].samples))
 
-        session = self._sampler.open(step=step)
-        sampled = draw_differing(session, queue, score, self._measure, self._algorithm.filter_groups)
-        self._scorer.forget()
+        session = self.sampler.open(step=step)
+        sampled = draw_differing(session, queue, score, self._measure, self.algorithm.filter_groups)
+        self.scorer.forget()
         return sampled
 
     def _measure(self, scored: Sharded[Scored]) -> Tensor:
         """Return the `[B]` metric in which the responses to a prompt must differ. Collective."""
-        match self._algorithm.filter_groups.metric:
+        match self.algorithm.filter_groups.metric:
             case "acc":
                 return scored.gather(scored.share.accuracies).to(torch.float32)
             case "score":
@@ -156,7 +145,7 @@ class Collector:
 
     def _rewards(self, scored: Sharded[Scored]) -> Tensor:
         """Return `[B]` float32 of all samples. Collective."""
-        return scored.gather(response_rewards(scored.share, self._algorithm.overlong_buffer)).to(torch.float32)
+        return scored.gather(response_rewards(scored.share, self.algorithm.overlong_buffer)).to(torch.float32)
 
 
 def _without_baseline(scored: Sharded[Scored], baseline: Sharded[Scored]) -> Sharded[Scored]:

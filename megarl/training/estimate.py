@@ -18,7 +18,7 @@ from megarl.algorithms.advantages import token_rewards, whiten
 from megarl.algorithms.calls import arguments_of
 from megarl.algorithms.config import AlgorithmSection, OverlongBufferSection, RolloutCorrectionSection
 from megarl.algorithms.correction import accepted, mismatch_means, mismatch_sums, ratios, truncated_weights
-from megarl.algorithms.kl import kl_penalty
+from megarl.algorithms.kl import token_divergence
 from megarl.algorithms.masked import masked
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.batch import Experience, Rewarded
@@ -70,8 +70,10 @@ def estimate(
         custom: the user's estimator; `adv_estimator=custom` needs it.
     """
     share = samples.share
-    mask = share.mask
-    kl = None if kl_coef is None else _divergence(old_log_probs, ref_log_probs, exact_kl, mask, algorithm)
+    kl = None
+    if kl_coef is not None:
+        bound = algorithm.kl_penalty_k3_bound
+        kl = token_divergence(algorithm.kl_penalty, exact_kl, old_log_probs, ref_log_probs, share.mask, k3_bound=bound)
     scores = response_rewards(share, algorithm.overlong_buffer)
     rewards = None  # of tokens
     if kl is None and share.turn_rewards is None:
@@ -127,27 +129,6 @@ def _token_rewards(share: Rewarded, scores: Tensor, kl: Tensor | None, kl_coef: 
     if share.turn_rewards is None:
         return token_rewards(scores, kl, share.mask, share.num_tokens, kl_coef=kl_coef)
     return on_learnt(share, share.turn_rewards if kl is None else share.turn_rewards - kl_coef * kl)
-
-
-def _divergence(
-    old_log_probs: Tensor | None,
-    ref_log_probs: Tensor | None,
-    exact_kl: Tensor | None,
-    mask: Tensor,
-    algorithm: AlgorithmSection,
-) -> Tensor:
-    """Return the `[n]` divergence of the sampling actor from the reference, zero outside the mask."""
-    match algorithm.kl_penalty:
-        case "full" | "full_forward" | "full_js":
-            assert exact_kl is not None, "log-probabilities that were not taken against the reference"
-            return masked(exact_kl, mask)
-        case kind:
-            assert old_log_probs is not None and ref_log_probs is not None, (
-                "a KL in the reward without log-probabilities"
-            )
-            old = masked(old_log_probs, mask)
-            ref = masked(ref_log_probs, mask)
-            return kl_penalty(old, ref, kind=kind, k3_bound=algorithm.kl_penalty_k3_bound)
 
 
 def response_rewards(scored: Rewarded, section: OverlongBufferSection) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.algorithms import losses
 from megarl.algorithms.calls import arguments_of
 from megarl.algorithms.config import LOSSES, LossAggregation
-from megarl.algorithms.kl import kl_penalty
+from megarl.algorithms.kl import token_divergence
 from megarl.algorithms.losses import (
     PolicyLoss,
     PolicyOutputs,
@@ -70,22 +70,17 @@ class ActorObjective:
             )
             loss = loss - section.entropy_coeff * entropy_mean
         if section.use_kl_loss:
-            metrics["actor/kl_loss"] = kl_loss = mean(micro.rows(divergence(outputs, micro, section)).sum(-1))
+            divergence = token_divergence(
+                section.kl_loss_type,
+                outputs.kl,
+                outputs.log_probs,
+                micro.ref_log_probs,
+                micro.mask,
+                k3_bound=section.kl_loss_k3_bound,
+            )
+            metrics["actor/kl_loss"] = kl_loss = mean(micro.rows(divergence).sum(-1))
             loss = loss + section.kl_loss_coef * kl_loss
         return loss, {name: value.detach() for name, value in metrics.items()}
-
-
-def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> Tensor:
-    """Return each token's divergence from the reference of type `kl_loss_type`, zero outside the mask."""
-    match section.kl_loss_type:
-        case "full" | "full_forward" | "full_js":
-            assert outputs.kl is not None, "outputs that were not taken against the reference"
-            return masked(outputs.kl, micro.mask)
-        case kind:
-            assert micro.ref_log_probs is not None, "a KL loss without the reference"
-            log_probs = masked(outputs.log_probs, micro.mask)
-            ref_log_probs = masked(micro.ref_log_probs, micro.mask)
-            return kl_penalty(log_probs, ref_log_probs, kind=kind, k3_bound=section.kl_loss_k3_bound)
 
 
 def policy_loss(
@@ -130,12 +125,15 @@ class CriticObjective:
 
 @dataclass(frozen=True)
 class SFTObjective:
-    """The cross-entropy of the response tokens, every token with the same weight: the supervised warm-up."""
+    """`coef` times the cross-entropy of the response tokens, every token with the same weight."""
+
+    metric: str = "sft/loss"
+    coef: float = 1.0
 
     def __call__(self, outputs: PolicyOutputs, micro: Rollouts, totals: Totals) -> Contribution:
         """Return loss and metrics of the model on `micro`, whose responses are the targets."""
         loss = lm_cross_entropy(outputs.log_probs, micro.mask).sum() / totals.num_tokens
-        return loss, {"sft/loss": loss.detach()}
+        return self.coef * loss, {self.metric: loss.detach()}
 
 
 @dataclass(frozen=True)
@@ -158,22 +156,6 @@ class PreferenceObjective:
         if self.centering:
             loss = loss + self.centering * reward_centering(chosen, rejected).sum() / num_pairs
         return loss, {name: value.detach() for name, value in metrics.items()}
-
-
-@dataclass(frozen=True)
-class PTXObjective:
-    """`coef` times the loss of supervised pairs, added to the policy loss against forgetting.
-
-    PPO-ptx (Ouyang et al. 2022, "Training language models to follow instructions with human feedback", eq. 2), with the
-    mean over the tokens in place of the sum over a sequence.
-    """
-
-    coef: float
-
-    def __call__(self, outputs: PolicyOutputs, micro: Rollouts, totals: Totals) -> Contribution:
-        """Return loss and metrics of the model on `micro`, whose responses are the targets."""
-        ptx_loss = lm_cross_entropy(outputs.log_probs, micro.mask).sum() / totals.num_tokens
-        return self.coef * ptx_loss, {"actor/ptx_loss": ptx_loss.detach()}
 
 
 def _mean(sums: Tensor, micro: Rollouts, totals: Totals, *, mode: LossAggregation, horizon: int) -> Tensor:

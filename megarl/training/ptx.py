@@ -1,4 +1,7 @@
-"""Supervised pairs as an extra loss term of the actor (PPO-ptx), chosen by the step and the mini-batch alone.
+"""Supervised pairs as an extra loss term of the actor against forgetting, chosen by step and mini-batch alone.
+
+PPO-ptx (Ouyang et al. 2022, "Training language models to follow instructions with human feedback", eq. 2), with the
+mean over the tokens in place of the sum over a sequence.
 
 A run that resumes therefore takes the next pairs without any state in its checkpoint.
 """
@@ -15,7 +18,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.learner.learner import Learner
 from megarl.learner.terms import LossTerm, Objective
 from megarl.platform.errors import UserError
-from megarl.training.objectives import PTXObjective
+from megarl.training.objectives import SFTObjective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,8 @@ class Supervision:
                 f"{config.num_supervised}: lower actor_rollout_ref.actor.ptx_batch_size or add pairs"
             )
         num_minibatches = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
-        return cls(pairs=pairs, objective=PTXObjective(actor.ptx_coef), num_minibatches=num_minibatches)
+        objective = SFTObjective("actor/ptx_loss", actor.ptx_coef)
+        return cls(pairs=pairs, objective=objective, num_minibatches=num_minibatches)
 
     def terms(self, learner: Learner, step: int) -> Iterator[LossTerm]:
         """Yield the extra loss term of each mini-batch of a step of the learner, without end.

@@ -44,18 +44,18 @@ def replaying(config: Config) -> Config:
     return replace(config, trainer=trainer)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Recorder:
     """A source of samples that also writes them to a store."""
 
-    def __init__(self, *, samples: SampleSource, store: SampleStore) -> None:
-        self._samples = samples
-        self._store = store
+    samples: SampleSource
+    store: SampleStore
 
     def collect(self, position: Position, timers: Timers, *, step: int, in_flight: InFlight = NOTHING) -> Collected:
         """Collect and write the samples of a step. `archive/failures` is 1 if the disk refused them. Collective."""
-        collected = self._samples.collect(position, timers, step=step, in_flight=in_flight)
+        collected = self.samples.collect(position, timers, step=step, in_flight=in_flight)
         with timers("dump_rollout_generations"):
-            kept = self._store.keep_step(collected.scored, collected.baselines, step=step + 1)
+            kept = self.store.keep_step(collected.scored, collected.baselines, step=step + 1)
         return replace(collected, metrics=collected.metrics | {"archive/failures": float(not kept)})
 
 

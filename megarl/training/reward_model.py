@@ -6,7 +6,7 @@ unchanged.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,28 +25,15 @@ from megarl.rewards.collective import ScoringMetrics
 from megarl.rewards.scoring import Decode, RuleScorer
 
 
+@dataclass(frozen=True, kw_only=True)
 class RewardModel:
     """A frozen sequence classifier, sharded as the critic is."""
 
-    def __init__(
-        self,
-        *,
-        learner: Learner,
-        budget: Budget,
-        reader: Conversations,
-        decoder: Tokenizer | None,
-        ends: Collection[int],
-    ) -> None:
-        """Take the model and its `reader`.
-
-        `decoder` decodes the policy's tokens, without those of `ends` at the end of a response; None passes all tokens
-        unchanged.
-        """
-        self._learner = learner
-        self._budget = budget
-        self._reader = reader
-        self._decoder = decoder
-        self._ends = ends
+    learner: Learner
+    budget: Budget
+    reader: Conversations
+    decoder: Tokenizer | None  # of the policy's tokens; None: the model reads them unchanged
+    ends: Collection[int]  # tokens at the end of a response that are not decoded
 
     def score(self, samples: Sharded[Rollouts]) -> Tensor:
         """Return the model's score of each sample, `[B]` float32, the same on every rank. Collective.
@@ -56,14 +43,13 @@ class RewardModel:
             FloatingPointError: the model returned a number that is not finite.
         """
         index = samples.index
-        owners = self._learner.batching.owners(index.lengths, torch.arange(len(samples)))
-        taken = route(samples, Rollouts, Runs.of(index.groups, owners), self._learner.mesh.shares)
+        owners = self.learner.batching.owners(index.lengths, torch.arange(len(samples)))
+        taken = route(samples, Rollouts, Runs.of(index.groups, owners), self.learner.mesh.shares)
         sequences = on_each_rank(lambda: [self._read(taken.share, place) for place in range(len(taken.share))])
         batch = taken.with_share(scoring_batch(sequences))
         # The budget was checked for the policy's vocabulary. A sequence may be longer in this vocabulary.
         longest = largest(max(batch.share.lengths().tolist(), default=0))
-        max_tokens = max(self._budget.max_tokens, -(-longest // self._learner.mesh.cp_size))
-        found = self._learner.infer(batch, replace(self._budget, max_tokens=max_tokens))
+        found = self.learner.infer(batch, self.budget.holding(longest, self.learner.mesh))
         scores = batch.gather(found).to(torch.float32)  # a sequence has one token
         if not scores.isfinite().all():
             sample = scores.isfinite().tolist().index(False)
@@ -74,49 +60,48 @@ class RewardModel:
         """Return the sample in the model's own tokens."""
         prompt = rollouts.prompt_of(sample)
         response = rollouts.response_ids(sample).tolist()
-        if self._decoder is None:
-            return self._reader.fit([*prompt.token_ids, *response])
-        prefix = [] if self._reader.tokenizer.templates(prompt.raw_prompt) else list(prompt.token_ids)
-        text = self._decoder.written(response, ends=self._ends, before=prefix)
+        if self.decoder is None:
+            return self.reader.fit([*prompt.token_ids, *response])
+        prefix = [] if self.reader.tokenizer.templates(prompt.raw_prompt) else list(prompt.token_ids)
+        text = self.decoder.written(response, ends=self.ends, before=prefix)
         with placed(f"the reward model cannot read data row {prompt.index}: "):
-            return self._reader.encode(prompt.raw_prompt, text)
+            return self.reader.encode(prompt.raw_prompt, text)
 
 
+@dataclass(frozen=True, kw_only=True)
 class ModelScorer:
     """The reward of a model, alone or added to that of rules."""
 
-    def __init__(self, *, model: RewardModel, weight: float, rules: RuleScorer | None, decode: Decode) -> None:
-        """Weigh the model's score by `weight`. `rules` None: the model alone, and `decode` makes the texts to log."""
-        self._model = model
-        self._weight = weight
-        self._rules = rules
-        self._decode = decode
+    model: RewardModel
+    weight: float  # of the model's score
+    rules: RuleScorer | None
+    decode: Decode  # makes the texts to log, if there are no rules
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
         """Start to score a response by the rules. The model scores all responses together later."""
-        if self._rules:
-            self._rules.begin(prompt, token_ids)
+        if self.rules:
+            self.rules.begin(prompt, token_ids)
 
     def forget(self) -> None:
         """Forget the responses that the rules have begun to score."""
-        if self._rules:
-            self._rules.forget()
+        if self.rules:
+            self.rules.forget()
 
     def score(self, samples: Sharded[Rollouts]) -> tuple[Sharded[Scored], ScoringMetrics]:
         """Score every sample. Return metrics of the model and the rules too. Raises what both raise. Collective."""
-        given = self._model.score(samples)
+        given = self.model.score(samples)
         metrics = {
             "reward/model/mean": float(given.mean()),
             "reward/model/min": float(given.min()),
             "reward/model/max": float(given.max()),
         }
         share = samples.share
-        mine = self._weight * given[samples.mine]
-        if self._rules is None:
-            texts = [self._decode(share.response_ids(sample).tolist()) for sample in range(len(share))]
+        mine = self.weight * given[samples.mine]
+        if self.rules is None:
+            texts = [self.decode(share.response_ids(sample).tolist()) for sample in range(len(share))]
             scored = share.extend(Scored, texts=texts, scores=mine, accuracies=mine)
             return _finite(samples.with_share(scored)), metrics
-        by_rules, others = self._rules.score(samples)
+        by_rules, others = self.rules.score(samples)
         scored = replace(by_rules.share, scores=by_rules.share.scores + mine)
         return _finite(samples.with_share(scored)), {**metrics, **others}
 

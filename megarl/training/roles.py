@@ -55,41 +55,18 @@ class Updates:
     skips: Skips | None = None  # handles mini-batches with a loss or gradient that is not finite; None: nothing does
 
 
+@dataclass(frozen=True, kw_only=True)
 class Model(Generic[Outputs]):
     """Actor, reference or critic: a learner with the budgets and the objective of its role."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        learner: Learner,
-        budget: Budget,
-        updates: Updates | None = None,
-        against: ReferenceDivergence | None = None,
-        with_entropy: bool = False,
-        translate: Translation | None = None,
-        keeps_routes: bool = False,
-    ) -> None:
-        """Give a learner its role.
-
-        Args:
-            name: in metrics and checkpoints.
-            learner: the model.
-            budget: the size of a forward pass in `infer`.
-            updates: how the model learns; None if it never does.
-            against: the exact divergence that `infer` reports, if any.
-            with_entropy: whether `infer` reports entropies.
-            translate: re-encodes records in the model's tokens; None if the model reads the policy's tokens.
-            keeps_routes: whether updates give tokens to the experts that were chosen before them.
-        """
-        self.name = name
-        self.learner = learner
-        self.translate = translate
-        self._budget = budget
-        self._updates = updates
-        self._against = against
-        self._with_entropy = with_entropy
-        self._keeps_routes = keeps_routes
+    name: str  # in metrics and checkpoints
+    learner: Learner
+    budget: Budget  # the size of a forward pass in `infer`
+    updates: Updates | None = None  # None: the model never learns
+    against: ReferenceDivergence | None = None  # the exact divergence that `infer` reports
+    with_entropy: bool = False  # whether `infer` reports entropies
+    translate: Translation | None = None  # into the model's tokens; None: it reads the policy's
+    keeps_routes: bool = False  # updates give tokens to the experts that were chosen before them
 
     def take(self, samples: Sharded[Rewarded], *, step: int) -> Sharded[Rewarded]:
         """Bring the samples of a step to the ranks that learn from them. Collective.
@@ -115,8 +92,8 @@ class Model(Generic[Outputs]):
 
     def infer(self, batch: Sharded[Rollouts]) -> Outputs:
         """Return the model's outputs for the response tokens of this rank's share, `[N]` float32."""
-        batch, budget = self._as_read(batch, self._budget)
-        outputs: Outputs = self.learner.infer(batch, budget, against=self._against, with_entropy=self._with_entropy)
+        batch, budget = self._as_read(batch, self.budget)
+        outputs: Outputs = self.learner.infer(batch, budget, against=self.against, with_entropy=self.with_entropy)
         return outputs
 
     def infer_first(self, samples: Sharded[R]) -> tuple[Outputs, Sharded[R]]:
@@ -124,9 +101,9 @@ class Model(Generic[Outputs]):
 
         The updates of the step then give each token to these experts (R2).
         """
-        if not self._keeps_routes:
+        if not self.keeps_routes:
             return self.infer(samples), samples
-        outputs, routes = self.learner.infer_with_routes(samples, self._budget, against=self._against)
+        outputs, routes = self.learner.infer_with_routes(samples, self.budget, against=self.against)
         return outputs, samples.with_share(replace(samples.share, routes=routes))
 
     def forward_backward(self, experience: Sharded[Experience], *, step: int) -> ReducedGradient:
@@ -156,8 +133,8 @@ class Model(Generic[Outputs]):
         return {key if "/" in key else f"{self.name}/{key}": value for key, value in metrics.items()}
 
     def _updates_of_role(self) -> Updates:
-        assert self._updates is not None, f"the {self.name} does not learn"
-        return self._updates
+        assert self.updates is not None, f"the {self.name} does not learn"
+        return self.updates
 
     def _minibatches(self, experience: Sharded[Experience], step: int) -> Iterator[Sequence[LossTerm]]:
         """Yield the terms of the loss of each mini-batch of a step."""
@@ -175,16 +152,15 @@ class Model(Generic[Outputs]):
             return batch, budget
         share = on_each_rank(lambda: translate(batch.share))
         lengths = batch.gather(share.lengths()).to(torch.int64)
-        longest = -(-int(lengths.max()) // self.learner.mesh.cp_size)
         index = replace(batch.index, read_lengths=lengths)
-        return replace(batch, share=share, index=index), replace(budget, max_tokens=max(budget.max_tokens, longest))
+        return replace(batch, share=share, index=index), budget.holding(int(lengths.max()), self.learner.mesh)
 
 
+@dataclass(frozen=True)
 class FrozenPolicies:
     """The frozen policies. Each reads the samples of its data sources, and all of them together act as one."""
 
-    def __init__(self, models: PerDataSource[Model[PolicyOutputs]]) -> None:
-        self.models = models
+    models: PerDataSource[Model[PolicyOutputs]]
 
     def infer(self, batch: Sharded[Rollouts]) -> PolicyOutputs:
         """Return the log-probabilities of the response tokens of this rank's share, `[N]` float32."""
@@ -202,47 +178,33 @@ class FrozenPolicies:
         return ReferenceDivergence(policies=self.models.map(lambda model: model.learner.forward), divergence=divergence)
 
 
+@dataclass(frozen=True, kw_only=True)
 class EngineSampler:
     """The engine replicas together. Each replica takes a share of the prompts; its ranks have its responses."""
 
-    def __init__(
-        self,
-        *,
-        engine: RolloutEngine,
-        sync: Sync,
-        section: RolloutSection,
-        finished: Callable[[Prompt, Sequence[int]], None],
-        environments: Environments | None = None,
-        step_cache: StepCache | None = None,
-    ) -> None:
-        """Take the sampling parameters from `section`. `finished` is called for each response, on one rank, at once.
-
-        With `environments`, samples are episodes, and their turns go to the environments instead. With `step_cache`,
-        files keep the complete responses of a step until the next step.
-        """
-        self._engine = engine
-        self._sync = sync
-        self._section = section
-        self._finished = finished
-        self._environments = environments
-        self._step_cache = step_cache
+    engine: RolloutEngine
+    sync: Sync
+    section: RolloutSection  # the sampling parameters
+    finished: Callable[[Prompt, Sequence[int]], None]  # called for each response, on one rank, at once
+    environments: Environments | None = None  # samples are episodes, whose turns go to these instead
+    step_cache: StepCache | None = None  # keeps the complete responses of a step until the next step
 
     def awake(self, timers: Timers, *, step: int) -> AbstractContextManager[Metrics]:
         """Wake the engine with the actor's weights, as `Sync.awake` does."""
-        return self._sync.awake(timers, step=step)
+        return self.sync.awake(timers, step=step)
 
     def open(self, *, step: int, keeps_stopped: bool = False) -> SamplingSession:
         """Return a session that draws training samples, and keeps the tokens of stopped samples if so asked."""
-        return self._session(self._section, step=step, final_only=not keeps_stopped, with_routes=True)
+        return self._session(self.section, step=step, final_only=not keeps_stopped, with_routes=True)
 
     def record(self, groups: Sequence[Group]) -> Sharded[Rollouts]:
         """Return the record of complete groups of training samples."""
-        return of_groups(groups, self._engine.shares, self._engine.no_routes)
+        return of_groups(groups, self.engine.shares, self.engine.no_routes)
 
     def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> Sequence[Group]:
         """Return new groups of training samples. A later `batch` has other samples of the same prompt."""
-        first = batch * self._section.n
-        numbers = range(first, first + self._section.n)
+        first = batch * self.section.n
+        numbers = range(first, first + self.section.n)
         return GroupRows.new(self._opened(prompts).prompts, numbers, started=step)
 
     def generate(self, prompts: Prompts, *, step: int) -> tuple[Sharded[Rollouts], Metrics]:
@@ -250,7 +212,7 @@ class EngineSampler:
         session = self.open(step=step)
         groups = self.groups(prompts, step=step)
         complete: Sequence[Group] = (
-            _finish_and_keep(session, groups, self._step_cache, step=step) if self._step_cache else session.draw(groups)
+            _finish_and_keep(session, groups, self.step_cache, step=step) if self.step_cache else session.draw(groups)
         )
         return self.record(complete), {"rollout/occupancy": session.occupancy()}
 
@@ -260,23 +222,21 @@ class EngineSampler:
 
     def validate(self, prompts: Prompts, *, step: int) -> Sharded[Rollouts]:
         """Draw samples with the parameters of `val_kwargs`."""
-        return self._rollouts(prompts, self._section.val_kwargs, step=step)
+        return self._rollouts(prompts, self.section.val_kwargs, step=step)
 
     def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int) -> Sharded[Rollouts]:
         opened = self._opened(prompts)
         groups = GroupRows.new(opened.prompts, range(sampling.n), started=step)
-        return of_groups(self._session(sampling, step=step).draw(groups), self._engine.shares)
+        return of_groups(self._session(sampling, step=step).draw(groups), self.engine.shares)
 
     def _session(
         self, sampling: Sampling, *, step: int, final_only: bool = True, with_routes: bool = False
     ) -> SamplingSession:
-        max_tokens = self._section.response_length
+        max_tokens = self.section.response_length
         episodes = (
-            self._environments.begin(max_tokens=max_tokens, group=self._engine.host_group)
-            if self._environments
-            else None
+            self.environments.begin(max_tokens=max_tokens, group=self.engine.host_group) if self.environments else None
         )
-        queue = self._engine.open_queue(
+        queue = self.engine.open_queue(
             sampling,
             max_tokens=max_tokens,
             step=step,
@@ -284,16 +244,16 @@ class EngineSampler:
             final_only=final_only,
             with_routes=with_routes,
         )
-        return SamplingSession(self._engine, queue, num_slots=self._section.max_num_seqs, episodes=episodes)
+        return SamplingSession(self.engine, queue, num_slots=self.section.max_num_seqs, episodes=episodes)
 
     def _opened(self, prompts: Prompts) -> Prompts:
         """Return the prompts as the environment makes them."""
-        if self._environments is None:
+        if self.environments is None:
             return prompts
-        return self._environments.open(prompts, max_tokens=self._section.prompt_length)
+        return self.environments.open(prompts, max_tokens=self.section.prompt_length)
 
     def _tell(self, prompt: Prompt, response: Generation) -> None:
-        self._finished(prompt, response.token_ids)
+        self.finished(prompt, response.token_ids)
 
 
 def _finish_and_keep(

@@ -58,17 +58,10 @@ def on_learnt(share: Rollouts, column: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Spread):
     """Statistics of numbers of tokens; all are 0 without tokens."""
 
-    mean: float
     variance: float  # unbiased; 0 for a single token
-    largest: float
-    smallest: float
-
-    def metrics(self, name: str) -> Metrics:
-        """Return mean, largest and smallest."""
-        return Spread(self.mean, self.largest, self.smallest).metrics(name)
 
 
 def summaries(samples: Sharded[Rollouts], *columns: Tensor, of: Derived = _themselves) -> list[Summary]:
@@ -107,7 +100,7 @@ def joined(samples: Sharded[Rollouts], counts: Tensor, moments: Tensor) -> list[
     variances = (inside + around) / max(total - 1.0, 1.0)
     largest, _ = samples.extremes(highest)
     _, smallest = samples.extremes(lowest)
-    return [Summary(*each) for each in torch.stack([means, variances, largest, smallest], dim=-1).tolist()]
+    return [Summary(*each) for each in torch.stack([means, largest, smallest, variances], dim=-1).tolist()]
 
 
 def summary_of_samples(samples: Sharded[Rollouts], numbers: Tensor) -> Summary:

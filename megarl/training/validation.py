@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from operator import itemgetter
 from typing import Any
@@ -26,26 +27,16 @@ VOTE_BYTES = 6  # a float64 holds such an integer exactly
 NO_RULE = -1  # the vote of a response if no rule extracts answers
 
 
+@dataclass(frozen=True, kw_only=True)
 class Validation:
     """The validation of the actor on held-out prompts."""
 
-    def __init__(
-        self,
-        *,
-        prompts: PromptSource,
-        sampler: Sampler,
-        scorer: Scorer,
-        tracker: Tracker,
-        num_shown: int,
-        store: SampleStore | None = None,
-    ) -> None:
-        """Prepare a validation that logs `num_shown` responses, and keeps all samples if there is a `store`."""
-        self.tracker = tracker
-        self._prompts = prompts
-        self._sampler = sampler
-        self._scorer = scorer
-        self._num_shown = num_shown
-        self._store = store
+    prompts: PromptSource
+    sampler: Sampler
+    scorer: Scorer
+    tracker: Tracker
+    num_shown: int  # responses that are logged
+    store: SampleStore | None = None  # keeps all samples
 
     def run(self, *, step: int) -> Metrics:
         """Draw and score responses to every prompt. Log the first responses, and keep all of them if configured.
@@ -60,16 +51,16 @@ class Validation:
         Raises:
             RewardError: most samples, or all samples of a data source, have no score.
         """
-        scores = ScoreAccumulator(self._scorer)
+        scores = ScoreAccumulator(self.scorer)
         with progress.within("testing"):
-            with self._sampler.awake(Timers(), step=step) as metrics:
-                sampled = [self._sampler.validate(prompts, step=step) for prompts in self._prompts.batches()]
+            with self.sampler.awake(Timers(), step=step) as metrics:
+                sampled = [self.sampler.validate(prompts, step=step) for prompts in self.prompts.batches()]
             scored = join_sharded([scores.score(rollouts) for rollouts in sampled])
-        self.tracker.log_table("val/generations", _shown(scored, self._num_shown), step=step)
+        self.tracker.log_table("val/generations", _shown(scored, self.num_shown), step=step)
         reported = {f"val/{name}": value for name, value in scores.metrics().items() if name != SLOWEST}
         reported["val/reward/masked_rate"] = 1.0 - float(scored.sum(scored.share.has_score())) / len(scored)
-        if self._store:
-            reported["val/archive/failures"] = float(not self._store.keep_validation(scored, step=step))
+        if self.store:
+            reported["val/archive/failures"] = float(not self.store.keep_validation(scored, step=step))
         return metrics | reported | scores_by_source(scored)
 
 

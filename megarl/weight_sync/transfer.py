@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from megarl.learner.learner import Learner
 from megarl.reshard.executor import Destination, Reshard, SyncReport
@@ -16,14 +17,14 @@ def send_weights(actor: Learner, destination: Destination, reshard: Reshard, *, 
         return reshard.run(tensors, destination, check=check)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Sync:
     """This rank's part of the transfer from the actor to its engine."""
 
-    def __init__(self, *, engine: RolloutEngine, actor: Learner, reshard: Reshard, check: SelfCheck) -> None:
-        self._engine = engine
-        self._actor = actor
-        self._reshard = reshard
-        self._check = check
+    engine: RolloutEngine
+    actor: Learner
+    reshard: Reshard
+    check: SelfCheck
 
     @contextmanager
     def awake(self, timers: Timers, *, step: int) -> Iterator[dict[str, float]]:
@@ -36,18 +37,18 @@ class Sync:
             UserError: on all ranks alike, if other weights arrived or the engine computes with other weights.
             RuntimeError: on all ranks alike, if the engine kept keys of older weights.
         """
-        is_due = self._check.is_due(step)
+        is_due = self.check.is_due(step)
         metrics = dict[str, float]()
         if is_due:
             with timers("sync_check"):
                 self._send(timers, step=step, check=True)
-                with self._engine.generating():
-                    responses = self._check.ask(step=step)
-                metrics = self._check.compare(responses)
+                with self.engine.generating():
+                    responses = self.check.ask(step=step)
+                metrics = self.check.compare(responses)
         self._send(timers, step=step, check=is_due)
-        with self._engine.generating():
+        with self.engine.generating():
             yield metrics
 
     def _send(self, timers: Timers, *, step: int, check: bool) -> None:
-        with self._engine.receive_weights(version=step) as destination, timers("sync"):
-            send_weights(self._actor, destination, self._reshard, check=check)
+        with self.engine.receive_weights(version=step) as destination, timers("sync"):
+            send_weights(self.actor, destination, self.reshard, check=check)

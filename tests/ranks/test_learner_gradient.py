@@ -71,11 +71,13 @@ def chunks_with_entropy(checkpoint: Path) -> dict[str, set[bool]]:
     from megarl.learner import heads, softmax
     from megarl.learner.batching import Budget
     from megarl.learner.terms import LossTerm
-    from megarl.training.objectives import PTXObjective, SFTObjective
+    from megarl.training.objectives import SFTObjective
 
     learner, batch, budget = make_test_learner(checkpoint, {}), experience(), Budget(max_tokens=24, max_sequences=None)
     spread = learner.spread(batch)
-    plain, extra = (LossTerm(batch=spread, objective=objective) for objective in (PLAIN, PTXObjective(0.5)))
+    plain, extra = (
+        LossTerm(batch=spread, objective=objective) for objective in (PLAIN, SFTObjective("actor/ptx_loss", 0.5))
+    )
     passes: dict[str, Callable[[], Any]] = {
         "infer": lambda: learner.infer(spread, budget),
         "infer, asked": lambda: learner.infer(spread, budget, with_entropy=True),

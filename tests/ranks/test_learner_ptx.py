@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import Totals
 from megarl.batch import Prompts, Rollouts
-from megarl.training.objectives import PTXObjective
+from megarl.training.objectives import SFTObjective
 from tests.support.learners import ACTOR, TEMPERATURE, make_test_learner, outputs_of_all, update
 from tests.support.ranks import RankPool
 from tests.support.records import answer, experience, prompts
@@ -21,7 +21,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3-tied", {"num_hidden_layers": 4}),
     "experts": ("qwen3_moe", {}),
 }
-PTX = PTXObjective(2.0)
+PTX = SFTObjective("actor/ptx_loss", 2.0)
 PIPELINE = {"pipeline_model_parallel_size": 2}
 SPLITS: dict[str, tuple[int, dict[str, Any], int]] = {  # world size, section, tokens of a micro-batch
     "one rank, one micro-batch of each": (1, {}, 1000),

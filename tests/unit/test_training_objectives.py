@@ -15,7 +15,7 @@ from megarl.algorithms.config import LOSSES, AlgorithmSection, PolicyLossSection
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Marked, Prompt, Rewarded
 from megarl.config.policy import ActorSection, CriticSection
-from megarl.training.objectives import ActorObjective, CriticObjective, PTXObjective, SFTObjective
+from megarl.training.objectives import ActorObjective, CriticObjective, SFTObjective
 from tests.support.estimates import estimate_alone, mark_alone
 
 NUM_SAMPLES, NUM_TOKENS = 6, 5
@@ -72,7 +72,7 @@ def contribution(
         case "critic":
             return CriticObjective(CriticSection(loss_agg_mode=mode), horizon=NUM_TOKENS)(x, micro, totals)
         case "ptx":
-            return PTXObjective(0.5)(PolicyOutputs(log_probs=x, entropy=2.0 * x), micro, totals)
+            return SFTObjective("actor/ptx_loss", 0.5)(PolicyOutputs(log_probs=x, entropy=2.0 * x), micro, totals)
         case "sft":
             return SFTObjective()(PolicyOutputs(log_probs=x, entropy=2.0 * x), micro, totals)
         case _:

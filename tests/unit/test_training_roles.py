@@ -20,7 +20,7 @@ from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import LossTerm
 from megarl.training.marks import mark
 from megarl.training.minibatches import MiniBatches
-from megarl.training.objectives import PTXObjective
+from megarl.training.objectives import SFTObjective
 from megarl.training.ptx import Supervision
 from megarl.training.roles import FrozenPolicies, Model, Updates
 from tests.support.records import alone, answer, prompts
@@ -103,7 +103,7 @@ class Pairs:
 
 def test_supervised_pairs_follow_step_and_mini_batch_number() -> None:
     learner = Learner()
-    objective = PTXObjective(0.5)
+    objective = SFTObjective("actor/ptx_loss", 0.5)
     updates = Updates(
         objective=None,
         budget=BUDGET,
