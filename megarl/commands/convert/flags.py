@@ -13,7 +13,7 @@ from typing import Any, Self, TypeGuard
 import megarl.config
 from megarl.commands.convert.converted import Converted
 from megarl.commands.convert.expand import UNKNOWN, after_marks, links
-from megarl.commands.convert.inherit import read_tree, resolved
+from megarl.commands.convert.inherit import resolved, tree_of
 from megarl.commands.convert.launch import Launched
 from megarl.config.foreign import ANY, Remark
 from megarl.config.links import UNREADABLE, parse, shown
@@ -86,7 +86,7 @@ class Flags:
         if not name:
             return launched.words
         path = find_file(name, base)
-        tree = _tree_of(path) if path else None
+        tree = tree_of(path) if path else None
         if tree is None:
             return [*launched.words, f"--{self.file}={name}"]
         given.pop(self.file, None)
@@ -211,14 +211,6 @@ def find_file(name: str, base: Path) -> Path | None:
     known = known.lstrip("/") if known != name else known
     folders = [base.resolve(), *(base.resolve().parents if "/" in known else ()), Path()]
     return next((folder / known for folder in folders if known and (folder / known).is_file()), None)
-
-
-def _tree_of(path: Path) -> dict[str, object] | None:
-    try:
-        tree = read_tree(path)
-    except (*UNREADABLE, OSError):
-        return None
-    return tree if isinstance(tree, dict) else None
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
