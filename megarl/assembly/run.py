@@ -151,23 +151,25 @@ def build_training(config: Config, launch: Launch, resources: ExitStack) -> Trai
         if inputs.val_prompts
         else None
     )
+    schedule = make_schedule(
+        config.trainer,
+        launch,
+        first_step=resume_point.state.step,
+        last_step=inputs.last_step,
+        resumed=resume_point.is_resumed,
+    )
+    samples = make_samples(config, inputs.prompts, sampler, scorer)
     job = make_job(
         config,
         launch,
         models,
-        samples=make_samples(config, inputs.prompts, sampler, scorer),
+        inputs,
+        samples,
+        schedule,
+        checkpoints,
+        tracker,
         gate=_make_gate(config, launch),
-        custom_estimator=inputs.estimator,
-        schedule=make_schedule(
-            config.trainer,
-            launch,
-            first_step=resume_point.state.step,
-            last_step=inputs.last_step,
-            resumed=resume_point.is_resumed,
-        ),
         validation=validation,
-        checkpoints=checkpoints,
-        tracker=tracker,
     )
     return Training(job=job, progress=make_progress(config, inputs, resume_point), engine=engine)
 
@@ -190,24 +192,14 @@ def build_replay(config: Config, launch: Launch, resources: ExitStack, recorded:
     unrecorded = replace(resume_point, state=replace(resume_point.state, metrics={}))  # the run recorded the metrics
     tracker = run_tracker(replay_config, launch, unrecorded, last_step=samples.last_step)
     _log_sizes(config, resume_point, tracker, inputs)
-    job = make_job(
-        replay_config,
+    schedule = make_schedule(
+        replay_config.trainer,
         launch,
-        models,
-        samples=samples,
-        gate=None,
-        custom_estimator=inputs.estimator,
-        schedule=make_schedule(
-            replay_config.trainer,
-            launch,
-            first_step=samples.first_step,
-            last_step=samples.last_step,
-            resumed=resume_point.is_resumed,
-        ),
-        validation=None,
-        checkpoints=checkpoints,
-        tracker=tracker,
+        first_step=samples.first_step,
+        last_step=samples.last_step,
+        resumed=resume_point.is_resumed,
     )
+    job = make_job(replay_config, launch, models, inputs, samples, schedule, checkpoints, tracker)
     return job, make_progress(replay_config, inputs, resume_point)
 
 
@@ -215,8 +207,27 @@ def _make_models(
     config: Config, launch: Launch, inputs: Inputs, resume_point: ResumePoint, *, mirrored: bool
 ) -> tuple[Models, CheckpointStore]:
     """Make the models of a run and their checkpoints, in the state of the resume point."""
-    models = make_models(config, inputs.source, inputs.tokenizer, custom_loss=inputs.loss, last_step=inputs.last_step)
-    checkpoints = _make_checkpoints(config, launch, inputs.source, inputs.tokenizer, models, mirrored=mirrored)
+    source = inputs.source
+    tokenizer = inputs.tokenizer
+    models = make_models(config, source, tokenizer, custom_loss=inputs.loss, last_step=inputs.last_step)
+    actor = models.actor
+    critic = models.critic
+    dtype = config.actor_rollout_ref.actor.megatron.dtype
+
+    def export(checkpoint: Path) -> None:
+        export_model(actor.learner, source, tokenizer, checkpoint / HUGGINGFACE, launch)
+        if critic:
+            reader = critic.translate.reader if critic.translate else tokenizer
+            start = Source.read(config.critic.model)  # the model that the critic was trained from
+            export_model(critic.learner, start, reader, checkpoint / f"{HUGGINGFACE}_{critic.name}", launch)
+
+    checkpoints = make_checkpoints(
+        config,
+        {model.name: model.learner for model in (actor, critic) if model},
+        write_huggingface=lambda directory: source.write_config_and_tokenizer(directory, tokenizer, dtype=dtype),
+        export=export,
+        mirrored=mirrored,
+    )
     resume_point.require_sizes(checkpoints.learners, MODEL_KEYS)
     if resume_point.checkpoint:
         checkpoints.load(resume_point.checkpoint)
@@ -227,14 +238,14 @@ def make_job(
     config: Config,
     launch: Launch,
     models: Models,
-    *,
+    inputs: Inputs,
     samples: SampleSource,
-    gate: Gate | None,
-    custom_estimator: CustomEstimator | None,
     schedule: Schedule,
-    validation: Validation | None,
     checkpoints: CheckpointStore,
     tracker: Tracker,
+    *,
+    gate: Gate | None = None,
+    validation: Validation | None = None,
 ) -> Job:
     """Put the parts of a run together."""
     return Job(
@@ -244,7 +255,7 @@ def make_job(
         critic=models.critic,
         gate=gate,
         algorithm=replace(config.algorithm, use_kl_in_reward=config.kl_of_reward is not None),
-        custom_estimator=custom_estimator,
+        custom_estimator=inputs.estimator,
         critic_warmup=config.trainer.critic_warmup,
         schedule=schedule,
         validation=validation,
@@ -341,27 +352,3 @@ def _log_sizes(config: Config, resume_point: ResumePoint, tracker: Tracker, inpu
         streams = {"train": inputs.prompts, "validation": inputs.val_prompts}
         sizes = [{"files": name} | stream.sizes for name, stream in streams.items() if stream]
         tracker.log_table("data/prompts", sizes, step=resume_point.state.step)
-
-
-def _make_checkpoints(
-    config: Config, launch: Launch, source: Source, tokenizer: Tokenizer, models: Models, *, mirrored: bool
-) -> CheckpointStore:
-    """Make the checkpoints of the models that learn."""
-    actor = models.actor
-    critic = models.critic
-    dtype = config.actor_rollout_ref.actor.megatron.dtype
-
-    def export(checkpoint: Path) -> None:
-        export_model(actor.learner, source, tokenizer, checkpoint / HUGGINGFACE, launch)
-        if critic:
-            reader = critic.translate.reader if critic.translate else tokenizer
-            start = Source.read(config.critic.model)  # the model that the critic was trained from
-            export_model(critic.learner, start, reader, checkpoint / f"{HUGGINGFACE}_{critic.name}", launch)
-
-    return make_checkpoints(
-        config,
-        {model.name: model.learner for model in (actor, critic) if model},
-        write_huggingface=lambda directory: source.write_config_and_tokenizer(directory, tokenizer, dtype=dtype),
-        export=export,
-        mirrored=mirrored,
-    )

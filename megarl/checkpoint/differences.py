@@ -16,7 +16,7 @@ _LEARNING = ("algorithm.", "actor_rollout_ref.actor.")
 _LENGTHS = ("trainer.total_epochs", "trainer.total_training_steps")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ConfigDifference:
     """A key whose value has changed."""
 
@@ -50,7 +50,7 @@ def config_differences(
             continue
         if old != new:
             follows = key in _LENGTHS and (_rates_follow_the_length(was) or _rates_follow_the_length(now))
-            found.append(ConfigDifference(key=key, was=old, now=new, change=_FOLLOWS if follows else change))
+            found.append(ConfigDifference(key, old, new, _FOLLOWS if follows else change))
     order = list(Effect)
     return sorted(found, key=lambda difference: -order.index(difference.change.effect))
 
@@ -64,12 +64,7 @@ def code_differences(
     """
     known = {difference.key for difference in found}
     return [
-        ConfigDifference(
-            key=key,
-            was=was[key],
-            now=now[key],
-            change=_ALGORITHM if key.startswith(_LEARNING) else _CONTENT,
-        )
+        ConfigDifference(key, was[key], now[key], _ALGORITHM if key.startswith(_LEARNING) else _CONTENT)
         for key in sorted((was.keys() & now.keys()) - known)
         if was[key].rpartition(DIGEST)[2] != now[key].rpartition(DIGEST)[2]
     ]
@@ -87,7 +82,7 @@ def input_differences(
             old = was[key].get(name, "no such file")
             new = now[key].get(name, "no such file")
             if old != new:
-                differences.append(ConfigDifference(key=f"{key}: {name}", was=old, now=new, change=change))
+                differences.append(ConfigDifference(f"{key}: {name}", old, new, change))
     return differences
 
 

@@ -10,12 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import HUGGINGFACE, saved_steps, step_of_name
 from megarl.commands.cli.command import parse, print_error
 from megarl.commands.cli.table import CHAT
 from megarl.platform.errors import UserError
-from megarl.platform.secrets import guard_output
 from megarl.platform.terminal import visible
 from megarl.reshard.headers import has_weights
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 ANEW = "/new"
 
 
-def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Talk as `argv` says; return 1 if there is no such model."""
     typed = parse(CHAT, argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # there is nothing to save
@@ -104,8 +102,3 @@ def typed_lines() -> Iterator[str]:
             return
         if line.strip():
             yield line
-
-
-if __name__ == "__main__":
-    guard_output()
-    sys.exit(main())

@@ -1,7 +1,6 @@
 """Show runs next to each other: `megarl compare RUN_DIR RUN_DIR ...`. Needs nothing but the files of the runs."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from statistics import median
@@ -9,13 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
-from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.commands.cli.command import parse, print_error
 from megarl.commands.cli.table import COMPARE
 from megarl.config.links import shown
 from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen
-from megarl.platform.secrets import guard_output
 from megarl.report.differences import between
 from megarl.report.read import Points, Run, read_run
 from megarl.report.summary import Score
@@ -29,7 +26,7 @@ Facts = Mapping[str, Any]
 """Numbers of a run, or of a curve."""
 
 
-def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Print the comparison; return 1 if a directory is not that of a run."""
     typed = parse(COMPARE, argv)
     try:
@@ -100,8 +97,3 @@ def _curve(name: str, points: Points) -> Facts:
 
 def _is_wanted(patterns: Sequence[str], name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-if __name__ == "__main__":
-    guard_output()
-    sys.exit(main())

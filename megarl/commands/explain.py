@@ -11,7 +11,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import CONFIG
@@ -32,7 +31,7 @@ from megarl.config.root import COMMANDS, AnyConfig, Config, RewardTrainConfig, S
 from megarl.config.trial import try_out
 from megarl.platform.device import decide_device
 from megarl.platform.log import show_on_console
-from megarl.platform.secrets import guard_output, redact, redacted
+from megarl.platform.secrets import redact, redacted
 from megarl.platform.terminal import visible
 from megarl.section import flatten
 
@@ -70,7 +69,7 @@ class Values:
         return cls(redacted(dict(flatten(asdict(config)))), origins, tuple(faults))
 
 
-def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Explain what `argv` names; return 2 if a name is unknown or the configuration is faulty, else 0."""
     typed = parse(CONFIG, argv)
     words: tuple[str, ...] = typed["words"]
@@ -294,8 +293,3 @@ def _text(text: str, indent: int) -> str:
     width = min(shutil.get_terminal_size().columns, MOST_COLUMNS)
     plain = _plain(re.sub(r"\*((?:Read only if|Not read)[^*]*)\*", r"\1", text))
     return fill(plain.strip(), width=width, initial_indent=" " * indent, subsequent_indent=" " * indent)
-
-
-if __name__ == "__main__":
-    guard_output()
-    sys.exit(main())

@@ -18,13 +18,12 @@ from megarl.config.report import show_plan
 from megarl.config.trial import find_architectures
 from megarl.platform.errors import UserError
 from megarl.platform.screen import Screen
-from megarl.platform.secrets import guard_output
 
 if TYPE_CHECKING:
     from megarl.planning.device import Device
 
 
-def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Print the plan; return 1 if the run does not fit, else 0."""
     typed = parse(PLAN, argv)
     try:
@@ -78,8 +77,3 @@ def with_options(device: "Device", typed: Mapping[str, Any]) -> "Device":
     if typed["memory_bandwidth"]:
         peaks = replace(peaks, bytes_per_second=typed["memory_bandwidth"])
     return replace(device, num_bytes=typed["gpu_memory"] or device.num_bytes, peaks=peaks)
-
-
-if __name__ == "__main__":
-    guard_output()
-    sys.exit(main())

@@ -34,7 +34,7 @@ from megarl.data.table import DataRow
 from megarl.platform.errors import UserError, placed
 from megarl.platform.files import check_writable, explained
 from megarl.platform.functions import load_module
-from megarl.platform.secrets import guard_output, redact
+from megarl.platform.secrets import redact
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.signature import fault_in_file
 
@@ -234,8 +234,3 @@ def _check(file: str, faults: Sequence[str], report: check.CheckReport) -> None:
     if faults:
         raise SystemExit(1)
     print(f"{redact(file)}: no faults in the {check.READERS[report.kind]}")
-
-
-if __name__ == "__main__":
-    guard_output()
-    main()

@@ -1,6 +1,5 @@
 """Write the report of a run, or of several runs side by side: `megarl report RUN_DIR [RUN_DIR ...] [--samples]`."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -10,7 +9,6 @@ from megarl.commands.cli.command import parse, print_error
 from megarl.commands.cli.table import REPORT
 from megarl.platform.errors import UserError
 from megarl.platform.files import explained
-from megarl.platform.secrets import guard_output
 from megarl.platform.terminal import print_message, visible
 from megarl.report.page import write_report
 from megarl.report.read import Run, read_run
@@ -19,7 +17,7 @@ from megarl.report.tracker import REPORT_FILE
 CACHED_TOKENS = 1 << 18
 
 
-def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Write the pages and print their paths; return 1 if a directory is not that of a run, or a page fails."""
     typed = parse(REPORT, argv)
     directories: Sequence[Path] = typed["runs"]
@@ -74,8 +72,3 @@ def _texts_of(config: Mapping[str, Any]) -> Callable[[int], str] | None:
         return tokenizer.decode([token], with_special_tokens=True)
 
     return text_of
-
-
-if __name__ == "__main__":
-    guard_output()
-    sys.exit(main())

@@ -7,42 +7,17 @@ import sys
 from collections.abc import Sequence
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import SFT
-from megarl.commands.entry import JobProgram, run
+from megarl.commands.entry import run
+from megarl.commands.supervised import program_of
 from megarl.config.load import load_sft_config
-from megarl.config.report import start_notes
-from megarl.config.root import SFTConfig
-from megarl.config.trial import try_out
-from megarl.distributed.place import Launch
+
+PROGRAM = program_of(SFT, load_sft_config)
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
     run(PROGRAM, argv)
-
-
-def read_configuration(argv: Sequence[str], *, world_size: int | None) -> SFTConfig:
-    """Parse the command line, and read the configuration as `load_sft_config` does."""
-    return load_sft_config(parse(SFT, argv)["configuration"], world_size=world_size)
-
-
-def train(config: SFTConfig, launch: Launch) -> None:
-    """Run the job on this rank."""
-    from megarl.assembly.supervised import learn
-
-    learn(config, launch)
-
-
-PROGRAM = JobProgram(
-    module="megarl.commands.sft",
-    load=read_configuration,
-    body=train,
-    trial=try_out,
-    notes=start_notes,
-    imports=("megarl.assembly.supervised", "megarl.learner.imported"),
-    keeps_log=True,
-)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from megarl.platform.files import explained, write_whole
 from megarl.platform.log import show_on_console
 from megarl.platform.processes import die_with_parent
 from megarl.platform.safe_names import FILE_LONGEST, file_name, with_digest
-from megarl.platform.secrets import guard_output, redact
+from megarl.platform.secrets import redact
 from megarl.platform.terminal import print_message, typed, visible
 from megarl.report.differences import OWN_KEYS, between
 from megarl.report.read import read_mapping
@@ -75,7 +75,7 @@ class SweptRun:
         return shlex.join(["megarl", "train", *self.argv])
 
 
-def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the sweep, or what `--dry-run` and `--slurm` do instead; return the exit code."""
     options = parse(SWEEP, argv)
     show_on_console(rank=0)
@@ -288,8 +288,3 @@ def write_script(runs: Sequence[SweptRun], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "\n".join(lines).encode())
     print(visible(f"submit       {shlex.join(['sbatch', str(path)])}"))
-
-
-if __name__ == "__main__":
-    guard_output()
-    sys.exit(main())

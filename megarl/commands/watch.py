@@ -36,7 +36,7 @@ SILENT_S = 30.0  # a run that is silent for longer may be dead
 MAX_TEXT = 600  # characters of a prompt or response shown
 
 
-def main(argv: Sequence[str] = sys.argv[1:]) -> None:
+def main(argv: Sequence[str]) -> None:
     """Show the run until it ends or the user stops watching."""
     directory = parse(WATCH, argv)["run"]
     console = Screen()
@@ -137,7 +137,3 @@ def _sample(pair: Pair) -> Panel:
         text.append(f"{visible(content[:MAX_TEXT])}\n")
     text.rstrip()
     return Panel(text, title="a validation sample", title_align="left")
-
-
-if __name__ == "__main__":
-    main()

@@ -176,16 +176,15 @@ def partition_faults(model: CheckpointSection, key: str, megatron: MegatronSecti
     sizes = read_sizes(model)
     if not sizes:
         return
-    yield from cut_faults(
-        sizes, f"{key}.path", f"{where}.tensor_model_parallel_size", megatron.tensor_model_parallel_size
-    )
-    if sizes.traits.wide_qk_norm and megatron.tensor_model_parallel_size > sizes.num_key_value_heads:
+    tp = megatron.tensor_model_parallel_size
+    cp = megatron.context_parallel_size
+    yield from cut_faults(sizes, f"{key}.path", f"{where}.tensor_model_parallel_size", tp)
+    if sizes.traits.wide_qk_norm and tp > sizes.num_key_value_heads:
         yield Fault(
             f"{where}.tensor_model_parallel_size",
-            f"{megatron.tensor_model_parallel_size} ranks cannot share the norm over all "
+            f"{tp} ranks cannot share the norm over all "
             f"{sizes.num_key_value_heads} key-value heads of {key}.path: choose at most {sizes.num_key_value_heads}",
         )
-    tp, cp = megatron.tensor_model_parallel_size, megatron.context_parallel_size
     if sizes.linear and sizes.linear.num_key_heads % tp == 0 and sizes.linear.num_key_heads // tp % cp:
         heads = sizes.linear.num_key_heads // tp
         yield Fault(
@@ -194,7 +193,7 @@ def partition_faults(model: CheckpointSection, key: str, megatron: MegatronSecti
             f"{key}.path: choose one of {divisors(heads)}",
         )
     yield from expert_faults(sizes.experts, f"{key}.path", megatron, where)
-    expert_ranks = megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
+    expert_ranks = megatron.expert_tensor_parallel_size or tp
     if sizes.experts and sizes.traits.linear_bias and expert_ranks > 1:
         yield Fault(
             f"{where}.expert_tensor_parallel_size",

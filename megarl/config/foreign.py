@@ -77,7 +77,7 @@ class ForeignRow:
         return ANY in self.accepts or _among(value, self.accepts) or str(value).startswith("${")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Remark:
     """An accepted key of another trainer, and the key here."""
 
@@ -99,7 +99,7 @@ class Remark:
         return None if does or len(numbers) < len(sizes) else row.answer.format(least=least)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reading:
     """A key and its value as megarl has them, or the reason why it does not."""
 
@@ -130,19 +130,17 @@ def read_key(written: str, value: object, known: Schema) -> Reading:
         return _read_value(written, value, Reading())
     alias = _alias(written)
     if alias in known:
-        return _read_value(alias, value, Reading(remark=Remark(written=written, value=value, key=alias, why="")))
+        return _read_value(alias, value, Reading(remark=Remark(written, value, alias, "")))
     fixed = _first(FIXED, written)
     if fixed and fixed.drops(value):
         why = (fixed.why or "changes nothing here").format(owner=owner_of(written), value=value)
-        return Reading(remark=Remark(written=written, value=value, key=None, why=why, row=fixed))
+        return Reading(remark=Remark(written, value, None, why, fixed))
     renamed = _first(RENAMES, written)
     if renamed and renamed.target(written) in known and not (fixed and fixed.answer):
         target = renamed.target(written)
         ours = renamed.value_here(value)
         why = renamed.why if ours != value or renamed.also else ""
-        reading = _read_value(
-            target, ours, Reading(remark=Remark(written=written, value=value, key=target, why=why, row=renamed))
-        )
+        reading = _read_value(target, ours, Reading(remark=Remark(written, value, target, why, renamed)))
         return replace(reading, leaves={**reading.leaves, **renamed.also})
     return _answer(written, value, fixed)
 
@@ -163,8 +161,8 @@ def _read_value(key: str, value: object, reading: Reading) -> Reading:
         new = row.value_here(value)
         if new != value or type(new) is not type(value):
             why = row.why.format(value=value) or f"{shown(value)} is {shown(new)} here"
-            remark, value = Remark(written=remark.written if remark else key, value=value, key=key, why=why), new
-    return Reading(leaves={key: value}, remark=remark, answer="; ".join(found), missing=missing)
+            remark, value = Remark(remark.written if remark else key, value, key, why), new
+    return Reading({key: value}, remark, answer="; ".join(found), missing=missing)
 
 
 def _read_mapping(key: str, value: dict[str, object], remark: Remark | None) -> Reading:
@@ -175,12 +173,12 @@ def _read_mapping(key: str, value: dict[str, object], remark: Remark | None) -> 
         own = {name: one for name, one in value.items() if name not in ENGINES}
         own |= of_vllm if isinstance(of_vllm, dict) else {}
         why = f"the engine is vLLM: {', '.join(others)} is no level here, and arguments of other engines are dropped"
-        return Reading(leaves={key: own}, remark=Remark(written=key, value=value, key=key, why=why))
+        return Reading({key: own}, Remark(key, value, key, why))
     idle = {name: row for name in value if (row := _first(FIXED, f"{key}.{name}")) and row.drops(value[name])}
     if idle:
         why = next(iter(idle.values())).why
-        remark = Remark(written=", ".join(f"{key}.{name}" for name in idle), value=value, key=None, why=why)
-    return Reading(leaves={key: {name: one for name, one in value.items() if name not in idle}}, remark=remark)
+        remark = Remark(", ".join(f"{key}.{name}" for name in idle), value, None, why)
+    return Reading({key: {name: one for name, one in value.items() if name not in idle}}, remark)
 
 
 def _two_bounds(key: str, value: str) -> Reading:
@@ -190,16 +188,16 @@ def _two_bounds(key: str, value: str) -> Reading:
     except ValueError:
         bounds = []
     if not 1 <= len(bounds) <= 2 or min(bounds) <= 0.0:
-        return Reading(leaves={key: value})  # its type is a fault
+        return Reading({key: value})  # its type is a fault
     if key == IS_THRESHOLD:
         leaves: dict[str, object] = {key: bounds[-1], **({f"{key}_lower": bounds[0]} if len(bounds) == 2 else {})}
         why = f"each of the bounds {value} has a key here"
-        return Reading(leaves=leaves, remark=Remark(written=key, value=value, key=key, why=why))
+        return Reading(leaves, Remark(key, value, key, why))
     upper = 1 / bounds[0] if len(bounds) == 2 else bounds[0]
     lower = 1 / bounds[-1]
     why = f"{value} bounds rollout/train there; here the ratio is train/rollout, so each bound is 1 / the other one"
     leaves = {key: float(f"{upper:.12g}"), f"{key}_lower": float(f"{lower:.12g}")}
-    return Reading(leaves=leaves, remark=Remark(written=key, value=value, key=key, why=why))
+    return Reading(leaves, Remark(key, value, key, why))
 
 
 def defaults_beside(remarks: Iterable[Remark]) -> dict[str, object]:

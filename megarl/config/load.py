@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ SECRETS_NOTE = f"""\
 """
 
 C = TypeVar("C")
+S = TypeVar("S", SFTConfig, RewardTrainConfig)
 RL_RULES: Sequence[Rule[Config]] = [
     *LAUNCH_RULES,
     *RUN_RULES,
@@ -75,18 +77,14 @@ def load_config(
     return config
 
 
-def load_sft_config(argv: Sequence[str], *, world_size: int | None, check_paths: bool = True) -> SFTConfig:
-    """Read the configuration of a supervised run, as `load_config` does."""
+def load_supervised(root: type[S], argv: Sequence[str], *, world_size: int | None, check_paths: bool = True) -> S:
+    """Read the configuration of a run that learns from files, as `load_config` does."""
     context = CheckContext(world_size=world_size, check_paths=check_paths)
-    return _load(SFTConfig, argv, rules=FILE_RULES, context=context)
+    return _load(root, argv, rules=FILE_RULES, context=context)
 
 
-def load_reward_train_config(
-    argv: Sequence[str], *, world_size: int | None, check_paths: bool = True
-) -> RewardTrainConfig:
-    """Read the configuration of a reward model's training, as `load_config` does."""
-    context = CheckContext(world_size=world_size, check_paths=check_paths)
-    return _load(RewardTrainConfig, argv, rules=FILE_RULES, context=context)
+load_sft_config = partial(load_supervised, SFTConfig)
+load_reward_train_config = partial(load_supervised, RewardTrainConfig)
 
 
 def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> VerifyConfig:

@@ -14,6 +14,7 @@ from megarl.config.foreign import Remark, defaults_beside, remarks_in_words
 from megarl.config.links import shown
 from megarl.config.load import foreign_keys, written_keys
 from megarl.config.mesh_checks import data_parallel_size
+from megarl.config.policy import ActorSection, CriticSection
 from megarl.config.root import Config, RunConfig, SupervisedConfig
 from megarl.config.unread import reasons, unread_keys
 from megarl.platform.screen import Screen, labelled
@@ -69,23 +70,14 @@ def batch_table(config: Config) -> list[BatchRow]:
         BatchRow("prompts", f"{prompts}", "per step"),
         BatchRow("samples", f"{prompts * rollout.n}", f"{prompts} prompts x n {rollout.n}"),
         *_further_samples(config),
-        *_update_rows(
-            config,
-            "actor",
-            policy.actor.ppo_mini_batch_size,
-            policy.actor.ppo_epochs,
-            policy.actor.ppo_micro_batch_size,
-        ),
+        *_update_rows(config, "actor", policy.actor),
     ]
     if config.num_supervised:
         rows.append(
             BatchRow("supervised pairs", f"{config.num_supervised}", "with each mini-batch of the actor (ptx_files)")
         )
     if config.has_critic:
-        critic = config.critic
-        rows += _update_rows(
-            config, "critic", critic.ppo_mini_batch_size, critic.ppo_epochs, critic.ppo_micro_batch_size
-        )
+        rows += _update_rows(config, "critic", config.critic)
     if config.reward_model.enable:
         share = ceil(prompts * rollout.n / ranks)
         rows.append(_micro_batch_row(config, "reward model", share, config.reward_model.micro_batch_size))
@@ -253,7 +245,9 @@ def unwritten_keys(config: RunConfig, argv: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _update_rows(config: Config, model: str, mini_batch: int, epochs: int, micro_batch: int | None) -> list[BatchRow]:
+def _update_rows(config: Config, model: str, section: ActorSection | CriticSection) -> list[BatchRow]:
+    mini_batch = section.ppo_mini_batch_size
+    epochs = section.ppo_epochs
     actor = config.actor_rollout_ref.actor
     n = config.actor_rollout_ref.rollout.n
     count = config.data.train_batch_size // mini_batch
@@ -266,7 +260,7 @@ def _update_rows(config: Config, model: str, mini_batch: int, epochs: int, micro
             f"{mini_batch} prompts = {mini_batch * n} samples; x {epochs} epochs = {count * epochs} optimizer steps",
         ),
         BatchRow(f"{model} share of a rank", f"{share}", f"samples of a mini-batch, over {ranks} data-parallel ranks"),
-        _micro_batch_row(config, model, share, micro_batch),
+        _micro_batch_row(config, model, share, section.ppo_micro_batch_size),
     ]
 
 

@@ -36,7 +36,7 @@ def check_rows(config: Config) -> Iterator[str]:
         Fault(key, f"{message}. {_remedy(config, key, kind)}")
         for key, findings in found.items()
         for kind in STOPS
-        if kind == "column" or _stops(section, findings)
+        if kind == "column" or stops(section, findings.counts.get("truth", 0), findings.num_rows)
         for message in _messages(kind, findings)
     ]
     if faults:
@@ -101,16 +101,15 @@ def _look(config: Config, columns: PromptColumns) -> Mapping[str, TruthFindings]
     return found
 
 
-def _stops(section: RulesSection, findings: TruthFindings) -> bool:
-    """Return whether failures on this share of the rows would stop a run."""
-    num_faulty = findings.counts.get("truth", 0)
+def stops(section: RulesSection, num_faulty: int, num_rows: int, *, only_errors: bool = True) -> bool:
+    """Return whether failures on this share of rows would stop a run. `only_errors`: none of them came too late."""
     match section.on_failure:
         case "stop":
             return num_faulty > 0
         case "mask":
-            return 2 * num_faulty > findings.num_rows
+            return 2 * num_faulty > num_rows
         case "score":
-            return num_faulty >= findings.num_rows
+            return num_faulty >= num_rows and only_errors
 
 
 def _messages(kind: Kind, findings: TruthFindings) -> Iterator[str]:

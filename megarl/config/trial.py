@@ -13,7 +13,7 @@ from itertools import islice, pairwise, zip_longest
 
 from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.config.root import AnyConfig, Config, RunConfig, VerifyConfig
-from megarl.config.rows_trial import check_responses, check_rows
+from megarl.config.rows_trial import check_responses, check_rows, stops
 from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.rows import Rows
@@ -262,13 +262,7 @@ def _results(pool: Pool, section: RulesSection, rows: Sequence[_Row]) -> list[Sc
 
 def _stops(section: RulesSection, failed: Sequence[ScoringResult], num_rows: int) -> bool:
     """Return whether so many failures among the responses of a step would stop a run."""
-    match section.on_failure:
-        case "stop":
-            return bool(failed)
-        case "mask":
-            return 2 * len(failed) > num_rows
-        case "score":
-            return len(failed) == num_rows and all(result.fault == "error" for result in failed)
+    return stops(section, len(failed), num_rows, only_errors=all(result.fault == "error" for result in failed))
 
 
 def _shown(text: str) -> str:

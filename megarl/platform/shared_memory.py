@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.platform.finding import Finding
@@ -14,7 +14,7 @@ MIN_SHM_GIB = 1
 SEGMENT = re.compile(r"^megarl-.*(?<!\.lock)(?<!-sockets)$|cpushm|^vllm|^psm_")
 
 
-def shared_memory_findings(directory: Path, maps: Sequence[str]) -> list[Finding]:
+def shared_memory_findings(directory: Path, maps: Sequence[str]) -> Iterator[Finding]:
     """Check the size of /dev/shm, and find segments of crashed jobs: this user's segments without a live process.
 
     Args:
@@ -22,29 +22,21 @@ def shared_memory_findings(directory: Path, maps: Sequence[str]) -> list[Finding
         maps: the text of /proc/PID/maps of each live process.
     """
     if not directory.is_dir():
-        return []
+        return
     gib = shutil.disk_usage(directory).total / 2**30
-    rows = [Finding("shared memory", f"{gib:.1f} GiB")]
     if gib < MIN_SHM_GIB:
-        rows = [
-            Finding("shared memory", f"{gib:.2f} GiB", "ranks share tensors there: docker run --shm-size=8g", "note")
-        ]
+        advice = "ranks share tensors there: docker run --shm-size=8g"
+        yield Finding("shared memory", f"{gib:.2f} GiB", advice, "note")
+    else:
+        yield Finding("shared memory", f"{gib:.1f} GiB")
     used = {name for text in maps for name in re.findall(rf"{re.escape(str(directory))}/(.*)$", text, re.MULTILINE)}
     left = sorted(
         path for path in directory.iterdir() if SEGMENT.search(path.name) and path.name not in used and _is_own(path)
     )
-    if not left:
-        return rows
-    return [
-        *rows,
-        Finding(
-            "left by crashed jobs",
-            f"{len(left)} segments",
-            "remove them with the command below",
-            "note",
-            shlex.join(["rm", "--", *map(str, left)]),
-        ),
-    ]
+    if left:
+        removing = shlex.join(["rm", "--", *map(str, left)])
+        found = f"{len(left)} segments"
+        yield Finding("left by crashed jobs", found, "remove them with the command below", "note", removing)
 
 
 def _is_own(path: Path) -> bool:

@@ -4,6 +4,7 @@ The caller defines the values of numerals and operators: numbers, or the terms o
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -15,6 +16,8 @@ MAX_DEPTH = 64
 Value = TypeVar("Value")
 
 _TOKEN = re.compile(r"[0-9]+\.?[0-9]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?|\*\*|//|[-+*/()]")
+_BINDING = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "**": 4}
+_BINDING_OF_SIGN = 3  # before its only operand
 _LEADING_ZEROS = re.compile("0+[1-9][0-9]*")
 _SPACES, _SPACES_IN_PARENTHESES = " \t\f", " \t\f\r\n"  # the white space that Python accepts
 
@@ -34,9 +37,9 @@ def read(text: str, operations: Operations[Value]) -> Value:
     Raises ValueError for anything that is not arithmetic of numbers in Python, and beyond the bounds above.
     """
     parser = _Parser(_tokens(text.strip()), operations)
-    value = parser.sum(depth=0)
-    if parser.next is not None:
-        raise ValueError(f"{parser.next!r} is not expected here")
+    value = parser.value()
+    if parser.tokens[0]:
+        raise ValueError(f"{parser.tokens[0]!r} is not expected here")
     return value
 
 
@@ -60,57 +63,32 @@ def _tokens(text: str) -> list[str]:
 
 
 class _Parser(Generic[Value]):
-    """Parses by recursive descent.
-
-    sum = product {(+|-) product}; product = factor {(*|/|//) factor}; factor = (+|-) factor | power;
-    power = atom [** factor]; atom = numeral | (sum).
-    """
+    """Parses by the strength with which signs bind. A numeral or a parenthesis may have signs of its own before it."""
 
     def __init__(self, tokens: list[str], operations: Operations[Value]) -> None:
-        self._tokens = tokens
-        self._position = 0
+        self.tokens = deque([*tokens, ""])
         self._operations = operations
 
-    @property
-    def next(self) -> str | None:
-        return self._tokens[self._position] if self._position < len(self._tokens) else None
-
-    def sum(self, depth: int) -> Value:
-        value = self._product(depth)
-        while self.next in ("+", "-"):
-            value = self._operations.binary[self._take()](value, self._product(depth))
+    def value(self, depth: int = 0, weakest: int = 1) -> Value:
+        """Return the value of what stands before the next sign that binds less than `weakest`."""
+        value = self._operand(depth)
+        while _BINDING.get(self.tokens[0], 0) >= weakest:
+            sign = self.tokens.popleft()
+            place = (depth + 1, _BINDING_OF_SIGN) if sign == "**" else (depth, _BINDING[sign] + 1)
+            value = self._operations.binary[sign](value, self.value(*place))
         return value
 
-    def _product(self, depth: int) -> Value:
-        value = self._factor(depth)
-        while self.next in ("*", "/", "//"):
-            value = self._operations.binary[self._take()](value, self._factor(depth))
-        return value
-
-    def _factor(self, depth: int) -> Value:
+    def _operand(self, depth: int) -> Value:
         if depth > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
-        if self.next in ("+", "-"):
-            return self._operations.unary[self._take()](self._factor(depth + 1))
-        value = self._atom(depth)
-        if self.next == "**":
-            value = self._operations.binary[self._take()](value, self._factor(depth + 1))
-        return value
-
-    def _atom(self, depth: int) -> Value:
-        token = self._take()
+        token = self.tokens.popleft()
+        if token in ("+", "-"):
+            return self._operations.unary[token](self.value(depth + 1, _BINDING_OF_SIGN))
         if token == "(":
-            value = self.sum(depth + 1)
-            if self._take() != ")":
+            value = self.value(depth + 1)
+            if self.tokens.popleft() != ")":
                 raise ValueError("a parenthesis is not closed")
             return value
-        if token[0] not in ".0123456789":
+        if not token or token in _BINDING or token == ")":
             raise ValueError(f"{token!r} is not a number")
         return self._operations.number(token)
-
-    def _take(self) -> str:
-        token = self.next
-        if token is None:
-            raise ValueError("the expression ends too early")
-        self._position += 1
-        return token

@@ -30,33 +30,25 @@ class BuiltInRule:
     """Beginnings of further data sources; names have precedence."""
 
 
-_GSM8K = BuiltInRule(score=gsm8k.compute_score, answer=gsm8k.answer_in, right_answer=gsm8k.right_answer)
+def _rule(module: Any, **sources: tuple[str, ...]) -> BuiltInRule:
+    return BuiltInRule(score=module.compute_score, answer=module.answer_in, right_answer=module.right_answer, **sources)
+
+
+_GSM8K = _rule(gsm8k)
 _GSM8K_FLEXIBLE = BuiltInRule(
     score=gsm8k.compute_score_flexible, answer=gsm8k.answer_in_flexible, right_answer=gsm8k.right_answer
 )
 RULES = {
-    "countdown": BuiltInRule(
-        score=countdown.compute_score,
-        answer=countdown.answer_in,
-        right_answer=countdown.right_answer,
-        sources=("Jiayi-Pan/Countdown-Tasks-3to4",),
-        prefixes=("countdown",),
-    ),
+    "countdown": _rule(countdown, sources=("Jiayi-Pan/Countdown-Tasks-3to4",), prefixes=("countdown",)),
     "countdown/bare": BuiltInRule(
         score=countdown.compute_score_bare, answer=countdown.answer_in_bare, right_answer=countdown.right_answer
     ),
     "format": BuiltInRule(score=format.compute_score, right_answer=format.right_answer),
     "gsm8k": _GSM8K,
     "gsm8k/flexible": _GSM8K_FLEXIBLE,
-    "knights_knaves": BuiltInRule(
-        score=knights_knaves.compute_score,
-        answer=knights_knaves.answer_in,
-        right_answer=knights_knaves.right_answer,
-    ),
-    "math": BuiltInRule(
-        score=math.compute_score,
-        answer=math.answer_in,
-        right_answer=math.right_answer,
+    "knights_knaves": _rule(knights_knaves),
+    "math": _rule(
+        math,
         sources=(
             "DigitalLearningGmbH/MATH-lighteval",
             "HuggingFaceH4/MATH-500",
@@ -76,21 +68,14 @@ RULES = {
         sources=("math_dapo_reasoning",),
         prefixes=("aime",),
     ),
-    "multiply": BuiltInRule(
-        score=multiply.compute_score,
-        answer=multiply.answer_in,
-        right_answer=multiply.right_answer,
-        prefixes=("arithmetic", "multiply", "yolo/arithmetic", "yolo/multiply"),
-    ),
+    "multiply": _rule(multiply, prefixes=("arithmetic", "multiply", "yolo/arithmetic", "yolo/multiply")),
     "openai/gsm8k": _GSM8K,
     "svamp": _GSM8K,
     "svamp/flexible": _GSM8K_FLEXIBLE,
 }
 SOURCES = {source: name for name, rule in RULES.items() for source in rule.sources}
 PREFIXES = {prefix: name for name, rule in RULES.items() for prefix in rule.prefixes}
-_REASONING_GYM = BuiltInRule(
-    score=reasoning_gym.compute_score, answer=reasoning_gym.answer_in, right_answer=reasoning_gym.right_answer
-)
+_REASONING_GYM = _rule(reasoning_gym)
 
 
 def name_of_rule(data_source: str) -> str | None:

@@ -8,45 +8,24 @@ import re
 MARK = "\x01"
 """The place of a mark that is gone, between digits."""
 
-_GREEK = (
-    "αβγδεζηθικλμνξρστφχψωΓΔΘΛΞΠΣΦΨΩϕ",
+_COMMANDS = (
+    "αβγδεζηθικλμνξρστφχψωΓΔΘΛΞΠΣΦΨΩϕ×÷±∓π∞≤≥≠∪∩∈⌊⌋⌈⌉∠△∅⇒→≈",
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega Gamma"
-    " Delta Theta Lambda Xi Pi Sigma Phi Psi Omega phi",
+    " Delta Theta Lambda Xi Pi Sigma Phi Psi Omega phi times div pm mp pi infty le ge neq cup cap in lfloor rfloor"
+    " lceil rceil angle triangle emptyset implies to approx",
 )
 _FRACTIONS = ("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒", "12 13 23 14 34 15 25 35 45 16 56 17 18 38 58 78 19 1{10}")
 _AS_LATEX = {
     **dict.fromkeys("−–‒‑‐﹣－", "-"),
     **dict.fromkeys("⁄∕", "/"),
     **dict.fromkeys("·⋅∙", "\\cdot "),
-    **{sign: f"\\{name} " for sign, name in zip(_GREEK[0], _GREEK[1].split(), strict=True)},
+    **{sign: f"\\{name} " for sign, name in zip(_COMMANDS[0], _COMMANDS[1].split(), strict=True)},
     **{
         sign: f"\\frac{{{of[0]}}}{{{of[1:].strip('{}')}}}"
         for sign, of in zip(_FRACTIONS[0], _FRACTIONS[1].split(), strict=True)
     },
     **{letter: f"\\mathbb{{{plain}}}" for letter, plain in zip("ℝℤℚℕℂ", "RZQNC", strict=True)},
-    "×": "\\times ",
-    "÷": "\\div ",
-    "±": "\\pm ",
-    "∓": "\\mp ",
-    "π": "\\pi ",
-    "∞": "\\infty ",
-    "≤": "\\le ",
-    "≥": "\\ge ",
-    "≠": "\\neq ",
-    "∪": "\\cup ",
-    "∩": "\\cap ",
-    "∈": "\\in ",
-    "⌊": "\\lfloor ",
-    "⌋": "\\rfloor ",
-    "⌈": "\\lceil ",
-    "⌉": "\\rceil ",
     "°": "^\\circ ",
-    "∠": "\\angle ",
-    "△": "\\triangle ",
-    "∅": "\\emptyset ",
-    "⇒": "\\implies ",
-    "→": "\\to ",
-    "≈": "\\approx ",
     **dict.fromkeys("✓✔✅", MARK),
     **dict.fromkeys("\u00a0\u2009\u202f", " "),
     **dict(zip("０１２３４５６７８９＋＝（）．，：％", "0123456789+=().,:%", strict=True)),

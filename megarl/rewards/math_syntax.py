@@ -29,8 +29,8 @@ _CLOSING = {
     "{": frozenset("}"),
     "\\{": frozenset(["\\}"]),
     "|": frozenset("|"),
-    **{f"\\{kind[0]}": frozenset([f"\\{kind[1]}"]) for kind in (("lfloor", "rfloor"), ("lceil", "rceil"))},
-    **{f"\\{kind[0]}": frozenset([f"\\{kind[1]}"]) for kind in (("lvert", "rvert"), ("vert", "vert"))},
+    **{f"\\l{kind}": frozenset([f"\\r{kind}"]) for kind in ("floor", "ceil", "vert")},
+    "\\vert": frozenset(["\\vert"]),
 }
 _CLOSERS = frozenset[str]().union(*_CLOSING.values())
 _NUM_ARGUMENTS = {**dict.fromkeys(words_of(r"\frac \dfrac \tfrac \cfrac \binom \dbinom \tbinom"), 2), "\\sqrt": 1}

@@ -58,28 +58,50 @@ _NOUNS = words_of(
 )
 _MONEY = words_of("dollar buck cent euro pound peso rupee yen yuan franc ruble")
 _QUANTITIES = {
-    **dict.fromkeys(words_of("mm millimeter millimetre"), "mm"),
-    **dict.fromkeys(words_of("cm centimeter centimetre"), "cm"),
-    **dict.fromkeys(words_of("m meter metre"), "m"),
-    **dict.fromkeys(words_of("km kilometer kilometre"), "km"),
-    **dict.fromkeys(words_of("inch inche"), "in"),
-    **dict.fromkeys(words_of("ft foot feet"), "ft"),
-    **dict.fromkeys(words_of("mi mile"), "mi"),
-    **dict.fromkeys(words_of("yd yard"), "yd"),
-    **dict.fromkeys(words_of("s sec second"), "s"),
-    **dict.fromkeys(words_of("min minute"), "min"),
-    **dict.fromkeys(words_of("h hr hour"), "h"),
-    **dict.fromkeys(words_of("g gram"), "g"),
-    **dict.fromkeys(words_of("kg kilogram kilo"), "kg"),
-    **dict.fromkeys(words_of("mg milligram"), "mg"),
-    **dict.fromkeys(words_of("L l liter litre"), "l"),
-    **dict.fromkeys(words_of("mL ml milliliter millilitre"), "ml"),
-    **dict.fromkeys(words_of("$ dollar buck"), "dollar"),
-    **{word: word for word in words_of("day week month year degree celsius fahrenheit radian percent pound ounce")},
-    **{word: word for word in words_of("cent euro yen rupee gallon acre hectare")},
-    **{"lb": "pound", "oz": "ounce", "£": "pound", "€": "euro", "¥": "yen", "₹": "rupee", "¢": "cent", "penny": "cent"},
+    word: unit
+    for unit, *words in map(
+        str.split,
+        """
+        mm mm millimeter millimetre
+        cm cm centimeter centimetre
+        m m meter metre
+        km km kilometer kilometre
+        in inch inche
+        ft ft foot feet
+        mi mi mile
+        yd yd yard
+        s s sec second
+        min min minute
+        h h hr hour
+        g g gram
+        kg kg kilogram kilo
+        mg mg milligram
+        l L l liter litre
+        ml mL ml milliliter millilitre
+        dollar $ dollar buck
+        pound pound lb £
+        ounce ounce oz
+        euro euro €
+        yen yen ¥
+        rupee rupee ₹
+        cent cent penny ¢
+        day day
+        week week
+        month month
+        year year
+        degree degree
+        celsius celsius
+        fahrenheit fahrenheit
+        radian radian
+        percent percent
+        gallon gallon
+        acre acre
+        hectare hectare
+        """.strip().splitlines(),
+    )
+    for word in words
 }
-"""Units that exclude each other, by their words and signs in the singular."""
+"""Units that exclude each other, by their words and signs in the singular; a line has a unit and its words."""
 _JOINING = words_of(
     """
     per a an the of in on at for to from each every his her their its my our total altogether left remaining overall

@@ -10,8 +10,8 @@ import posixpath
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from itertools import cycle, islice
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -175,8 +175,8 @@ class Store:
 
     def _log(self, run_id: str, kind: str, items: Sequence[Metric | Param], size: int) -> None:
         """Log metrics or parameters in batches. A record that the store refuses is lost alone, with one warning."""
-        for batch in _batches(items, size):
-            self._log_batch(run_id, kind, batch)
+        for start in range(0, len(items), size):
+            self._log_batch(run_id, kind, items[start : start + size])
 
     def _log_batch(self, run_id: str, kind: str, items: Sequence[Metric | Param]) -> None:
         try:
@@ -253,9 +253,3 @@ def is_refused(error: Exception) -> bool:
 
 def _status(error: Exception) -> int:
     return error.get_http_status_code() if isinstance(error, MlflowException) else 500
-
-
-def _batches(items: Sequence[Metric | Param], size: int) -> Iterator[list[Metric | Param]]:
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch

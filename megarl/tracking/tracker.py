@@ -1,7 +1,7 @@
 """The trackers of a run as one: each record goes to all of them."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -29,33 +29,27 @@ class Trackers:
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record the metrics of a step in all trackers."""
-        for name, tracker in self._trackers.items():
-            with self._alone(name):
-                tracker.log(metrics, step=step)
+        self._each(lambda tracker: tracker.log(metrics, step=step))
 
     def log_table(self, name: str, rows: Sequence[Row], *, step: int) -> None:
         """Record a table in all trackers."""
-        for tracker_name, tracker in self._trackers.items():
-            with self._alone(tracker_name):
-                tracker.log_table(name, rows, step=step)
+        self._each(lambda tracker: tracker.log_table(name, rows, step=step))
 
     def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Finish the run in all trackers."""
-        for name, tracker in self._trackers.items():
-            with self._alone(name):
-                tracker.close(summary_rows, ending=ending)
+        self._each(lambda tracker: tracker.close(summary_rows, ending=ending))
 
-    @contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
-        """Warn of the first error of a tracker, and raise none."""
-        try:
-            yield
-        except Exception as error:  # errors differ by library, and none may stop the training
-            if name not in self._failed:
-                kind = type(error).__name__
-                logger.warning("%s accepts no records, training continues: %s: %s", name, kind, error)
-                logger.debug("%s failed", name, exc_info=error)
-            self._failed.add(name)
+    def _each(self, record: Callable[[Tracker], None]) -> None:
+        """Record in each tracker; warn of the first error of a tracker, and raise none."""
+        for name, tracker in self._trackers.items():
+            try:
+                record(tracker)
+            except Exception as error:  # errors differ by library, and none may stop the training
+                if name not in self._failed:
+                    kind = type(error).__name__
+                    logger.warning("%s accepts no records, training continues: %s: %s", name, kind, error)
+                    logger.debug("%s failed", name, exc_info=error)
+                self._failed.add(name)
 
 
 @contextmanager

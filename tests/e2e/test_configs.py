@@ -112,7 +112,9 @@ ALWAYS = {
 }
 
 
-SUPERVISED = {  # by the beginning or the end of the file's name: entry point, loader, metric
+SUPERVISED: dict[
+    str, tuple[Any, Any, str]
+] = {  # by the beginning or the end of the file's name: entry point, loader, metric
     "sft": (sft.main, load_sft_config, "sft/loss"),
     "reward": (train_reward.main, load_reward_train_config, "reward_model/loss"),
 }

@@ -16,7 +16,7 @@ def here() -> Launch:
 
 def train(argv: list[str]) -> None:
     """Run `megarl train-reward` with `argv` on this rank."""
-    from megarl.commands.train_reward import train as body
+    from megarl.commands.supervised import train as body
     from megarl.config.load import load_reward_train_config
 
     launch = here()

@@ -2,6 +2,7 @@
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,10 @@ from megarl.config.load import load_config, load_reward_train_config, load_sft_c
 from megarl.config.report import batch_table, custom_code, notes, unsaved
 from megarl.config.root import Config
 
-LOADERS = {"sft": load_sft_config, "reward_": load_reward_train_config}  # by a part of the name; else load_config
+LOADERS: dict[str, Any] = {
+    "sft": load_sft_config,
+    "reward_": load_reward_train_config,
+}  # by a part of the name; else load_config
 EXAMPLES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 MINIMAL = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
 ACTOR = "actor_rollout_ref.actor"

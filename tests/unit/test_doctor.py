@@ -19,7 +19,7 @@ from megarl.commands.doctor import (
     engine_modules,
     main,
     package_findings,
-    patch_findings,
+    patch_finding,
     patch_table,
     tool_findings,
     torchvision_findings,
@@ -43,7 +43,7 @@ def faults(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def packages(versions: dict[str, str]) -> list[Finding]:
-    return package_findings(versions, PINS)
+    return list(package_findings(versions, PINS))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_torchvision_is_advised_by_the_engine(
 ) -> None:
     """The engine for CUDA imports it when it starts, so the remedy is the release that the engine names."""
     pins = [Requirement("torch==2.13.0"), Requirement("torchvision==0.28.0")]
-    findings = torchvision_findings(installed, pins, problem)
+    findings = list(torchvision_findings(installed, pins, problem))
     assert [fault.found for fault in faults(findings)] == ([found] if found else [])
     for fault in faults(findings):
         assert ("pip install 'torchvision==0.28.0'" in fault.advice) == ("vllm" in installed)
@@ -139,19 +139,19 @@ def test_packages_without_bytecode_get_compile_command(tmp_path: Path, monkeypat
 
 
 def test_vector_units_are_those_of_the_first_core() -> None:
-    rows = cpu_findings(XEON, machine="x86_64", num_cores=2, needs_avx2=True)
+    rows = list(cpu_findings(XEON, machine="x86_64", num_cores=2, needs_avx2=True))
     assert [row.found for row in rows] == ["2", "AVX2, AVX-512, AMX"]
     assert faults(rows) == []
 
 
 @pytest.mark.parametrize(("needs_avx2", "num_faults"), [(True, 1), (False, 0)])
 def test_only_the_cpu_engine_needs_avx2(needs_avx2: bool, num_faults: int) -> None:
-    rows = cpu_findings("flags : fpu sse4_2\n", machine="x86_64", num_cores=2, needs_avx2=needs_avx2)
+    rows = list(cpu_findings("flags : fpu sse4_2\n", machine="x86_64", num_cores=2, needs_avx2=needs_avx2))
     assert len(faults(rows)) == num_faults
 
 
 def test_another_architecture_is_only_named() -> None:
-    rows = cpu_findings("Features : fp asimd\n", machine="aarch64", num_cores=2, needs_avx2=True)
+    rows = list(cpu_findings("Features : fp asimd\n", machine="aarch64", num_cores=2, needs_avx2=True))
     assert rows[-1].found == "aarch64" and faults(rows) == []
 
 
@@ -166,14 +166,14 @@ def test_unmapped_shared_memory_segments_are_reported(tmp_path: Path) -> None:
     for name in ("job1-[0-1]-cpushm-0", "job2-[0-1]-cpushm-0", "psm_1", "psm_12", "somebody-elses"):
         (tmp_path / name).touch()
     mapped = "".join(f"7f00-7f01 rw-s 00000000 {tmp_path}/{name}\n" for name in ("job2-[0-1]-cpushm-0", "psm_12"))
-    row = shared_memory_findings(tmp_path, [mapped])[-1]
+    row = [*shared_memory_findings(tmp_path, [mapped])][-1]
     assert row.found == "2 segments"
     assert row.command == f"rm -- '{tmp_path}/job1-[0-1]-cpushm-0' {shlex.quote(f'{tmp_path}/psm_1')}"
 
 
 def test_segment_may_vanish_or_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "psm_1").symlink_to(tmp_path / "none")
-    assert shared_memory_findings(tmp_path, [])[-1].command == f"rm -- {shlex.quote(f'{tmp_path}/psm_1')}"
+    assert [*shared_memory_findings(tmp_path, [])][-1].command == f"rm -- {shlex.quote(f'{tmp_path}/psm_1')}"
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
@@ -181,8 +181,8 @@ def test_a_segment_in_use_is_not_left_over() -> None:
     segment = shared_memory.SharedMemory(create=True, size=4096)
     try:
         maps = Path("/proc/self/maps").read_text()
-        assert segment.name not in shared_memory_findings(Path("/dev/shm"), [maps])[-1].command
-        assert segment.name in shared_memory_findings(Path("/dev/shm"), [])[-1].command
+        assert segment.name not in [*shared_memory_findings(Path("/dev/shm"), [maps])][-1].command
+        assert segment.name in [*shared_memory_findings(Path("/dev/shm"), [])][-1].command
     finally:
         segment.close()
         segment.unlink()
@@ -210,7 +210,7 @@ def test_a_replacement_is_shown_with_the_installed_version(library: str, version
 )
 def test_patches_untested_with_installed_version_are_noted(library: str, versions: str, advice: str) -> None:
     about = {"library": library, "versions": versions, "reason": "", "upstream": "", "until": ""}
-    [finding] = patch_findings([Patch(owner="module", names=("f",), **about)])
+    finding = patch_finding([Patch(owner="module", names=("f",), **about)])
     assert finding.found.startswith("1 places") and finding.advice == advice
 
 
@@ -219,7 +219,7 @@ def test_command_prints_on_one_line_in_narrow_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     (tmp_path / "job1-[0-1]-cpushm-0").touch()
-    findings = shared_memory_findings(tmp_path, [])
+    findings = list(shared_memory_findings(tmp_path, []))
     show("megarl doctor", [findings])
     assert f"  {findings[-1].command}" in capsys.readouterr().out.splitlines()
 

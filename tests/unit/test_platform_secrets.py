@@ -142,10 +142,11 @@ def _own_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.usefixtures("_own_hooks")
 @pytest.mark.parametrize(
-    "module", ["megarl.commands.plan", "megarl.commands.prepare", "benchmarks", "megarl.commands.doctor"]
+    ("module", "arguments"),
+    [("megarl", ["plan", "nowhere.yaml"]), ("megarl", ["prepare"]), ("benchmarks", []), ("megarl", ["doctor"])],
 )
-def test_programs_without_ranks_redact_too(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [module])
+def test_programs_without_ranks_redact_too(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
     with pytest.raises(SystemExit):
         runpy.run_module(module, run_name="__main__")
     assert sys.excepthook.__module__ == "megarl.platform.secrets"

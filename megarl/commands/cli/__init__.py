@@ -1,4 +1,4 @@
 """The command line: what each command accepts, its help, and the completion of shells. Imports neither torch nor vLLM.
 
-`table.py` has the table of all commands. `megarl NAME` and `python -m megarl.MODULE` read it alike.
+`table.py` has the table of all commands.
 """

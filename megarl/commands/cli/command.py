@@ -19,7 +19,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 class Command(click.Command):
-    """A sub-command of `megarl`, which is also `python -m MODULE`."""
+    """A sub-command of `megarl`."""
 
     def __init__(
         self,

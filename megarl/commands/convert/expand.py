@@ -15,18 +15,23 @@ UNKNOWN = "\ue002"
 """The output of a program that was not run."""
 _UNSET = re.compile("\ue000(\\w+)\ue001")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
+_BRACED = re.compile(
+    rf"(?P<name>{_NAME.pattern})(?:\[(?P<index>[^\]]*)\])?(?P<operation>:?[-=+?]|%%?|##?|//?|\^\^?|,,?|:)?(?P<operand>.*)",
+    re.DOTALL,
+)
 _ITEM = re.compile(r"\[([^\]]*)\]=(.*)", re.DOTALL)
-_INDEX = re.compile(r"\[([^\]]*)\]")
-_OPERATION = re.compile(r":?[-=+?]|%%?|##?|//?|\^\^?|,,?|:")
 _MOST_CHARACTERS = 200_000
 _MOST_WORDS = 200
 _CHANGING = ("RANDOM", "SRANDOM", "SECONDS", "EPOCHSECONDS", "BASHPID", "PPID", "$", "!")
 """Parameters that differ each time."""
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": ""}
+_BLANKS = " \t\n"
 
-Variable = str | list[str] | dict[str, str]
-"""A text, an array, or an array whose items have names."""
+Variable = str | dict[str, str]
+"""A text, or the items of an array by their indices or names."""
+Value = str | list[str]
+"""A text, or the fields of a list."""
 Substitute = Callable[[str], str]
 """Returns the output of a command."""
 
@@ -56,18 +61,26 @@ def without_marks(text: str) -> str:
     return _UNSET.sub("", text)
 
 
+def array_of(fields: Sequence[str]) -> dict[str, str]:
+    """Return an array with these items."""
+    return {str(place): field for place, field in enumerate(fields)}
+
+
 def fields_of(value: Variable | None) -> list[str]:
     """Return the items of a variable: of a text itself, unless it is empty."""
     if isinstance(value, dict):
         return list(value.values())
-    if isinstance(value, list):
-        return value
     return [value] if value else []
 
 
 def matches(text: str, pattern: str) -> bool:
     """Return whether a text matches a pattern of the shell."""
     return re.fullmatch(translate(pattern), text, re.DOTALL) is not None
+
+
+def split_at(separators: str, text: str, most: int = 0) -> list[str]:
+    """Cut a text at runs of separators, `most` times at most; 0: at all."""
+    return re.split(f"[{re.escape(separators)}]+", text, maxsplit=most) if separators else [text]
 
 
 class Expander:
@@ -90,173 +103,156 @@ class Expander:
     def _split(self, word: str) -> list[str]:
         """Expand a word, and split the parts that are not quoted."""
         fields: list[str] = []
-        blanks = f"[{re.escape(self._separators())}]+" if self._separators() else "(?!)"
-        current: str | None = None
-        for text, is_quoted, is_list in self._parts(word):
-            if is_list is not None:
-                for number, item in enumerate(is_list):
-                    if number:
-                        fields.append(current or "")
-                    current = item if number else (current or "") + item
-            elif is_quoted:
-                current = (current or "") + text
-            else:
-                pieces = re.split(blanks, text)
-                for number, piece in enumerate(pieces):
-                    if number and current is not None:
-                        fields.append(current)
-                        current = None
-                    current = (current or "") + piece if piece or current is not None else None
-        if current is not None:
-            fields.append(current)
-        return fields
+        current: str | None = None  # the field that the next part continues
+        for part, is_kept in self._parts(word):
+            pieces = [part] if isinstance(part, str) else part
+            if isinstance(part, str) and not is_kept:
+                pieces = split_at(self._separators(), part)
+            for number, piece in enumerate(pieces):
+                if number and current is not None:
+                    fields.append(current)
+                    current = None
+                if piece or is_kept:
+                    current = (current or "") + piece
+        return fields if current is None else [*fields, current]
 
     def _separators(self) -> str:
-        separators = self.variables.get("IFS", " \t\n")
-        return separators if isinstance(separators, str) else " \t\n"
+        separators = self.variables.get("IFS", _BLANKS)
+        return separators if isinstance(separators, str) else _BLANKS
 
-    def text(self, word: str) -> str:
-        """Return the text of a word that is not split, as in an assignment."""
-        found = "".join(" ".join(is_list) if is_list is not None else text for text, _, is_list in self._parts(word))
+    def text(self, word: str, *, quoted: bool = False) -> str:
+        """Return the text of a word that is not split, as in an assignment, or between quotes."""
+        parts = (part for part, _ in self._parts(word, quoted=quoted))
+        found = "".join(part if isinstance(part, str) else " ".join(part) for part in parts)
         if len(found) > _MOST_CHARACTERS:
             raise UserError("a word of the script becomes too long")
         return found
 
     def document(self, document: Document) -> str:
         """Return the text of a here-document or a here-string."""
-        if document.is_word:
-            return self.text(document.text)
-        if document.is_quoted:
-            return document.text
-        parts = self._parts(document.text, quoted=True)
-        return "".join(" ".join(is_list) if is_list is not None else text for text, _, is_list in parts)
+        return document.text if document.is_quoted else self.text(document.text, quoted=not document.is_word)
 
-    def _parts(self, word: str, *, quoted: bool = False) -> list[tuple[str, bool, list[str] | None]]:
-        """Return the parts of a word: text, whether it is kept whole, and the fields of a list instead."""
-        parts: list[tuple[str, bool, list[str] | None]] = []
+    def _parts(self, word: str, *, quoted: bool = False) -> list[tuple[Value, bool]]:
+        """Return the parts of a word, each with whether it is kept whole."""
+        parts: list[tuple[Value, bool]] = []
         index = 0
         while index < len(word):
             one = word[index]
-            begins = one in "\\$`" and not (quoted and word.startswith("$'", index))
-            end = past(word, index) if begins or (one in "'\"" and not quoted) else index + 1
+            is_letter = quoted and (one in "'\"" or word.startswith("$'", index))
+            end = index + 1 if is_letter else past(word, index)
             piece = word[index:end]
+            name = _NAME.match(word, end) if piece == "$" else None
             if one == "\\":
-                parts.append((_escaped(piece, quoted=quoted), True, None))
-            elif piece.startswith("$'") and not quoted:
-                parts.append((re.sub(r"\\(.)", lambda one: _ESCAPES.get(one[1], one[1]), piece[2:-1]), True, None))
+                parts.append((_escaped(piece, quoted=quoted), True))
+            elif piece.startswith("$'"):
+                parts.append((re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), piece[2:-1]), True))
             elif one == "'" and not quoted:
-                parts.append((piece[1:-1], True, None))
+                parts.append((piece[1:-1], True))
             elif one == '"' and not quoted:
-                parts.extend(self._parts(piece[1:-1], quoted=True) or [("", True, None)])
-            elif one in "$`" and len(piece) > 1:
-                text, several = self._expansion(piece, quoted=quoted)
-                parts.append((text, quoted, several))
-            elif one == "$" and (name := _NAME.match(word, end)):
-                text, several = self._parameter(name[0], None, quoted=quoted)
-                parts.append((text, quoted, several))
-                end = name.end()
+                parts.extend(self._parts(piece[1:-1], quoted=True) or [("", True)])
+            elif name or len(piece) > 1:
+                value = self._parameter(name[0]) if name else self._expansion(piece, quoted=quoted)
+                parts.append((value, quoted or isinstance(value, list)))
+                end = name.end() if name else end
             else:
-                parts.append((piece, True, None))
+                parts.append((piece, True))
             index = end
         return parts
 
-    def _expansion(self, piece: str, *, quoted: bool) -> tuple[str, list[str] | None]:
+    def _expansion(self, piece: str, *, quoted: bool) -> Value:
         """Expand `${...}`, `$(...)`, `$((...))` or backquotes."""
         if piece.startswith("$((") and piece.endswith("))"):
-            return self.arithmetic(piece[3:-2]), None
+            return self.arithmetic(piece[3:-2])
         if piece.startswith("$("):
-            return self.substitute(piece[2:-1]), None
+            return self.substitute(piece[2:-1])
         if piece.startswith("`"):
-            return self.substitute(piece[1:-1].replace("\\`", "`")), None
+            return self.substitute(piece[1:-1].replace("\\`", "`"))
         return self._braced(piece[2:-1], quoted=quoted)
 
-    def _braced(self, inner: str, *, quoted: bool) -> tuple[str, list[str] | None]:
+    def _braced(self, inner: str, *, quoted: bool) -> Value:
         """Expand what is inside `${...}`."""
         if inner.startswith("#") and len(inner) > 1:
-            text, several = self._parameter(inner[1:].partition("[")[0], "@" if "[" in inner else None, quoted=True)
-            return str(len(several) if several is not None else len(without_marks(text))), None
+            value = self._parameter(inner[1:].partition("[")[0], "@" if "[" in inner else None)
+            return str(len(without_marks(value) if isinstance(value, str) else value))
         if inner.startswith("!"):
             return self._indirect(inner[1:])
-        name = _NAME.match(inner)
-        if not name:
-            return UNKNOWN, None
-        index = _INDEX.match(inner, name.end())
-        text, several = self._parameter(name[0], index[1] if index else None, quoted=quoted)
-        rest = inner[index.end() if index else name.end() :]
-        operation = _OPERATION.match(rest)
-        operand = rest[operation.end() :] if operation else ""
-        if several is not None and operation:
-            several = self._operate_on_fields(name[0], several, operation[0], operand)
-            operation = None
-        if several is not None and quoted and "*" in (name[0], index[1] if index else ""):
-            text, several = self._separators()[:1].join(several), None
+        match = _BRACED.match(inner)
+        if not match:
+            return UNKNOWN
+        name, index, operation, operand = match.groups()
+        value = self._parameter(name, index)
+        if isinstance(value, list):
+            fields = self._operate_on_fields(name, value, operation, operand) if operation else value
+            return self._separators()[:1].join(fields) if quoted and "*" in (name, index) else fields
         if not operation:
-            return text, several
-        found = self._operate(name[0], text, operation[0], operand)
-        is_operand = operation[0][-1] in "-=+" and found != text and not quoted and ('"' in operand or "'" in operand)
-        return found, self._split(operand) if is_operand else None
+            return value
+        found = self._operate(name, value, operation, operand)
+        is_operand = operation[-1] in "-=+" and found != value and not quoted and ('"' in operand or "'" in operand)
+        return self._split(operand) if is_operand else found
 
     def _operate_on_fields(self, name: str, fields: list[str], operation: str, operand: str) -> list[str]:
         """Return the fields of an array or of the arguments after an operation such as `:-` or `#`."""
         if operation.lstrip(":") in ("-", "=", "?", "+"):
             return fields if bool(fields) != operation.endswith("+") else fields_of(self.text(operand))
         if operation == ":":
-            return self._slice_of(fields if name not in "@*" else ["script.sh", *fields], operand)
+            return self._slice(fields if name not in "@*" else ["script.sh", *fields], operand)
         return [self._operate(name, field, operation, operand) for field in fields]
 
-    def _indirect(self, inner: str) -> tuple[str, list[str] | None]:
+    def _indirect(self, inner: str) -> Value:
         """Expand `${!NAME}`, the variable that NAME names, or `${!NAME[@]}`, the indices of an array."""
-        name = inner.partition("[")[0]
         if inner.endswith(("[@]", "[*]")):
-            value = self.variables.get(name)
-            return "", list(value) if isinstance(value, dict) else [str(i) for i in range(len(fields_of(value)))]
-        return (self._parameter(self.text(f"${{{inner}}}"), None, quoted=True)[0] if inner else ""), None
+            value = self.variables.get(inner[:-3])
+            return list(value if isinstance(value, dict) else array_of(fields_of(value)))
+        return self._parameter(self.text(f"${{{inner}}}")) if inner else ""
 
-    def _parameter(self, name: str, index: str | None, *, quoted: bool) -> tuple[str, list[str] | None]:
+    def _parameter(self, name: str, index: str | None = None) -> Value:
         """Return the text of a parameter, or its fields if it is a list."""
-        if name in "@*":
-            return "", list(self.arguments)
+        if name in ("@", "*"):
+            return list(self.arguments)
         if name.isdigit():
-            known = ["script.sh", *self.arguments]
-            return "".join(known[int(name) : int(name) + 1]), None
+            return "".join(["script.sh", *self.arguments][int(name) : int(name) + 1])
         if name == "#":
-            return str(len(self.arguments)), None
+            return str(len(self.arguments))
         if name in _CHANGING and name not in self.variables:
-            return UNKNOWN, None
+            return UNKNOWN
         value = self.variables.get(name)
         if index in ("@", "*"):
-            return "", fields_of(value)
+            return fields_of(value)
         if value is None:
-            return unset(name) if re.fullmatch(r"[A-Za-z_]\w*", name) else "", None
-        if isinstance(value, list):
-            number = self.arithmetic(index or "0")
-            position = int(number) if number.lstrip("-").isdigit() else 0
-            return (value[position] if -len(value) <= position < len(value) else ""), None
-        if isinstance(value, dict):
-            written = self.text(index or "0")
-            return value.get(written, value.get(self.arithmetic(index or "0"), "")), None
-        return value, None
+            return unset(name) if name.isidentifier() else ""
+        return self._item(value, index or "0") if isinstance(value, dict) else value
+
+    def _item(self, items: dict[str, str], index: str) -> str:
+        """Return an item of an array by its name or its number, which counts from the end if it is negative."""
+        written = self.text(index)
+        if written in items:
+            return items[written]
+        number = self.arithmetic(index)
+        if number.startswith("-"):
+            return "".join(fields_of(items)[int(number) :][:1])
+        return items.get(number, "")
 
     def assign(self, one: Assigned) -> None:
         """Give a variable its text, an array its items, or an item of an array its text."""
         old = self.variables.get(one.name)
-        if one.index is not None:
-            item = self.text(one.index)
-            before = self._parameter(one.name, one.index, quoted=True)[0] if one.append and old is not None else ""
-            items = old if isinstance(old, dict) else {str(at): text for at, text in enumerate(fields_of(old))}
-            changed = {**items, item: before + self.text(one.words[0])}
-            is_list = isinstance(old, list) and list(changed) == [str(at) for at in range(len(changed))]
-            self.variables[one.name] = list(changed.values()) if is_list else changed
-        elif one.is_array and any(map(_ITEM.match, one.words)):
-            named = (match for match in map(_ITEM.match, one.words) if match)
-            items = {self.text(match[1]): self.text(match[2]) for match in named}
-            self.variables[one.name] = {**(old if isinstance(old, dict) and one.append else {}), **items}
-        elif one.is_array or (one.append and isinstance(old, list)):
-            added = [item for word in one.words for item in self.fields(word)]
-            self.variables[one.name] = [*fields_of(old), *added] if one.append else added
+        items = dict(old if isinstance(old, dict) else array_of(fields_of(old)))
+        if one.place is not None:
+            before = self._item(items, one.place) if one.append else ""
+            items[self.text(one.place)] = before + self.text(one.words[0])
+            self.variables[one.name] = items
+        elif one.is_array or (one.append and isinstance(old, dict)):
+            items = items if one.append else {}
+            for word in one.words:
+                named = _ITEM.match(word)
+                if named:
+                    items[self.text(named[1])] = self.text(named[2])
+                else:
+                    added = self.fields(word)
+                    items |= {str(len(items) + place): field for place, field in enumerate(added)}
+            self.variables[one.name] = items
         else:
-            before_text = old if one.append and isinstance(old, str) else ""
-            self.variables[one.name] = before_text + self.text(one.words[0])
+            before = old if one.append and isinstance(old, str) else ""
+            self.variables[one.name] = before + self.text(one.words[0])
 
     def _operate(self, name: str, text: str, operation: str, operand: str) -> str:
         is_set = name in self.variables or (name.isdigit() and 0 < int(name) <= len(self.arguments))
@@ -270,7 +266,7 @@ class Expander:
             case "+":
                 return self.text(operand) if counts else ""
             case "":
-                return self._slice(text, operand)
+                return "".join(self._slice(text, operand))
             case "^^" | "^" | ",," | ",":
                 return _change_case(text, operation)
             case "/" | "//":
@@ -282,35 +278,26 @@ class Expander:
             case _:
                 return _trim(text, operation, self.text(operand))
 
-    def _slice(self, text: str, operand: str) -> str:
+    def _slice(self, items: Sequence[str], operand: str) -> list[str]:
+        """Return `start` or `start:length` of the characters of a text, or of fields."""
+        start, _, length = operand.partition(":")
         try:
-            return text[self._range(operand, len(text))]
-        except ValueError:
-            return UNKNOWN
-
-    def _slice_of(self, items: Sequence[str], operand: str) -> list[str]:
-        try:
-            return list(items[self._range(operand, len(items))])
+            first = int(self.arithmetic(start))
+            count = int(self.arithmetic(length)) if length else len(items)
         except ValueError:
             return [UNKNOWN]
-
-    def _range(self, operand: str, size: int) -> slice:
-        """Return `start` or `start:length` as a slice of `size` items. Raises ValueError if these are no numbers."""
-        start, _, length = operand.partition(":")
-        first = int(self.arithmetic(start))
-        first = max(first + size, 0) if first < 0 else first
-        count = int(self.arithmetic(length)) if length else size
-        return slice(first, first + count if count >= 0 else size + count)
+        first = max(first + len(items), 0) if first < 0 else first
+        return list(items[first : first + count if count >= 0 else len(items) + count])
 
     def arithmetic(self, expression: str) -> str:
         """Return the value of an expression of whole numbers; `UNKNOWN` if it is none."""
         try:
             return str(evaluate(without_marks(self.text(expression)), self._read, self.variables.__setitem__))
-        except (ValueError, ArithmeticError, RecursionError, UserError):
+        except (ValueError, ArithmeticError, RecursionError):
             return UNKNOWN
 
     def _read(self, name: str) -> str:
-        return without_marks(self._parameter(name, None, quoted=True)[0])
+        return without_marks(str(self._parameter(name)))
 
 
 def braces(word: str) -> Iterator[str]:
@@ -324,13 +311,15 @@ def braces(word: str) -> Iterator[str]:
                     for rest in braces(part + word[end:]):
                         yield word[:index] + rest
                 return
-        index = past(word, index) if word[index] in "\\$`'\"" else index + 1
+        index = past(word, index)
     yield word
 
 
 def _brace(word: str, start: int) -> tuple[int, list[str]]:
     """Return the index behind the brace that begins at `start`, and its parts; none if it is never closed."""
-    depth, index, begin = 0, start, start + 1
+    depth = 0
+    index = start
+    begin = start + 1
     parts: list[str] = []
     while index < len(word):
         one = word[index]
@@ -340,15 +329,16 @@ def _brace(word: str, start: int) -> tuple[int, list[str]]:
             begin = index + 1
         if not depth:
             bounds = _RANGE.fullmatch(parts[0]) if len(parts) == 1 else None
-            return index + 1, _numbers(int(bounds[1]), int(bounds[2])) if bounds else parts
-        index = past(word, index) if one in "\\$`'\"" else index + 1
+            return begin, _numbers(int(bounds[1]), int(bounds[2])) if bounds else parts
+        index = past(word, index)
     return index, []
 
 
 def _numbers(first: int, last: int) -> list[str]:
     if abs(last - first) >= _MOST_WORDS:
         raise UserError("a word of the script expands to too many words")
-    return [str(number) for number in (range(first, last + 1) if first <= last else range(first, last - 1, -1))]
+    step = 1 if first <= last else -1
+    return list(map(str, range(first, last + step, step)))
 
 
 def _escaped(piece: str, *, quoted: bool) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeGuard
 import megarl.config
 from megarl.commands.convert.converted import Converted
 from megarl.commands.convert.expand import UNKNOWN, after_marks, links
-from megarl.commands.convert.inherit import read_tree, resolved
+from megarl.commands.convert.inherit import resolved, tree_of
 from megarl.commands.convert.launch import Launched
 from megarl.config.foreign import ANY, Remark
 from megarl.config.links import UNREADABLE, parse, shown
@@ -86,7 +86,7 @@ class Flags:
         if not name:
             return launched.words
         path = find_file(name, base)
-        tree = _tree_of(path) if path else None
+        tree = tree_of(path) if path else None
         if tree is None:
             return [*launched.words, f"--{self.file}={name}"]
         given.pop(self.file, None)
@@ -116,7 +116,7 @@ class Flags:
             else:
                 for key, one in meaning.items():
                     _keep(found, key, one, flag)
-        counted = table.count(found, given) | table.divide(found, given) | table.limit(found, given)
+        counted = {*table.count(found, given), *table.divide(found, given), *table.limit(found, given)}
         for flag, why in decided.items():
             if self.older.get(flag, flag) not in counted:
                 found.decisions[f"{flag}={texts[flag]}".replace(UNKNOWN, "$(...)")] = why
@@ -142,27 +142,24 @@ class Flags:
             return meaning or "null asks for nothing"
         return None if flag in (*self.cases, *self.idle, *self.decide) else _first(self.dropped, flag)
 
-    def count(self, found: Converted, given: Mapping[str, Any]) -> set[str]:
-        """Add the sizes that count samples there, and return their flags."""
+    def count(self, found: Converted, given: Mapping[str, Any]) -> Iterator[str]:
+        """Add the sizes that count samples there, and yield their flags."""
         per_prompt = found.leaves.get(PER_PROMPT, 1)
-        counted: set[str] = set()
         for key, flags in self.samples.items():
             sizes = [given.get(flag, default) for flag, default in flags.items()]
             written = ", ".join(f"{flag}={given[flag]}" for flag in flags if flag in given)
             if None in sizes or not (written or key not in found.leaves):
                 continue
-            counted.update(flags)
+            yield from flags
             are_counts = all(isinstance(size, int) and size > 0 for size in (*sizes, per_prompt))
             if are_counts and math.prod(sizes) % per_prompt == 0:
                 _keep(found, key, math.prod(sizes) // per_prompt, written)
                 found.comments[key] = f"was {written}" if written else f"the default of {self.name}"
             else:
                 found.decisions[written] = f"counts samples, {per_prompt} of a prompt: write {key} in prompts"
-        return counted
 
-    def divide(self, found: Converted, given: Mapping[str, Any]) -> set[str]:
-        """Add the quotients of flags, and return these flags; counts that leave a rest remain to be decided."""
-        counted: set[str] = set()
+    def divide(self, found: Converted, given: Mapping[str, Any]) -> Iterator[str]:
+        """Add the quotients of flags, and yield these flags; counts that leave a rest remain to be decided."""
         for key, (flag, divisor) in self.quotients.items():
             number, by = given.get(flag), given.get(divisor)
             if not (_is_number(number) and _is_number(by) and by > 0):
@@ -170,12 +167,10 @@ class Flags:
             are_counts = isinstance(number, int) and isinstance(by, int)
             if not (are_counts and number % by):
                 _keep(found, key, number // by if are_counts else number / by, f"{flag}={number}, {divisor}={by}")
-                counted |= {flag, divisor}
-        return counted
+                yield from (flag, divisor)
 
-    def limit(self, found: Converted, given: Mapping[str, Any]) -> set[str]:
-        """Add the limits of prompt and response, and return their flags, and the flag of both if they fit into it."""
-        counted: set[str] = set()
+    def limit(self, found: Converted, given: Mapping[str, Any]) -> Iterator[str]:
+        """Add the limits of prompt and response, and yield their flags, and the flag of both if they fit into it."""
         for flag, parts in self.lengths.items():
             numbers = {key: part for key, part in parts.items() if _is_number(given.get(part))}
             if not _is_number(given.get(flag)):
@@ -186,10 +181,9 @@ class Flags:
                     _keep(found, key, own[key], part)
                 else:
                     found.dropped[f"{part}={given[part]}"] = f"limits nothing: {flag} is no more"
-            counted.update(numbers.values())
+            yield from numbers.values()
             if len(own) == len(parts) and sum(own.values()) <= given[flag]:
-                counted.add(flag)
-        return counted
+                yield flag
 
     def _adapted(self, given: Mapping[str, object]) -> "Flags":
         """Return the tables as the flags that change the meaning of others have them."""
@@ -213,14 +207,6 @@ def find_file(name: str, base: Path) -> Path | None:
     return next((folder / known for folder in folders if known and (folder / known).is_file()), None)
 
 
-def _tree_of(path: Path) -> dict[str, object] | None:
-    try:
-        tree = read_tree(path)
-    except (*UNREADABLE, OSError):
-        return None
-    return tree if isinstance(tree, dict) else None
-
-
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -238,7 +224,7 @@ def _keep(found: Converted, key: str, value: object, flag: str) -> None:
         value = items
     if found.comments.get(key, "").startswith("the default of"):
         del found.comments[key]
-    found.keep({key: value}, [Remark(written=flag, value=value, key=key, why="")])
+    found.keep({key: value}, [Remark(flag, value, key, "")])
 
 
 def _inserted(template: object, value: Any) -> object:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl.commands.convert.expand import UNKNOWN
 from megarl.config.layers import YAML
-from megarl.config.links import follow, parse
+from megarl.config.links import UNREADABLE, follow, parse
 from megarl.config.load import merged_trees
 from megarl.platform.errors import UserError
 from megarl.section import flatten, listed
@@ -15,7 +15,16 @@ _RELATIVE = re.compile(r"\$\{(\.+)(\w)")
 _VARIABLE = "${oc.env:"
 
 
-def read_tree(path: Path, above: tuple[Path, ...] = ()) -> object:
+def tree_of(path: Path) -> dict[str, object] | None:
+    """Return a YAML file merged over its base files; None if it cannot be read, or holds no keys."""
+    try:
+        tree = _read_tree(path)
+    except (*UNREADABLE, OSError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+def _read_tree(path: Path, above: tuple[Path, ...] = ()) -> object:
     """Return a YAML file merged over those that its `defaults` name; the names of absent ones stay there."""
     tree = parse(path.read_text(encoding="utf-8"), lenient=True)
     if not isinstance(tree, dict) or not isinstance(tree.get("defaults"), str | list):
@@ -25,7 +34,7 @@ def read_tree(path: Path, above: tuple[Path, ...] = ()) -> object:
     for name in listed(tree["defaults"]):
         file = path.parent / str(name)
         is_there = file.suffix in YAML and file.is_file() and file.resolve() not in above
-        parent = read_tree(file, (*above, path.resolve())) if is_there else None
+        parent = _read_tree(file, (*above, path.resolve())) if is_there else None
         if isinstance(parent, dict):
             base = merged_trees(base, parent)
         else:

@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.commands.convert.expand import links
@@ -14,6 +14,7 @@ from megarl.platform.errors import UserError
 _KEY = re.compile(r"(?:\+{1,2}|~)?[A-Za-z_]\w*(?:\.[\w-]+)+=?.*", re.DOTALL)
 _FLAG = re.compile(r"--[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
 _FILE = re.compile(r"--config(-name)?(=.*)?", re.DOTALL)
+_NO_TRAINERS = ("torch.distributed.run", "sglang.launch_server", "accelerate.commands.launch")
 _LEAST_KEYS = 3  # of a launch that names no file of keys
 
 
@@ -24,8 +25,8 @@ class Launched:
     program: str
     words: tuple[str, ...]
     line: int
-    others: int  # further launches of the script
-    stray: tuple[str, ...]  # keys and flags that stand outside of every command
+    others: int = 0  # further launches of the script
+    stray: tuple[str, ...] = ()  # keys and flags that stand outside of every command
 
 
 def find_launch(text: str, arguments: Sequence[str] = (), variables: Sequence[tuple[str, str]] = ()) -> Launched:
@@ -46,9 +47,7 @@ def find_launch(text: str, arguments: Sequence[str] = (), variables: Sequence[tu
     if not found:
         raise UserError("no command of the script has keys such as data.train_files=... or flags of a trainer")
     best = max(found, key=lambda one: len(one.words))
-    return Launched(
-        program=best.program, words=best.words, line=best.line, others=len(found) - 1, stray=tuple(map(links, stray))
-    )
+    return replace(best, others=len(found) - 1, stray=tuple(map(links, stray)))
 
 
 def _is_argument(word: str) -> bool:
@@ -59,12 +58,9 @@ def _launched(command: Program) -> Launched | None:
     """Return a command as a launch, if it is one."""
     words = command.words
     for start, word in enumerate(words[:-1]):
-        is_module = (
-            start and words[start - 1] in ("-m", "--module") and "." in word and word not in ("torch.distributed.run",)
-        )
+        is_module = start and words[start - 1] in ("-m", "--module") and "." in word and word not in _NO_TRAINERS
         is_command = word == "trl" or (word in ("swift", "megatron") and words[start + 1] == "rlhf")
-        is_script = is_command or (word.endswith(".py") and "=" not in word)
-        if (is_module and word not in ("sglang.launch_server", "pip", "accelerate.commands.launch")) or is_script:
+        if is_module or is_command or (word.endswith(".py") and "=" not in word):
             return _enough(word, words[start + 1 :], command.line)
     start = next((at for at, word in enumerate(words) if _KEY.fullmatch(word) and "=" in word), 0)
     return _enough(words[max(start - 1, 0)], words[start:], command.line) if start else None
@@ -74,7 +70,7 @@ def _enough(program: str, words: Sequence[str], line: int) -> Launched | None:
     keys = sum(map(_is_argument, words))
     if keys < _LEAST_KEYS and not any(map(_FILE.fullmatch, words)):
         return None
-    return Launched(program=program, words=tuple(filter(None, words)), line=line, others=0, stray=())
+    return Launched(program=program, words=tuple(filter(None, words)), line=line)
 
 
 def is_command_line(source: str) -> bool:

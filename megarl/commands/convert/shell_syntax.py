@@ -1,21 +1,20 @@
 """The syntax of shell scripts: a text becomes a tree of commands. Nothing is run, and no word is expanded yet."""
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from megarl.platform.errors import UserError
 
 _OPERATOR = re.compile(r"&&|\|\||;;&?|\n|[;&|()]")
 _REDIRECT = re.compile(r"\d*(?:<<<|<<-?|>>|>&|<&|&>>?|>\||<>|>|<)")
-ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\[(?P<index>[^\]]*)\])?(?P<append>\+?)=")
+_ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\[(?P<index>[^\]]*)\])?(?P<append>\+?)=")
 _WITH_ESCAPES = re.compile(r"\$'(?:[^'\\]|\\.)*+'", re.DOTALL)
-_BLANKS = " \t\r"
-_ENDS = _BLANKS + "\n;&|()<>"
+_SKIPPED = re.compile(r"(?:[ \t\r]|\\\n|#[^\n]*)*+")
+_ENDS = " \t\r\n;&|()<>"
 _QUOTES = {'"': "\\$`", "`": "\\"}
-"""What begins a quoting or an expansion within these quotes; elsewhere more does."""
-_CLOSING = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac", "{": "}", "(": ")"}
+"""Quotes -> the characters that begin a quoting or an expansion within them; elsewhere there are more."""
 
 
 @dataclass(frozen=True)
@@ -32,58 +31,52 @@ class Document:
         return "".join(self.lines)
 
 
-@dataclass(frozen=True)
-class Token:
-    """A word, an operator or an array, with its line."""
+class Token(NamedTuple):
+    """A word, an operator, or the beginning of an array with its items."""
 
-    kind: Literal["word", "operator", "redirect", "array"]
-    text: str
     line: int
-    items: tuple[str, ...] = ()  # of an array
+    kind: Literal["word", "operator", "redirect", "end"]
+    text: str
+    items: tuple[str, ...] | None = None  # of an array
     document: Document | None = None  # of `<<`
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assigned:
-    """`NAME=word`, `NAME[index]=word`, `NAME+=word`, or an array instead of a word."""
+class Assigned(NamedTuple):
+    """`NAME=word`, `NAME[place]=word`, `NAME+=word`, or an array instead of a word."""
 
     name: str
+    place: str | None
     append: bool
     words: tuple[str, ...]
     is_array: bool
-    index: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Simple:
     """A command of words, or assignments alone."""
 
     line: int
-    assigned: list[Assigned] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
+    assigned: list[Assigned] = field(default_factory=list)
     documents: list[Document] = field(default_factory=list)  # that it reads
     files: list[str] = field(default_factory=list)  # that it writes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Branches:
+class Branches(NamedTuple):
     """`if`, `elif` and `else`: conditions and their bodies."""
 
     arms: list[tuple["Chain", "Chain"]]
     otherwise: "Chain"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Looped:
-    """`while` or `until`: a condition and a body."""
+class Looped(NamedTuple):
+    """`while`: a condition and a body. `until` is the loop of the negated condition."""
 
     condition: "Chain"
     body: "Chain"
-    is_until: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repeated:
+class Repeated(NamedTuple):
     """`for NAME in words`."""
 
     name: str
@@ -91,24 +84,21 @@ class Repeated:
     body: "Chain"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(NamedTuple):
     """`case word in patterns) ...`."""
 
     word: str
     arms: list[tuple[list[str], "Chain"]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Defined:
+class Defined(NamedTuple):
     """A function."""
 
     name: str
     body: "Chain"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Negated:
+class Negated(NamedTuple):
     """`! command`."""
 
     command: "Node"
@@ -121,7 +111,7 @@ Chain = list[tuple[str, Node]]
 
 
 def past(text: str, start: int) -> int:
-    """Return the index behind the quoting or expansion that begins at `start`."""
+    """Return the index behind the quoting, the expansion or the ordinary character that begins at `start`."""
     first = text[start]
     if first == "\\":
         return start + 2
@@ -150,8 +140,8 @@ def _past_pair(text: str, start: int, opening: str, closing: str) -> int:
                 return index + 1
         elif one == opening:
             depth += 1
-        is_letter = closing == '"' and text.startswith("$'", index)
-        index = past(text, index) if one in _QUOTES.get(closing, "\\$`'\"") and not is_letter else index + 1
+        is_letter = one not in _QUOTES.get(closing, one) or (closing == '"' and text.startswith("$'", index))
+        index = index + 1 if is_letter else past(text, index)
     return _found(-1)
 
 
@@ -176,88 +166,69 @@ class _Lexer:
 
     def _skip_blanks(self) -> bool:
         """Move to the next token; return whether there is one."""
-        text = self.text
-        while self.index < len(text):
-            if text[self.index] in _BLANKS:
-                self._move(self.index + 1)
-            elif text.startswith("\\\n", self.index):
-                self._move(self.index + 2)
-            elif text[self.index] == "#":
-                end = text.find("\n", self.index)
-                self._move(end if end >= 0 else len(text))
-            else:
-                return True
-        return False
+        skipped = _SKIPPED.match(self.text, self.index)
+        self._take(skipped.end() if skipped else self.index)
+        return self.index < len(self.text)
 
-    def _move(self, index: int) -> None:
-        self.line += self.text.count("\n", self.index, index)
-        self.index = index
+    def _take(self, end: int) -> str:
+        """Return the text up to an index, and move there."""
+        taken = self.text[self.index : end]
+        self.line += taken.count("\n")
+        self.index = min(end, len(self.text))
+        return taken
 
     def _next(self) -> Token:
-        line = self.line
         text = self.text
         if text.startswith("((", self.index):
-            end = _past_pair(text, self.index + 1, "(", ")")
-            return self._token("word", end, line)
+            return Token(self.line, "word", self._take(_past_pair(text, self.index + 1, "(", ")")))
         redirect = _REDIRECT.match(text, self.index)
         if redirect:
-            token = self._token("redirect", redirect.end(), line)
-            if "<<" not in token.text:
-                return token
-            self._skip_blanks()
-            start = self.index
-            self._move(self._word_end())
-            word = text[start : self.index]
-            if token.text.endswith("<<<"):
-                return replace(token, document=Document([word], is_word=True))
-            delimiter = re.sub(r"['\"\\]", "", word)
-            document = Document([], is_quoted=delimiter != word)
-            self.waiting.append((delimiter, token.text.endswith("-"), document))
-            return replace(token, document=document)
+            token = Token(self.line, "redirect", self._take(redirect.end()))
+            return token._replace(document=self._document(token.text)) if "<<" in token.text else token
         operator = _OPERATOR.match(text, self.index)
         if operator:
-            token = self._token("operator", operator.end(), line)
+            token = Token(self.line, "operator", self._take(operator.end()))
             if token.text == "\n":
                 self._read_documents()
             return token
-        assigned = ASSIGNED.match(text, self.index)
+        assigned = _ASSIGNED.match(text, self.index)
         if assigned and text.startswith("(", assigned.end()):
-            self._move(assigned.end() + 1)
-            return Token("array", assigned[0], line, tuple(self._items()))
-        return self._token("word", self._word_end(), line)
+            line = self.line
+            self._take(assigned.end() + 1)
+            return Token(line, "word", assigned[0], tuple(self._items()))
+        return Token(self.line, "word", self._word())
 
-    def _token(self, kind: Literal["word", "operator", "redirect"], end: int, line: int) -> Token:
-        token = Token(kind, self.text[self.index : end], line)
-        self._move(end)
-        return token
-
-    def _word_end(self) -> int:
+    def _word(self) -> str:
         index = self.index
         while index < len(self.text) and self.text[index] not in _ENDS:
-            index = past(self.text, index) if self.text[index] in "\\$`'\"" else index + 1
-        return min(max(index, self.index + 1), len(self.text))
+            index = past(self.text, index)
+        return self._take(max(index, self.index + 1))
 
     def _items(self) -> Iterator[str]:
         """Yield the words of an array."""
         while self._skip_blanks():
-            if self.text[self.index] == "\n":
-                self._move(self.index + 1)
-            elif self.text[self.index] == ")":
-                self._move(self.index + 1)
+            if self.text[self.index] not in "\n)":
+                yield self._word()
+            elif self._take(self.index + 1) == ")":
                 return
-            else:
-                start = self.index
-                self._move(self._word_end())
-                yield self.text[start : self.index]
         _found(-1)
+
+    def _document(self, operator: str) -> Document:
+        """Return the word of a here-string, or a here-document, whose lines follow the line."""
+        self._skip_blanks()
+        word = self._word()
+        if operator.endswith("<<<"):
+            return Document([word], is_word=True)
+        delimiter = re.sub(r"['\"\\]", "", word)
+        document = Document([], is_quoted=delimiter != word)
+        self.waiting.append((delimiter, operator.endswith("-"), document))
+        return document
 
     def _read_documents(self) -> None:
         for delimiter, without_tabs, document in self.waiting:
             while self.index < len(self.text):
-                end = self.text.find("\n", self.index)
-                end = end if end >= 0 else len(self.text)
-                row = self.text[self.index : end]
-                self._move(min(end + 1, len(self.text)))
+                end = self.text.find("\n", self.index) + 1
+                row = self._take(end or len(self.text)).removesuffix("\n")
                 if row.strip() == delimiter:
                     break
                 document.lines.append(f"{row.lstrip(chr(9)) if without_tabs else row}\n")
@@ -267,64 +238,74 @@ class _Lexer:
 class _CommandParser:
     """Makes commands of tokens."""
 
-    def __init__(self, tokens: list[Token]) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: Iterator[Token]) -> None:
+        end = Token(0, "end", "")
+        self.tokens = [*tokens, end, end]
         self.index = 0
 
+    @property
+    def next(self) -> Token:
+        """The next token."""
+        return self.tokens[self.index]
+
     def chain(self, *ends: str) -> Chain:
-        """Return the commands before one of the words `ends`, which is read too; at the end of the text without one."""
+        """Return the commands before one of the words `ends`; without one, those before the end of the text."""
         commands: Chain = []
         operator = ";"
-        while self.index < len(self.tokens):
-            token = self.tokens[self.index]
-            if token.text in ends and token.kind != "array":
+        while self.next.kind != "end":
+            text = self.next.text
+            if text in ends:
                 return commands
-            if token.kind == "operator" and token.text not in "()":
-                operator = token.text if token.text in ("&&", "||", "|") else ";"
-                if token.text == "\n" and commands and self.index and self.tokens[self.index - 1].text in ("&&", "||"):
-                    operator = self.tokens[self.index - 1].text
-                self.index += 1
+            if self.next.kind != "operator" or text in "()":
+                commands.append((operator, self.command()))
+                operator = ";"
                 continue
-            commands.append((operator, self.command()))
-            operator = ";"
+            if text != "\n" or operator not in ("&&", "||"):
+                operator = text if text in ("&&", "||", "|") else ";"
+            self.index += 1
         if ends:
             raise UserError(f"{' or '.join(ends)} is missing")
         return commands
 
     def command(self) -> Node:
         """Return the next command."""
-        token = self.tokens[self.index]
-        self.index += 1
-        makers: dict[str, Callable[[], Node]] = {
-            "if": self._if,
-            "for": self._for,
-            "while": lambda: self._while(is_until=False),
-            "until": lambda: self._while(is_until=True),
-            "case": self._case,
-        }
-        if token.kind == "word" and token.text in makers:
-            return makers[token.text]()
-        if token.text in ("{", "(") and token.kind in ("word", "operator"):
-            return self._until(_CLOSING[token.text])
-        if token.kind == "word" and token.text == "!":
-            return Negated(command=self.command())
-        if token.kind == "word" and token.text == "function":
-            name = self._take()
-            return self._function(name)
-        if token.kind == "word" and self._peek("(") and self._peek(")", 1):
-            return self._function(token.text)
+        match self._take():
+            case "if":
+                return self._if()
+            case "for":
+                return self._for()
+            case "while":
+                return Looped(self._until("do"), self._until("done"))
+            case "until":
+                return Looped([(";", Negated(self._until("do")))], self._until("done"))
+            case "case":
+                return self._case()
+            case "{":
+                return self._until("}")
+            case "(":
+                return self._until(")")
+            case "!":
+                return Negated(self.command())
+            case "function":
+                return self._function(self._take())
+            case name if [token.text for token in self.tokens[self.index : self.index + 2]] == ["(", ")"]:
+                return self._function(name)
         self.index -= 1
         return self._simple()
 
-    def _peek(self, text: str, ahead: int = 0) -> bool:
-        index = self.index + ahead
-        return index < len(self.tokens) and self.tokens[index].text == text
-
     def _take(self) -> str:
-        if self.index >= len(self.tokens):
+        if self.next.kind == "end":
             raise UserError("the script ends within a command")
         self.index += 1
         return self.tokens[self.index - 1].text
+
+    def _take_until(self, end: str) -> list[str]:
+        """Return the words before a word, which is read too."""
+        words = []
+        while self.next.text != end:
+            words.append(self._take())
+        self._take()
+        return words
 
     def _until(self, end: str) -> Chain:
         commands = self.chain(end)
@@ -332,118 +313,92 @@ class _CommandParser:
         return commands
 
     def _function(self, name: str) -> Defined:
-        while self._peek("(") or self._peek(")") or self._peek("\n"):
+        while self.next.text in ("(", ")", "\n"):
             self._take()
         body = self.command()
-        return Defined(name=name, body=body if isinstance(body, list) else [(";", body)])
+        return Defined(name, body if isinstance(body, list) else [(";", body)])
 
     def _if(self) -> Branches:
         arms: list[tuple[Chain, Chain]] = []
-        otherwise: Chain = []
-        while True:
+        word = "elif"
+        while word == "elif":
             condition = self._until("then")
             arms.append((condition, self.chain("elif", "else", "fi")))
             word = self._take()
-            if word == "else":
-                otherwise = self._until("fi")
-            if word != "elif":
-                return Branches(arms=arms, otherwise=otherwise)
-
-    def _while(self, *, is_until: bool) -> Looped:
-        condition = self._until("do")
-        return Looped(condition=condition, body=self._until("done"), is_until=is_until)
+        return Branches(arms, self._until("fi") if word == "else" else [])
 
     def _for(self) -> Repeated | Chain:
         name = self._take()
         if name.startswith("(("):
             return self._counted(name[2:-2])
         words: list[str] | None = None
-        if self._peek("in"):
+        if self.next.text == "in":
             self._take()
             words = []
-            while not (self._peek("\n") or self._peek(";")):
+            while self.next.text not in ("\n", ";"):
                 words.append(self._take())
-        while not self._peek("do"):
-            self._take()
-        self._take()
-        return Repeated(name=name, words=words, body=self._until("done"))
+        self._take_until("do")
+        return Repeated(name, words, self._until("done"))
 
     def _counted(self, parts: str) -> Chain:
         """Return `for ((first; condition; step))` as the first assignment and a loop."""
         line = self.tokens[self.index - 1].line
-        first, condition, step = (Simple(line=line, words=[f"(({part}))"]) for part in f"{parts};;".split(";")[:3])
-        while not self._peek("do"):
-            self._take()
-        self._take()
+        first, condition, step = (Simple(line, [f"(({part}))"]) for part in f"{parts};;".split(";")[:3])
+        self._take_until("do")
         body: Chain = [*self._until("done"), (";", step)]
-        return [(";", first), (";", Looped(condition=[(";", condition)], body=body, is_until=False))]
+        return [(";", first), (";", Looped([(";", condition)], body))]
 
     def _case(self) -> Choice:
         word = self._take()
-        while not self._peek("in"):
-            self._take()
-        self._take()
+        self._take_until("in")
         arms: list[tuple[list[str], Chain]] = []
         while True:
-            while self._peek("\n") or self._peek(";"):
+            while self.next.text in ("\n", ";"):
                 self._take()
-            if self._peek("esac"):
+            if self.next.text == "esac":
                 self._take()
-                return Choice(word=word, arms=arms)
-            patterns = []
-            while not self._peek(")"):
-                patterns.append(self._take())
-            self._take()
-            body = self.chain(";;", ";;&", "esac")
-            arms.append(([pattern for pattern in patterns if pattern not in "|("], body))
-            if not self._peek("esac"):
+                return Choice(word, arms)
+            patterns = [pattern for pattern in self._take_until(")") if pattern not in "|("]
+            arms.append((patterns, self.chain(";;", ";;&", "esac")))
+            if self.next.text != "esac":
                 self._take()
 
     def _simple(self) -> Simple:
-        command = Simple(line=self.tokens[self.index].line)
+        command = Simple(self.next.line)
         conditional = False  # within [[ ]], whose operators are words
-        while self.index < len(self.tokens):
-            token = self.tokens[self.index]
-            if token.kind == "operator" and not conditional:
-                break
+        while self.next.kind != "end" and (self.next.kind != "operator" or conditional):
+            token = self.next
             self.index += 1
+            may_assign = token.items is not None or not command.words
+            assigned = assignment(token.text, token.items) if may_assign else None
             if token.kind == "redirect" and not conditional:
                 self._redirect(command, token)
-            elif token.kind == "array":
-                command.assigned.append(assignment(token.text, token.items, is_array=True))
-            elif not command.words and token.kind == "word" and ASSIGNED.match(token.text):
-                command.assigned.append(assignment_of(token.text))
+            elif assigned:
+                command.assigned.append(assigned)
             else:
                 conditional = (conditional or (not command.words and token.text == "[[")) and token.text != "]]"
                 command.words.append(token.text)
-        if not command.words and not command.assigned and self.index < len(self.tokens):
-            self.index += self.tokens[self.index].text == ")"  # of nothing
+        if not command.words and not command.assigned:
+            self.index += self.next.text == ")"  # of nothing
         return command
 
     def _redirect(self, command: Simple, token: Token) -> None:
         """Note what a command reads and writes, and read the word of its redirection."""
         if token.document:
             command.documents.append(token.document)
-        elif self.index < len(self.tokens) and self.tokens[self.index].kind == "word":
+        elif self.next.kind == "word":
+            word = self._take()
             if token.text in (">", ">>", ">|"):
-                command.files.append(self.tokens[self.index].text)
-            self.index += 1
+                command.files.append(word)
 
 
-def assignment_of(word: str) -> Assigned:
-    """Return a word that begins as an assignment as such."""
-    match = ASSIGNED.match(word)
-    assert match
-    return assignment(match[0], (word[match.end() :],), is_array=False)
-
-
-def assignment(target: str, words: tuple[str, ...], *, is_array: bool) -> Assigned:
-    """Return an assignment of `words` to a target, which ends with its sign."""
-    match = ASSIGNED.match(target)
-    assert match
-    return Assigned(
-        name=match["name"], append=bool(match["append"]), words=words, is_array=is_array, index=match["index"]
-    )
+def assignment(text: str, items: tuple[str, ...] | None = None) -> Assigned | None:
+    """Return a word that begins as an assignment, or the beginning of an array with its items; None for another."""
+    match = _ASSIGNED.match(text)
+    if not match:
+        return None
+    words = (text[match.end() :],) if items is None else items
+    return Assigned(match["name"], match["index"], bool(match["append"]), words, items is not None)
 
 
 def parse_script(text: str) -> Chain:
@@ -453,6 +408,6 @@ def parse_script(text: str) -> Chain:
         UserError: it is no shell script, as far as can be told without a shell.
     """
     try:
-        return _CommandParser(list(_Lexer(text).tokens())).chain()
+        return _CommandParser(_Lexer(text).tokens()).chain()
     except RecursionError as error:
         raise UserError("its commands are nested too deeply") from error

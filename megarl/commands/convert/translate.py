@@ -9,10 +9,10 @@ from typing import Any
 from megarl.commands.convert.converted import Converted
 from megarl.commands.convert.expand import UNKNOWN, links, unset_names
 from megarl.commands.convert.flags import Flags, words_of
-from megarl.commands.convert.inherit import read_tree
+from megarl.commands.convert.inherit import tree_of
 from megarl.commands.convert.launch import Launched
 from megarl.config.layers import YAML, Layer, joined, read_layers, recognise
-from megarl.config.links import UNREADABLE, shown
+from megarl.config.links import shown
 from megarl.config.load import try_layer
 from megarl.config.report import other_defaults
 from megarl.config.root import Config
@@ -39,12 +39,9 @@ def convert_launch(launched: Launched, *, base: Path) -> Converted:
 
 def convert_file(path: Path) -> Converted:
     """Return the configuration of a YAML file."""
-    try:
-        tree = read_tree(path)
-    except (*UNREADABLE, OSError):
-        tree = None  # the reading of layers reports it
-    flags = Flags.of_file(tree) if isinstance(tree, dict) else None
-    if flags and isinstance(tree, dict):
+    tree = tree_of(path) or {}  # the reading of layers reports what cannot be read
+    flags = Flags.of_file(tree)
+    if flags:
         found = Converted()
         flags.fill(found, words_of(tree))
     else:
