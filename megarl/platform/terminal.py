@@ -66,7 +66,7 @@ def on_one_line(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text of at most `most` characters; `...` stands for the end of a longer one."""
+    """Return a text of at most `most` characters; `...` replaces the end of a longer one."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -265,6 +265,15 @@ def test_built_in_rules_share_process_without_changing_scores() -> None:
 
 def test_fork_for_response_copies_few_modules() -> None:
     """Each of these does work in every fork, or is large."""
-    costly = "asyncio importlib.metadata logging megarl.rewards.math numpy random threading torch".split()
+    costly = [
+        "asyncio",
+        "importlib.metadata",
+        "logging",
+        "megarl.rewards.math",
+        "numpy",
+        "random",
+        "threading",
+        "torch",
+    ]
     program = f"import sys, megarl.rewards.supervisor; print([name for name in {costly} if name in sys.modules])"
     assert succeed(sys.executable, "-c", program, timeout_s=60.0) == "[]\n"
