@@ -85,14 +85,23 @@ def start(module: str, argv: Sequence[str], wanted: WantedRanks, *, imports: Seq
     Raises:
         UserError: `decide_device` raises it.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // wanted.num_ranks)))
+    threads = threads_of_rank(os.environ, wanted.num_ranks)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ[COMMAND] = typed()
     if sys.platform == "linux" and run_in_child(partial(decide_device, wanted.device)) == "cpu":
-        return fork_ranks(wanted.num_ranks, imports)
+        return fork_ranks(wanted.num_ranks, imports, threads=threads)
     # Without the address the agent looks up its own host name, which laptops may not resolve.
     agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(wanted.num_ranks)]
     return serve([*agent, "--module", module, *argv])
+
+
+def threads_of_rank(environ: Mapping[str, str], num_ranks: int) -> int:
+    """Return the threads of a rank's products: the first number of `OMP_NUM_THREADS`, else its share of the cores."""
+    given = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // num_ranks)
 
 
 def join(launch: Launch, directory: Path) -> None:

@@ -35,13 +35,14 @@ _ROUND_S = 0.05
 logger = logging.getLogger(__name__)
 
 
-def fork_ranks(num_ranks: int, imports: Sequence[str]) -> Launch:
+def fork_ranks(num_ranks: int, imports: Sequence[str], *, threads: int) -> Launch:
     """Import the modules `imports`, fork the ranks of this host, and return in each of them its place.
+
+    `threads` are those of the products of a rank.
 
     This process does not return: it watches the ranks, and ends with the code of the first that fails, or with 0.
     Each rank leads a session of its own, so that a terminal signals this process alone, which forwards the signal.
     """
-    threads = int(os.environ["OMP_NUM_THREADS"])
     torch.set_num_threads(1)  # the threads of a pool would not survive the fork
     decide_device("cpu")
     if imports:

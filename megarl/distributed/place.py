@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from megarl.platform.errors import UserError
 
+MAX_PORT = 1 << 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -31,7 +33,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     torchrun comes first and Slurm last, because torchrun and mpirun leave the variables of a Slurm job in place.
 
     Raises:
-        UserError: a launcher's variables are incomplete or not numbers.
+        UserError: a launcher's variables are incomplete, not numbers, or do not fit each other.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _place(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -64,6 +66,12 @@ def _place(environ: Mapping[str, str], *names: str) -> Launch:
             "process per device with torchrun, mpirun or srun, or unset these to let megarl start them on this host"
         )
     rank, world_size, local_rank, local_world_size = (int(environ[name]) for name in names)
+    if not (rank < world_size and local_rank < local_world_size <= world_size):
+        given = ", ".join(f"{name}={environ[name]}" for name in names)
+        raise UserError(f"no rank of a job has {given}: a rank is below the number of ranks, on its host and in all")
+    port = environ.get("MASTER_PORT", "1")
+    if not (port.isdecimal() and 0 < int(port) < MAX_PORT):
+        raise UserError(f"MASTER_PORT={port!r} is no port: give a number from 1 to {MAX_PORT - 1}, or unset it")
     return Launch(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
 
 

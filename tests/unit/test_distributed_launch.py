@@ -1,3 +1,4 @@
+import os
 import socket
 import subprocess
 import sys
@@ -6,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.distributed.hosts import describe_failure
-from megarl.distributed.launch import Launch, detect, rendezvous
+from megarl.distributed.launch import Launch, detect, rendezvous, threads_of_rank
+from megarl.platform.errors import UserError
 from tests.support.programs import ROOT
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -70,6 +72,33 @@ def test_incomplete_torchrun_variables_are_named(name: str) -> None:
     environ = {key: value for key, value in TORCHRUN.items() if key != name}
     with pytest.raises(ValueError, match=f"RANK shows that a launcher.*{name}=''.*unset"):
         detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("variables", "fault"),
+    [
+        ({"RANK": "8"}, "no rank of a job has RANK=8, WORLD_SIZE=8"),
+        ({"LOCAL_RANK": "4"}, "no rank of a job has .*LOCAL_RANK=4, LOCAL_WORLD_SIZE=4"),
+        ({"LOCAL_WORLD_SIZE": "16"}, "no rank of a job has .*LOCAL_WORLD_SIZE=16"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is no port"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT='' is no port"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT='65536' is no port: give a number from 1 to 65535"),
+    ],
+)
+def test_variables_that_do_not_fit_are_named(variables: dict[str, str], fault: str) -> None:
+    with pytest.raises(UserError, match=fault):
+        detect({**TORCHRUN, **variables})
+
+
+@pytest.mark.parametrize(("given", "threads"), [("3", 3), (" 4,2", 4)])
+def test_threads_of_a_rank_are_those_given(given: str, threads: int) -> None:
+    assert threads_of_rank({"OMP_NUM_THREADS": given}, 2) == threads
+
+
+@pytest.mark.parametrize("given", ["", "0", "many", "-1"])
+def test_ranks_share_cores_if_threads_are_no_number(given: str) -> None:
+    assert threads_of_rank({"OMP_NUM_THREADS": given}, 1) == len(os.sched_getaffinity(0))
+    assert threads_of_rank({"OMP_NUM_THREADS": given}, 4096) == threads_of_rank({}, 4096) == 1
 
 
 def test_incomplete_slurm_step_is_named() -> None:
