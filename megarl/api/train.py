@@ -21,6 +21,7 @@ from megarl.platform.detached import start_detached
 from megarl.platform.errors import UserError
 from megarl.platform.files import check_writable, write_whole
 from megarl.platform.log import show_on_console
+from megarl.platform.small_files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -163,4 +164,4 @@ def _is_plain(model: Path) -> bool:
     if not model.is_dir() or (model / "chat_template.jinja").is_file():
         return False
     settings = model / "tokenizer_config.json"
-    return not (settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8")))
+    return not (settings.is_file() and "chat_template" in read_json(settings, dict))

@@ -65,7 +65,7 @@ def pack(
     if longest > max_tokens:
         raise UserError(
             f"sequence {lengths.index(longest)} has {longest} tokens, a micro-batch holds at most {max_tokens}: "
-            "raise actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+            "raise actor_rollout_ref.actor.ppo_max_token_len_per_gpu, or max_token_len_per_gpu of supervised training"
         )
     fewest = max(num_bins, -(-sum(lengths) // max_tokens))
     if max_sequences is not None:

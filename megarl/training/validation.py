@@ -87,8 +87,7 @@ def scores_by_source(scored: Sharded[Scored]) -> Metrics:
     for source, of_source in by_source.items():
         if not of_source:
             raise RewardError(
-                f"the reward failed on every validation response of data source {source!r}; "
-                f"{'; '.join(first_failures(scored))}"
+                f"no validation response of data source {source!r} has a score; {'; '.join(first_failures(scored))}"
             )
         scores = [of_samples[of_prompt] for of_prompt in of_source]
         metrics[f"val/test_score/{source}"] = mean_over_prompts(scores)

@@ -225,6 +225,18 @@ def test_faulty_training_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "log").exists()
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "", "\xff"])
+def test_damaged_tokenizer_settings_are_named(content: str, tmp_path: Path) -> None:
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.parent.mkdir()
+    settings.write_text(content, encoding="latin-1")
+    with pytest.raises(UserError, match=f"{settings} is damaged"):
+        megarl.train(
+            model=settings.parent, data=ROWS, prompt="question", answer="total", reward=cell(CELL)["reward"],
+            out=tmp_path / "run",
+        )  # fmt: skip
+
+
 def test_keys_of_a_program_are_written_as_yaml(tmp_path: Path) -> None:
     keys = {"trainer.default_local_dir": tmp_path / "😀", "actor_rollout_ref.actor.optim.lr": np.float64(1e-6)}
     wrong = {fault.path for fault in megarl.check(set=keys)}

@@ -120,7 +120,9 @@ def test_samples_without_a_score_are_in_no_number() -> None:
 
 
 def test_data_source_without_any_score_stops_run() -> None:
-    with pytest.raises(RewardError, match=r"every validation response of data source 'math'; .*sample 4 .*timeout"):
+    with pytest.raises(
+        RewardError, match=r"no validation response of data source 'math' has a score; .*sample 4 .*timeout"
+    ):
         validate(4, failed=[4, 5, 6, 7])
 
 
