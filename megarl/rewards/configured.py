@@ -19,8 +19,11 @@ def make_rules(section: RulesSection, custom: CustomRewardSection) -> Rules:
     )
 
 
-def make_pool(section: RulesSection, custom: CustomRewardSection) -> Pool:
-    """Return processes for the rules. Raises UserError if the custom file does not define its function."""
+def make_pool(section: RulesSection, custom: CustomRewardSection, *, held_s: float = 0.0) -> Pool:
+    """Return processes for the rules; `Pool` explains `held_s`.
+
+    Raises UserError if the custom file does not define its function.
+    """
     rules = make_rules(section, custom)
     form = rules.check()
     isolation = isolation_of(section, custom)
@@ -32,4 +35,4 @@ def make_pool(section: RulesSection, custom: CustomRewardSection) -> Pool:
         isolation=isolation,
         canary_every=section.canary_every if isolation == "process" else 0,
     )
-    return Pool(rules, limits, takes_ids=form.takes_ids)
+    return Pool(rules, limits, takes_ids=form.takes_ids, held_s=held_s)

@@ -21,6 +21,7 @@ from megarl.platform import progress
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.distributed.exchange import on_each_rank, sum_of_ranks
 from megarl.distributed.sharded import Sharded
+from megarl.platform.device import on_cuda
 from megarl.platform.log import show_printed
 from megarl.platform.secrets import beginning
 from megarl.rewards.built_in import known_data_source
@@ -41,6 +42,10 @@ from megarl.sandbox.pool import Pool, ScoringResult, failed
 from megarl.sandbox.wire import pack
 
 SHOWN_CHARACTERS = 120
+HELD_S = 1.0  # D436
+"""Seconds of scoring that wait for the end of a generation on the CPU, because an engine shares its cores with rewards.
+
+Each start of a process takes the engine about twice the time that the process computes."""
 MAX_METRICS = 32
 
 Decode = Callable[[Sequence[int]], str]
@@ -73,7 +78,8 @@ class RuleScorer:
     def make(cls, section: RulesSection, custom: CustomRewardSection, decode: Decode) -> "RuleScorer":
         """Make the configured reward. Raises UserError if the custom file does not define its function."""
         show_printed(on_console=section.show_prints)
-        return cls(rules=make_rules(section, custom), pool=make_pool(section, custom), decode=decode, section=section)
+        pool = make_pool(section, custom, held_s=0.0 if on_cuda() else HELD_S)
+        return cls(rules=make_rules(section, custom), pool=pool, decode=decode, section=section)
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
         """Start to score a response on this rank; `score` will find it. Never raises."""

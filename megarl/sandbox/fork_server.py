@@ -39,7 +39,7 @@ def serve_forks(
     """
     reward = load(connection, output, rules, limits=limits, supervisor=supervisor)
     signals.ignore()  # the user's file may have set other handlers
-    _rehearse()
+    _rehearse()  # D437
     inbox = Inbox(connection, max_bytes=sys.maxsize)
     fork_server = os.getpid()
     while True:

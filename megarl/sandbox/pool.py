@@ -4,6 +4,7 @@ A rank may hold a CUDA context and many threads, so it never forks: supervisors 
 exchange text and numbers with the rank; the rank runs and unpickles nothing that they send.
 """
 
+import math
 import os
 import socket
 import subprocess
@@ -69,21 +70,32 @@ class _Task:
 class Pool:
     """Calls rules in separate processes. Every response gets a result, in bounded time."""
 
-    def __init__(self, rules: Callee, limits: WorkerLimits, *, takes_ids: bool = False) -> None:
-        """Call `rules` within `limits`. `takes_ids`: the arguments of each response have its `solution_ids`."""
+    def __init__(self, rules: Callee, limits: WorkerLimits, *, takes_ids: bool = False, held_s: float = 0.0) -> None:
+        """Start no process yet.
+
+        Args:
+            rules: to call.
+            limits: of the processes.
+            takes_ids: whether the arguments of each response have its `solution_ids`.
+            held_s: responses whose scoring takes less, all together, wait for others until someone waits for results.
+        """
         self.takes_ids = takes_ids
+        self._held_s = held_s
         self._rules = rules
         self._limits = limits
         self._waiting = deque[_Task]()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._closed = False
+        self._awaited_since: float | None = None  # by `time.monotonic`; None: nobody waits for results
+        self._seconds_of_one = math.inf  # in the last call
 
     def submit(self, arguments: object) -> Future[ScoringResult]:
         """Call the rules as soon as a process is free, with arguments that `wire.pack` made."""
         future: Future[ScoringResult] = Future()
         with self._changed:
             self._waiting.append(_Task(time.monotonic(), arguments, future, is_alone=False))
+            self._awaited_since = None
             self._changed.notify()
         self._grow()
         return future
@@ -97,6 +109,10 @@ class Pool:
     def count_pending(self, futures: Sequence[Future[ScoringResult]], *, within_s: float) -> int:
         """Wait for results for `within_s` seconds at most; return how many are still pending."""
         deadline = time.monotonic() + within_s
+        with self._changed:
+            if self._awaited_since is None:
+                self._awaited_since = time.monotonic()
+                self._changed.notify_all()
         while True:
             pending = wait(futures, timeout=max(0.0, min(PATIENCE_S, deadline - time.monotonic()))).not_done
             if not pending:
@@ -116,17 +132,26 @@ class Pool:
     def _grow(self) -> None:
         """Start a process if there is none, or if the processes cannot keep up."""
         with self._changed:
-            late = self._waiting and time.monotonic() - self._waiting[0].since > PATIENCE_S
+            since = max(self._waiting[0].since, self._awaited_since or 0.0) if self._is_due() else math.inf
+            late = time.monotonic() - since > PATIENCE_S
             if not self._threads or (late and len(self._threads) < self._limits.num_workers):
                 # the kernel ends a supervisor with the thread that started it, so each supervisor has its own thread
                 self._threads.append(threading.Thread(target=self._work, name="rewards", daemon=True))
                 self._threads[-1].start()
 
+    def _is_due(self) -> bool:
+        """Return whether waiting responses are to be scored now."""
+        if not self._waiting or self._awaited_since is not None:
+            return bool(self._waiting)
+        return len(self._waiting) * self._seconds_of_one >= self._held_s
+
     def _work(self) -> None:
         supervisor = None
         tasks = self._next()
         while tasks:
+            begun = time.monotonic()
             supervisor, results = self._call(supervisor, [task.arguments for task in tasks])
+            self._seconds_of_one = (time.monotonic() - begun) / len(tasks)
             if len(results) == len(tasks):
                 for task, result in zip(tasks, results, strict=True):
                     task.result.set_result(result)
@@ -165,7 +190,7 @@ class Pool:
     def _next(self) -> list[_Task]:
         """Wait for responses that a process can handle at once, and take them; none if the pool is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._changed.wait_for(lambda: self._is_due() or self._closed)
             if self._closed:
                 return []
             tasks = [self._waiting.popleft()]

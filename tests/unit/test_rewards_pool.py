@@ -77,9 +77,9 @@ def arguments(behaviour: str) -> Any:
     return pack({"data_source": "", "solution_str": behaviour, "ground_truth": MARK, "extra_info": {}})
 
 
-def make_pool(**changes: Any) -> Pool:
+def make_pool(*, held_s: float = 0.0, **changes: Any) -> Pool:
     limits: dict[str, Any] = {"num_workers": 4, "timeout_s": TIMEOUT_S, "max_memory": 500_000_000}
-    return Pool(RULES, WorkerLimits(**limits | changes))
+    return Pool(RULES, WorkerLimits(**limits | changes), held_s=held_s)
 
 
 def outcomes_of(pool: Pool, *behaviours: str) -> list[ScoringResult]:
@@ -118,6 +118,23 @@ def test_a_failure_names_the_line_of_the_file(behaviour: str, outcomes: dict[str
     (outcome,) = outcomes[behaviour]
     [line] = re.findall(rf" \({re.escape(RULES.path or '')}:(\d+), `[^`]+`\)", outcome.detail)
     assert Path(RULES.path or "").read_text().splitlines()[int(line) - 1].strip().startswith(("raise", "sys.exit"))
+
+
+def test_quick_responses_wait_until_someone_waits() -> None:
+    with closing(make_pool(timeout_s=100.0, held_s=1000.0)) as pool:
+        outcomes_of(pool, "good")  # tells how long one takes
+        held = [pool.submit(arguments("good")) for _ in range(3)]
+        time.sleep(0.5)
+        assert not any(future.done() for future in held)
+        assert [outcome.numbers["score"] for outcome in pool.wait(held)] == [1.0] * 3
+
+
+@pytest.mark.parametrize("held_s", [0.0, 1e-6])
+def test_enough_work_is_begun_at_once(held_s: float) -> None:
+    with closing(make_pool(timeout_s=100.0, held_s=held_s)) as pool:
+        outcomes_of(pool, "good")
+        futures = [pool.submit(arguments("good")) for _ in range(3)]
+        assert [future.result(timeout=60.0).numbers["score"] for future in futures] == [1.0] * 3
 
 
 def test_message_of_failure_has_whole_characters() -> None:

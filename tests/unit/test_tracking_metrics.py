@@ -15,7 +15,7 @@ from megarl.algorithms.groups import statistics
 from scripts.metrics import GROUPS, TABLES, describe
 
 ROOT = Path(__file__).parents[2]
-OTHER_TABLE = ROOT / "megarl" / "rewards" / "__init__.py"
+OTHER_TABLE = ROOT / "megarl" / "rewards" / "built_in.py"
 PATHS = [path for path in (ROOT / "megarl").rglob("*.py") if path != OTHER_TABLE]
 NODES = [node for path in PATHS for node in ast.walk(ast.parse(path.read_text()))]
 NAMES = [metric.name for group in GROUPS.values() for metric in group]
@@ -49,7 +49,7 @@ def recorded() -> set[str]:
     sums = mismatch_sums(torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.int64))
     of_validation = statistics([torch.ones(2)], [["a", "b"]], num=2)
     return (
-        set(keys())
+        {*keys(), *calls("SFTObjective")}
         | {
             f"{name}/{end}"
             for name in (*calls("spread"), *calls("token_spread"), *calls("metrics"))
