@@ -82,7 +82,6 @@ class PackedAttention(torch.nn.Module):
 
     def prepared(self, query: Tensor, key: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
         """Return rotated queries and keys as they are multiplied. `bounds` `[S + 1]` are those of the sequences."""
-        del bounds
         return query, key
 
     def sinks(self) -> Tensor | None:
@@ -100,7 +99,6 @@ class NormedAttention(PackedAttention):
 
     def prepared(self, query: Tensor, key: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise queries and keys."""
-        del bounds
         return self.q_layernorm(query), self.k_layernorm(key)
 
 

@@ -37,30 +37,16 @@ class Budget:
         return self.max_tokens * mesh.cp_size
 
 
+@dataclass(frozen=True, kw_only=True)
 class Batching:
-    """Division of global batches over data-parallel ranks and micro-batches, for one model.
+    """Division of global batches over data-parallel ranks and micro-batches, for one model."""
 
-    With `balance`, shares have nearly equal numbers of tokens; without, nearly equal numbers of samples. Rows
-    have what routers take of the routes of their samples, and with `has_keys` the keys of dropout.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        config: TransformerConfig,
-        device: torch.device,
-        *,
-        balance: bool,
-        replays: Replays = "none",
-        has_keys: bool = False,
-    ) -> None:
-        self._mesh = mesh
-        self._top_k = config.moe_router_topk
-        self._device = device
-        self.balance = balance
-        self.replays = replays
-        self._has_keys = has_keys
-        self._num_parts = mesh.tp_size if config.sequence_parallel else 1
+    mesh: Mesh
+    config: TransformerConfig
+    device: torch.device
+    balance: bool  # shares have nearly equal numbers of tokens; False: of samples
+    replays: Replays  # what rows have of the routes of their samples
+    has_keys: bool  # rows have the keys of dropout
 
     def owners(self, lengths: Tensor, groups: Tensor, counts: Tensor | None = None) -> Tensor:
         """Return the share of each sample or run of samples, `[n]` int64. The samples of a group stay together.
@@ -71,7 +57,7 @@ class Batching:
             counts: `[n]` int64, samples of each; None: one.
         """
         costs = lengths if self.balance else torch.ones_like(lengths) if counts is None else counts
-        return partition(costs, groups, self._mesh.dp_size)
+        return partition(costs, groups, self.mesh.dp_size)
 
     def divide(self, share: Rollouts, budget: Budget) -> list[list[int]]:
         """Return the samples of each micro-batch of this rank's share, the longest first. Collective.
@@ -83,9 +69,9 @@ class Batching:
         units = [range(first, min(first + size, len(lengths))) for first in range(0, len(lengths), size)]
         tokens = [sum(lengths[sample] for sample in unit) for unit in units]
         most_units = budget.max_sequences and max(1, budget.max_sequences // size)
-        packed = partial(pack, tokens, max_tokens=budget.row_length(self._mesh), max_sequences=most_units)
+        packed = partial(pack, tokens, max_tokens=budget.row_length(self.mesh), max_sequences=most_units)
         most = largest(len(packed()))
-        bins = packed(num_bins=num_micro_batches(most, self._mesh))
+        bins = packed(num_bins=num_micro_batches(most, self.mesh))
         by_length = [sorted(places, key=lambda place: -tokens[place]) for places in bins]
         return [[sample for place in places for sample in units[place]] for places in by_length]
 
@@ -94,11 +80,11 @@ class Batching:
         packed = partial(
             pack_samples,
             replace(share, routes=self._replayed(share.routes)),
-            device=self._device,
-            num_parts=self._num_parts,
-            cp_rank=self._mesh.cp_rank,
-            cp_size=self._mesh.cp_size,
-            has_keys=self._has_keys,
+            device=self.device,
+            num_parts=self.mesh.tp_size if self.config.sequence_parallel else 1,
+            cp_rank=self.mesh.cp_rank,
+            cp_size=self.mesh.cp_size,
+            has_keys=self.has_keys,
         )
         return [packed(samples) for samples in micro_batches]
 
@@ -106,4 +92,4 @@ class Batching:
         """Return what routers take of the routes of samples."""
         if routes is None or self.replays == "none":
             return None
-        return routes if self.replays == "scores" else routes[..., : self._top_k]
+        return routes if self.replays == "scores" else routes[..., : self.config.moe_router_topk]

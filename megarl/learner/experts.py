@@ -226,14 +226,14 @@ def halve_projections(chunk: GPTModel) -> None:
             experts.linear_fc1.register_forward_hook(lambda module, inputs, result: (in_halves(result[0]), result[1]))
 
 
-def routers_of(chunk: GPTModel) -> list[Router]:
-    """Return the routers of a chunk of a GPTModel, in the order of its layers."""
-    return [layer.mlp.router for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
+def routers_of(chunks: Iterable[GPTModel]) -> list[Router]:
+    """Return the routers of chunks of a GPTModel, in the order of their layers."""
+    return [layer.mlp.router for chunk in chunks for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
 
 
 def number_routers(chunks: Sequence[GPTModel], experts: Experts | None) -> list[int]:
     """Give each router its place among those of this rank, by layer. Return their places among those of the model."""
-    routers = sorted((router for chunk in chunks for router in routers_of(chunk)), key=lambda each: each.layer_number)
+    routers = sorted(routers_of(chunks), key=lambda each: each.layer_number)
     for place, router in enumerate(routers):
         router.place = place
     return [router.layer_number - 1 - experts.first_dense_layers for router in routers] if experts else []
@@ -241,11 +241,10 @@ def number_routers(chunks: Sequence[GPTModel], experts: Experts | None) -> list[
 
 def prepare_routers(chunks: Iterable[GPTModel], num_tokens: int) -> None:
     """Tell all routers the number of tokens in the global batch, before a forward and a backward pass of it."""
-    for chunk in chunks:
-        for router in routers_of(chunk):
-            router.num_tokens = num_tokens
-            router.routes.clear()
-            router.agreement = 0.0
+    for router in routers_of(chunks):
+        router.num_tokens = num_tokens
+        router.routes.clear()
+        router.agreement = 0.0
 
 
 @contextmanager
@@ -255,7 +254,7 @@ def replayed(chunk: GPTModel, routes: Tensor | None) -> Iterator[None]:
         parts = routes.chunk(chunk.config.tensor_model_parallel_size)
         routes = parts[parallel_state.get_tensor_model_parallel_rank()]
     with ExitStack() as stack:
-        for router in routers_of(chunk):
+        for router in routers_of([chunk]):
             stack.enter_context(router.routes.set_to(None if routes is None else routes[:, router.place]))
         yield
 
@@ -265,7 +264,7 @@ def choices_of(chunk: GPTModel, num_tokens: int, top_k: int) -> Tensor:
 
     `num_tokens` is N, which tensor-parallel ranks share under sequence parallelism. Collective among these then.
     """
-    chosen = [router.chosen for router in routers_of(chunk)]
+    chosen = [router.chosen for router in routers_of([chunk])]
     if not chosen:
         return torch.empty(num_tokens, 0, top_k, dtype=torch.int64, device=next(chunk.parameters()).device)
     choices = torch.stack([each.int().topk(top_k).indices for each in chosen if each is not None], dim=1)
@@ -277,9 +276,8 @@ def choices_of(chunk: GPTModel, num_tokens: int, top_k: int) -> Tensor:
 def router_agreement(chunks: Iterable[GPTModel]) -> float:
     """Return the share of the replayed choices since `prepare_routers` that are the routers' own. Collective."""
     counts = torch.zeros(2, dtype=torch.float64)
-    for chunk in chunks:
-        for router in routers_of(chunk):
-            counts += torch.as_tensor(router.agreement, device="cpu")
+    for router in routers_of(chunks):
+        counts += torch.as_tensor(router.agreement, device="cpu")
     dist.all_reduce(counts, group=host_group())
     agreed, replayed_choices = counts.tolist()
     return float(agreed / replayed_choices) if replayed_choices else 1.0

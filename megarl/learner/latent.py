@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek) in Megatron's terms, and its parts for machines without Transformer Engine."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -8,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from megarl.learner.attention import PackedAttention
-from megarl.learner.packed import Bounds
 from megarl.models.architecture import Architecture, LatentAttention
 from megarl.models.rotary import Yarn
 
@@ -29,15 +29,13 @@ def latent_settings(architecture: Architecture, latent: LatentAttention) -> dict
     if not isinstance(yarn, Yarn):
         # Megatron scales the logits by the YaRN factor for every type; a factor of one has no effect.
         return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    return settings | {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": yarn.factor,
-        "original_max_position_embeddings": yarn.original_max_position_embeddings,
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-        "mscale": yarn.mscale,
-        "mscale_all_dim": yarn.mscale_all_dim,
-    }
+    return settings | yarn_settings(yarn) | {"rope_type": "yarn"}
+
+
+def yarn_settings(yarn: Yarn) -> dict[str, object]:
+    """Return the settings of YaRN by the names that they have in Megatron."""
+    names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    return {"rotary_scaling_factor": yarn.factor, **{name: getattr(yarn, name) for name in names}}
 
 
 class LatentCore(PackedAttention):
@@ -47,20 +45,11 @@ class LatentCore(PackedAttention):
         super().__init__(config, layer_number)
         self.scale = softmax_scale
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None,
-        *,
-        packed_seq_params: Bounds,
-        **_: object,
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> Tensor:
         """Attend as `PackedAttention`, with `value` [N, heads, v_head_dim]; return [N, heads * v_head_dim]."""
         size = value.shape[-1]
         value = pad(value, (0, query.shape[-1] - size))  # the variable-length kernel takes only one size
-        out = super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        out = super().forward(query, key, value, *args, **settings)
         return out.unflatten(-1, (query.shape[1], -1))[..., :size].flatten(-2)
 
 

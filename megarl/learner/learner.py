@@ -61,48 +61,42 @@ class ReducedGradient:
         self.buffers.restore()
 
 
+@dataclass(kw_only=True, eq=False)
 class Learner:
     """A sharded policy or value model."""
 
-    def __init__(
-        self,
-        *,
-        models: tuple[GPTModel | DistributedDataParallel, ...],  # wrapped if there is an optimizer
-        optimizer: Optimizer | None,  # None: the model never learns
-        offload: Offload,
-        mesh: Mesh,
-        architecture: Architecture,
-        temperature: float,  # of the sampler whose log-probabilities a policy reports
-        device: torch.device,
-        balance: bool = True,  # spread samples over data-parallel ranks by length; False: by number
-        lora: Lora | None = None,  # the adapters of `models`
-        uses_adapters: bool = True,  # False: compute with the frozen weights alone
-        replays: Replays = "none",  # what routers take of the routes of samples that have any
-    ) -> None:
-        self.models = models
-        self.optimizer = optimizer
-        self.offload = offload
-        self.mesh = mesh
-        self.architecture = architecture
-        self.device = device
-        self.lora = lora
-        self._head = OutputHead(module=self.modules[-1], architecture=architecture, mesh=mesh, temperature=temperature)
-        self.batching = Batching(
-            mesh,
-            self.modules[0].config,
-            device,
-            balance=balance,
-            replays=replays,
-            has_keys=lora is not None and lora.dropout > 0.0,
+    models: tuple[GPTModel | DistributedDataParallel, ...]  # wrapped if there is an optimizer
+    optimizer: Optimizer | None  # None: the model never learns
+    offload: Offload
+    mesh: Mesh
+    architecture: Architecture
+    temperature: float  # of the sampler whose log-probabilities a policy reports
+    device: torch.device
+    balance: bool  # spread samples over data-parallel ranks by length; False: by number
+    lora: Lora | None  # the adapters of `models`
+    uses_adapters: bool = True  # False: compute with the frozen weights alone
+    replays: Replays  # what routers take of the routes of samples that have any
+
+    def __post_init__(self) -> None:
+        self._head = OutputHead(
+            module=self.modules[-1], architecture=self.architecture, mesh=self.mesh, temperature=self.temperature
         )
-        self.routed_layers = number_routers(self.modules, architecture.experts)
+        self.batching = Batching(
+            mesh=self.mesh,
+            config=self.modules[0].config,
+            device=self.device,
+            balance=self.balance,
+            replays=self.replays,
+            has_keys=self.lora is not None and self.lora.dropout > 0.0,
+        )
+        self.routed_layers = number_routers(self.modules, self.architecture.experts)
         self.forward = ForwardPass(
-            models=models,
+            models=self.models,
             head=self._head,
             batching=self.batching,
-            offload=offload,
-            mesh=mesh,
-            uses_adapters=uses_adapters,
+            offload=self.offload,
+            mesh=self.mesh,
+            uses_adapters=self.uses_adapters,
         )
 
     @cached_property
@@ -125,18 +119,7 @@ class Learner:
 
         `replays` is what its routers take of the routes of samples.
         """
-        return Learner(
-            models=self.modules,
-            optimizer=None,
-            offload=self.offload,
-            mesh=self.mesh,
-            architecture=self.architecture,
-            temperature=self._head.temperature,
-            device=self.device,
-            balance=self.batching.balance,
-            uses_adapters=False,
-            replays=replays,
-        )
+        return replace(self, models=self.modules, optimizer=None, lora=None, uses_adapters=False, replays=replays)
 
     def layout(self) -> Layout:
         """Return the boxes of the Hugging Face parameters that this rank holds."""
@@ -225,8 +208,13 @@ class Learner:
             with_outputs: keep what `infer` returns, with entropies, for the batch of the first term.
         """
         assert self.optimizer is not None, "this model does not learn"
+        on_device = partial(to_device, device=self.device)
         micro_batches = [
-            replace(micro_batch, term=number, samples=self._on_device(term.batch.share.select(micro_batch.row.samples)))
+            replace(
+                micro_batch,
+                term=number,
+                samples=term.batch.share.select(micro_batch.row.samples).laid_out(on_device),
+            )
             for number, term in enumerate(terms)
             for micro_batch in self.forward.divide(term.batch, budget, term.against)
         ]
@@ -248,7 +236,7 @@ class Learner:
         outputs = self._outputs_of_first(terms[0], micro_batches, losses) if with_outputs else None
         metrics = add_metrics([micro.metrics | {LOSS: micro.loss} for micro in losses], self.mesh, self.device)
         loss = metrics.pop(LOSS)
-        if self.batching.replays != "none" and terms[0].batch.share.routes is not None:
+        if self.replays != "none" and terms[0].batch.share.routes is not None:
             metrics["router_agreement"] = router_agreement(self.modules)
         self.offload.await_optimizer()
         with megatron_platform():
@@ -277,9 +265,6 @@ class Learner:
             if not bool(micro.loss.isfinite())
         ]
         return explain_not_finite(self.modules, bad, num_terms=len(terms), loss=gradient.loss, grad_norm=gradient.norm)
-
-    def _on_device(self, samples: Rollouts) -> Rollouts:
-        return samples.laid_out(partial(to_device, device=self.device))
 
     def _outputs_of_first(
         self, term: LossTerm, micro_batches: Sequence[MicroBatch], losses: Sequence[MicroLoss]

@@ -92,6 +92,10 @@ class Adapter(nn.Module):
         b = self.lora_b.flatten(-3, -2)
         return b if self._of_projection is None else (b.unsqueeze(-2) * self._of_projection).flatten(-2)
 
+    def _matrices(self) -> tuple[tuple[nn.Parameter, bool], ...]:
+        """Return A and B, each with whether ranks have different parts of it."""
+        return (self.lora_a, self._part.cuts_columns), (self.lora_b, self._part.cuts_rows)
+
     def cut(self, matrix: str) -> tuple[list[tuple[int, int, int]], int, int]:
         """Return how ranks share `lora_a` or `lora_b`, as Megatron's checkpoints describe it.
 
@@ -154,7 +158,7 @@ class LinearAdapter(Adapter):
             )
         self._group = mesh.tp_group if mesh.tp_size > 1 else None
         self._sequence_parallel = sequence_parallel
-        for matrix, is_cut in ((self.lora_a, self._part.cuts_columns), (self.lora_b, self._part.cuts_rows)):
+        for matrix, is_cut in self._matrices():
             matrix.tensor_model_parallel = is_cut  # type: ignore[attr-defined]
             matrix.sequence_parallel = sequence_parallel and not is_cut  # type: ignore[attr-defined]
 
@@ -189,7 +193,7 @@ class ExpertsAdapter(Adapter):
 
     def __init__(self, parts: Mapping[str, Adapted], lora: Lora, dtype: torch.dtype, mesh: Mesh) -> None:
         super().__init__(parts, lora, dtype, mesh, is_stacked=True)
-        for matrix, is_cut in ((self.lora_a, self._part.cuts_columns), (self.lora_b, self._part.cuts_rows)):
+        for matrix, is_cut in self._matrices():
             is_shared = mesh.cut.etp_size > 1 and not is_cut
             matrix.allreduce = False  # type: ignore[attr-defined] # as `mark_experts` marks the experts' weights
             matrix.is_summed_over_etp = is_shared  # type: ignore[attr-defined]

@@ -39,7 +39,7 @@ from megarl.learner.experts import (
 )
 from megarl.learner.fused import has_apex_gradient_fusion, has_transformer_engine
 from megarl.learner.gated_delta_net import GatedDeltaNet
-from megarl.learner.latent import LatentCore, ReplicatedLinear, latent_settings
+from megarl.learner.latent import LatentCore, ReplicatedLinear, latent_settings, yarn_settings
 from megarl.learner.layer import BiasedLayer, OutputNormLayer, ParallelResidualLayer, ScaledLayer
 from megarl.learner.norm import LayerNorm, RMSNorm, WideKeyNorm, WideQueryNorm
 from megarl.learner.parallel import Mesh
@@ -333,9 +333,7 @@ def _has_yarn(architecture: Architecture) -> bool:
 
 def _set_yarn(config: TransformerConfig, yarn: Yarn) -> None:
     """Set attributes that Megatron reads from a configuration, although the configuration has no such fields."""
-    settings = {"rotary_scaling_factor": yarn.factor, "correction_range_round_to_int": yarn.truncate}
-    for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-        settings[name] = getattr(yarn, name)
+    settings = yarn_settings(yarn) | {"correction_range_round_to_int": yarn.truncate}
     vars(config).update({YARN + name: value for name, value in settings.items()})
 
 

@@ -21,25 +21,14 @@ from megarl.learner.optimizer import torch_optimizers
 from megarl.platform.device import SideStream, local_device, on_cuda
 
 
-class RestingMemory:
+class RestingMemory(dict[Hashable, torch.Tensor]):
     """Memory of the host in which tensors rest: each in its own, which is pinned once, because pinning is slow."""
-
-    def __init__(self) -> None:
-        self._rests: dict[Hashable, torch.Tensor] = {}
 
     def park(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of the tensor in its memory. The copy is complete for the host when the device is idle."""
-        if name not in self._rests:
-            self._rests[name] = torch.empty_like(tensor, device="cpu", pin_memory=on_cuda())
-        return self._rests[name].copy_(tensor, non_blocking=True)
-
-    def has(self, name: Hashable) -> bool:
-        """Return whether a tensor of this name was parked."""
-        return name in self._rests
-
-    def parked(self, name: Hashable) -> torch.Tensor:
-        """Return the copy that was parked last."""
-        return self._rests[name]
+        if name not in self:
+            self[name] = torch.empty_like(tensor, device="cpu", pin_memory=on_cuda())
+        return self[name].copy_(tensor, non_blocking=True)
 
 
 class Offload:
@@ -57,7 +46,7 @@ class Offload:
 
         `frozen` is the memory in which the weights that nothing changes rest, if another model shares them.
         """
-        self.frozen = frozen or RestingMemory()
+        self.frozen = RestingMemory() if frozen is None else frozen
         self._models = models
         self._optimizer = optimizer
         self._section = section
@@ -68,10 +57,7 @@ class Offload:
     def park(self) -> None:
         """Move everything that the section names off the device, before the first phase."""
         if on_cuda():
-            if self._section.param_offload:
-                self._move_parameters("cpu")
-            if self._section.grad_offload:
-                self._move_gradients("cpu")
+            self._move_weights_and_gradients("cpu")
             if self._section.optimizer_offload:
                 self._move_optimizer("cpu")
             torch.cuda.empty_cache()
@@ -103,10 +89,7 @@ class Offload:
         if self._is_fetched or not on_cuda():
             return
         self._is_fetched = True
-        if self._section.param_offload:
-            self._move_parameters("cuda")
-        if self._section.grad_offload:
-            self._move_gradients("cuda")
+        self._move_weights_and_gradients("cuda")
         if self._side:
             self._move_optimizer("cuda")
 
@@ -123,10 +106,13 @@ class Offload:
         if self._side:
             self._side.join()
             self._move_optimizer("cpu")
-        if self._section.grad_offload:
-            self._move_gradients("cpu")
+        self._move_weights_and_gradients("cpu")
+
+    def _move_weights_and_gradients(self, device: str) -> None:
         if self._section.param_offload:
-            self._move_parameters("cpu")
+            self._move_parameters(device)
+        if self._section.grad_offload and self._optimizer is not None:
+            self._move_buffers(device, move_params=False, move_grads=True)
 
     def _move_parameters(self, device: str) -> None:
         if self._optimizer is not None:
@@ -134,8 +120,8 @@ class Offload:
         for place, parameter in self._unchanged():
             if device != "cpu":
                 parameter.data = parameter.data.to(local_device(), non_blocking=True, copy=True)
-            elif self.frozen.has(place):
-                parameter.data = self.frozen.parked(place)  # nothing has changed it on the device
+            elif place in self.frozen:
+                parameter.data = self.frozen[place]  # nothing has changed it on the device
             else:
                 parameter.data = self.frozen.park(place, parameter.data)
 
@@ -145,10 +131,6 @@ class Offload:
             for name, parameter in model.named_parameters():
                 if self._optimizer is None or not parameter.requires_grad:
                     yield (chunk, name), parameter
-
-    def _move_gradients(self, device: str) -> None:
-        if self._optimizer is not None:
-            self._move_buffers(device, move_params=False, move_grads=True)
 
     def _move_buffers(self, device: str, **parts: bool) -> None:
         for model in self._models:

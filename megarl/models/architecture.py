@@ -31,6 +31,7 @@ from megarl.models.rotary import (
 from megarl.models.unsupported import unsupported
 from megarl.models.windows import window_of
 from megarl.platform.errors import UserError
+from megarl.reshard.headers import Shape
 
 ODD = "must be even, because positions rotate pairs of numbers"
 EMBEDDING = "model.embed_tokens.weight"
@@ -261,7 +262,7 @@ def padded_vocabulary(rows: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def hf_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
+def hf_shapes(architecture: Architecture) -> Mapping[str, Shape]:
     """Return the shape of every parameter of the Hugging Face checkpoint, in canonical order.
 
     The order is embedding, layers from the first to the last, final norm, and head. The head is `score` if it is
@@ -285,7 +286,7 @@ class CheckpointPlace:
     row: int = 0  # the first row of the parameter of Llama
     index: int | None = None  # in the first dimension of a parameter that has the transposed parameter there
 
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def shape(self, shape: Shape) -> Shape:
         """Return the shape of the checkpoint's parameter if the one of Llama, of this shape, is the last in it."""
         if self.index is not None:
             return self.index + 1, *reversed(shape)
@@ -317,7 +318,7 @@ def checkpoint_places(architecture: Architecture) -> Mapping[str, CheckpointPlac
 
 
 @lru_cache(maxsize=16)
-def llama_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
+def llama_shapes(architecture: Architecture) -> Mapping[str, Shape]:
     """Return the shape of every parameter by the name that it has, or would have, in Llama."""
     a = architecture
     layers = {kind: _layer_shapes(a, kind) for kind in a.layer_of_kind}
@@ -332,7 +333,7 @@ def llama_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
     return MappingProxyType(shapes)
 
 
-Shapes = dict[str, tuple[int, ...]]
+Shapes = dict[str, Shape]
 
 
 def _layer_shapes(a: Architecture, kind: LayerKind) -> Shapes:

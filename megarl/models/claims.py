@@ -74,9 +74,10 @@ def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bo
     ahead = range(num_layers, num_layers + num_ahead) if architecture.traits.predicts_ahead is True else range(0)
     unclaimed = [name for name in stored if name not in shapes and not _is_left_out(name, architecture, ahead)]
     if unclaimed:
+        claims = dict.fromkeys(_who_claims(name, num_layers) for name in unclaimed)
         yield (
             f"{directory} holds {_listed(unclaimed)}, which the model of its {CONFIG} does not have, and which would "
-            f"be dropped ({_who_claims(unclaimed, num_layers)}): correct {CONFIG}, or remove the tensors from the files"
+            f"be dropped ({'; '.join(claims)}): correct {CONFIG}, or remove the tensors from the files"
         )
 
 
@@ -105,11 +106,7 @@ def _is_left_out(name: str, architecture: Architecture, ahead: range) -> bool:
     return bool(COMPUTED.fullmatch(name)) or bool(layer and int(layer[1]) in ahead)
 
 
-def _who_claims(names: Sequence[str], num_layers: int) -> str:
-    return "; ".join(dict.fromkeys(_who_claims_one(name, num_layers) for name in names))
-
-
-def _who_claims_one(name: str, num_layers: int) -> str:
+def _who_claims(name: str, num_layers: int) -> str:
     layer = LAYER.match(name)
     if layer and int(layer[1]) >= num_layers:
         return f"num_hidden_layers counts {num_layers} layers"

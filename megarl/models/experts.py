@@ -65,19 +65,14 @@ def read_experts(config: Fields, traits: Family) -> Experts:
 def _read(config: Fields, traits: Family) -> Experts:
     family = config.values["model_type"]
     top_k = config.size(traits.key("num_experts_per_tok"), most=MOST_EXPERTS)
-    if family in ("mixtral", "gpt_oss"):
+    score: Literal["softmax", "sigmoid"] = "sigmoid" if traits.sigmoid_router else "softmax"
+    if family in ("mixtral", "gpt_oss", "minimax_m2"):
         return Experts(
             num_experts=config.size("num_local_experts", most=MOST_EXPERTS),
             top_k=top_k,
             ffn_hidden_size=config.size("intermediate_size"),
-        )
-    if family == "minimax_m2":
-        return Experts(
-            num_experts=config.size("num_local_experts", most=MOST_EXPERTS),
-            top_k=top_k,
-            ffn_hidden_size=config.size("intermediate_size"),
-            score="sigmoid",
-            router_bias=True,
+            score=score,
+            router_bias=traits.sigmoid_router,
         )
     ffn_hidden_size = config.size("moe_intermediate_size")
     if family == "ernie4_5_moe":
@@ -111,7 +106,7 @@ def _read(config: Fields, traits: Family) -> Experts:
         ffn_hidden_size=ffn_hidden_size,
         shared_ffn_hidden_size=config.size("n_shared_experts", 0, least=0, most=MOST_EXPERTS) * ffn_hidden_size,
         first_dense_layers=config.size("first_k_dense_replace", 0, least=0),
-        score="sigmoid" if traits.sigmoid_router else "softmax",
+        score=score,
         normalize_top_k=normalize_top_k,
         scaling=config.number("routed_scaling_factor", 1.0),
         num_groups=config.size("n_group") if grouped else 1,

@@ -7,6 +7,7 @@ from megarl.models.families import Family
 from megarl.models.fields import MOST_LAYERS, Fields, wrong
 from megarl.models.windows import FULL, LINEAR
 from megarl.platform.errors import UserError
+from megarl.reshard.headers import Shape
 
 CHUNK = 64  # tokens that the trainer computes at once
 PREFIX = "linear_attn."  # of the names of parameters
@@ -93,9 +94,9 @@ def _layers(config: Fields) -> tuple[int, ...]:
 
 def linear_shapes(
     linear: LinearAttention, sections: Mapping[str, tuple[str, ...]], hidden_size: int
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, Shape]:
     """Return the shapes of a layer's parameters, by name after the layer's prefix."""
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, Shape] = {
         f"{PREFIX}{name}.weight": (linear.size("".join(kinds)), hidden_size) for name, kinds in sections.items()
     }
     return shapes | {

@@ -20,6 +20,7 @@ from megarl.models.grid import Cut, Grid
 from megarl.models.trainer import parameter_shapes
 from megarl.models.weights import Region, held_and_whole
 from megarl.platform.errors import UserError
+from megarl.reshard.headers import Shape
 from megarl.reshard.layout import Box, Piece
 
 LORA_A = "base_model.model.{}.lora_A.weight"
@@ -85,13 +86,13 @@ class Adapted:
         """Return the number of a region's projection."""
         return self.projections.index(_path(region))
 
-    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shapes(self, rank: int) -> tuple[Shape, Shape]:
         """Return the shapes of A, [projections * rank, columns], and of B, [blocks, rows / blocks, rank]."""
         rows, columns = self.shape
         return (len(self.projections) * rank, columns), (self.num_blocks, rows // self.num_blocks, rank)
 
 
-def adapted(architecture: Architecture, lora: Lora, name: str, shape: tuple[int, ...], *, cut: Cut) -> Adapted | None:
+def adapted(architecture: Architecture, lora: Lora, name: str, shape: Shape, *, cut: Cut) -> Adapted | None:
     """Return the description of a local weight with an adapter; None if it has none.
 
     Args:
@@ -196,10 +197,11 @@ def adapter_shapes(architecture: Architecture, lora: Lora) -> Shapes:
 
 def adapted_projections(architecture: Architecture, lora: Lora) -> list[str]:
     """Return names that select the projections with adapters and no others: the ends of their names if possible."""
-    chosen = {projection for projection, _ in _projections(architecture, lora)}
+    adapted = _projections(architecture, lora)
+    chosen = {projection for projection, _ in adapted}
     others = {projection for projection, _ in _all_projections(architecture, lora)} - chosen
-    ends = tuple(sorted({projection.rpartition(".")[2] for projection in chosen}))
-    return sorted(chosen) if any(_selects(ends, other) for other in others) else list(ends)
+    ends = _ends(adapted)
+    return sorted(chosen) if any(_selects(tuple(ends), other) for other in others) else ends
 
 
 def require_targets(architecture: Architecture, lora: Lora) -> None:

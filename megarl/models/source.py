@@ -2,14 +2,11 @@
 
 import importlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from megarl.data.tokenizer import Spelling, Tokenizer, load_tokenizer
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.distributed.exchange import in_shares
 from megarl.models.architecture import Architecture
 from megarl.models.claims import weight_faults
@@ -68,31 +65,13 @@ class Source:
             lora=lora_of(section, architecture) if isinstance(section, ModelSection) else None,
         )
 
-    def tokenizer(
-        self,
-        path: str | None = None,
-        *,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, object] = MappingProxyType({}),
-        apply_chat_template: bool | None = None,
-        special_tokens_in_text: Spelling = "split",
-        now: datetime | None = None,
-        trust_remote_code: bool = False,
-    ) -> Tokenizer:
-        """Return the tokenizer at `path`, by default the checkpoint's own; arguments as for `load_tokenizer`.
+    def tokenizer(self, path: str | None = None, **settings: Any) -> Tokenizer:
+        """Return the tokenizer at `path`, by default the checkpoint's own; settings as for `load_tokenizer`.
 
         Raises:
             UserError: the tokenizer has more tokens than the model.
         """
-        tokenizer = load_tokenizer(
-            path or str(self.directory),
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-            apply_chat_template=apply_chat_template,
-            special_tokens_in_text=special_tokens_in_text,
-            now=now,
-            trust_remote_code=trust_remote_code,
-        )
+        tokenizer = load_tokenizer(path or str(self.directory), **settings)
         if tokenizer.vocab_size > self.architecture.vocab_size:
             raise UserError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {self.directory} only "

@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar
 
 import torch
@@ -20,7 +20,8 @@ from megarl.models.families import ExpertNames
 from megarl.models.grid import Cut
 from megarl.models.linear import CONVOLUTION, PREFIX
 from megarl.platform.errors import UserError
-from megarl.reshard.layout import Box, Piece, row_major, whole
+from megarl.reshard.headers import Shape
+from megarl.reshard.layout import Box, Piece, row_major
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Shard:
 
     architecture: Architecture
     prefix: str  # of Llama's names: of the layer or the expert; empty outside the layers
-    shape: tuple[int, ...]  # of the local tensor
+    shape: Shape  # of the local tensor
     part: int
     num_parts: int
 
-    def full_shape(self, name: str) -> tuple[int, ...]:
+    def full_shape(self, name: str) -> Shape:
         """Return the shape of a parameter of this layer, by its name in Llama."""
         shapes = llama_shapes(self.architecture)
         full = self.prefix + name
@@ -66,62 +67,33 @@ class CutRule(ABC):
         """Yield the regions that the shard holds."""
 
 
-def _rows(full_shape: tuple[int, ...], first: int, end: int) -> Box:
+def _rows(full_shape: Shape, first: int, end: int) -> Box:
     """Return rows `first .. end` of a parameter, complete in the other dimensions."""
     rest = full_shape[1:]
     return Box((first, *(0 for _ in rest)), (end, *rest))
 
 
 @dataclass(frozen=True)
-class Replicated(CutRule):
-    """A parameter that every rank holds complete."""
+class Sliced(CutRule):
+    """A parameter of which rank `t` holds the `t`-th slice of one dimension, or that every rank holds complete."""
 
     name: str
+    dimension: int | None  # that is cut; None: none is
+    may_be_whole: bool = False  # Transformer Engine replicates it, Megatron's own layer cuts it: only the shape tells
 
     def regions(self, shard: Shard) -> Iterator[Region]:
-        """Yield one region, the same on every rank."""
-        yield Region(self.name, whole(shard.full_shape(self.name)), 0)
+        """Yield one region."""
+        shape = shard.full_shape(self.name)
+        lo = [0] * len(shape)
+        hi = list(shape)
+        if self.dimension is not None and not (self.may_be_whole and shard.shape == shape):
+            lo[self.dimension], hi[self.dimension] = shard.slice_of(shape[self.dimension])
+        yield Region(self.name, Box(tuple(lo), tuple(hi)), 0)
 
 
-@dataclass(frozen=True)
-class ColumnParallel(CutRule):
-    """A matrix or a bias cut in rows, one row per output: rank `t` holds the `t`-th slice."""
-
-    name: str
-
-    def regions(self, shard: Shard) -> Iterator[Region]:
-        """Yield one region, cut in rows."""
-        full_shape = shard.full_shape(self.name)
-        yield Region(self.name, _rows(full_shape, *shard.slice_of(full_shape[0])), 0)
-
-
-@dataclass(frozen=True)
-class ReplicatedOrColumnParallel(CutRule):
-    """A matrix that Transformer Engine replicates and Megatron's own linear layer cuts in rows.
-
-    Only the shape shows which of the two built it.
-    """
-
-    name: str
-
-    def regions(self, shard: Shard) -> Iterator[Region]:
-        """Yield one region: all rows, or the shard's rows."""
-        whole_shape = shard.full_shape(self.name)
-        rule: CutRule = Replicated(self.name) if shard.shape == whole_shape else ColumnParallel(self.name)
-        return rule.regions(shard)
-
-
-@dataclass(frozen=True)
-class RowParallel(CutRule):
-    """A matrix cut in columns: rank `t` holds the `t`-th slice."""
-
-    name: str
-
-    def regions(self, shard: Shard) -> Iterator[Region]:
-        """Yield one region, cut in columns."""
-        rows, columns = shard.full_shape(self.name)
-        first, end = shard.slice_of(columns)
-        yield Region(self.name, Box((0, first), (rows, end)), 0)
+replicated = partial(Sliced, dimension=None)
+column_parallel = partial(Sliced, dimension=0)  # a row of a matrix or a bias for each output
+row_parallel = partial(Sliced, dimension=1)
 
 
 @dataclass(frozen=True)
@@ -225,80 +197,82 @@ class Vocabulary(CutRule):
 
 MODEL: Mapping[str, CutRule] = {
     "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight", "model.embed_tokens.weight"),
-    "decoder.final_layernorm.weight": Replicated("model.norm.weight"),
-    "decoder.final_layernorm.bias": Replicated("model.norm.bias"),
+    "decoder.final_layernorm.weight": replicated("model.norm.weight"),
+    "decoder.final_layernorm.bias": replicated("model.norm.bias"),
     # A tied model cut into pipeline stages keeps a second copy of the embedding on its last stage.
     "output_layer.weight": Vocabulary("lm_head.weight", "model.embed_tokens.weight"),
 }
 
-SCALAR_HEAD: Mapping[str, CutRule] = {"output_layer.weight": Replicated(SCORE)}
+SCALAR_HEAD: Mapping[str, CutRule] = {"output_layer.weight": replicated(SCORE)}
 
 # Transformer Engine fuses a norm into the next linear layer, so the norms have two names.
 LAYER: Mapping[str, CutRule] = {
-    "input_layernorm.weight": Replicated("input_layernorm.weight"),
-    "input_layernorm.bias": Replicated("input_layernorm.bias"),
-    "self_attention.linear_qkv.layer_norm_weight": Replicated("input_layernorm.weight"),
-    "self_attention.linear_qkv.layer_norm_bias": Replicated("input_layernorm.bias"),
-    "self_attention.linear_proj.weight": RowParallel("self_attn.o_proj.weight"),
-    "self_attention.linear_proj.bias": Replicated("self_attn.o_proj.bias"),
-    "pre_mlp_layernorm.weight": Replicated("post_attention_layernorm.weight"),
-    "pre_mlp_layernorm.bias": Replicated("post_attention_layernorm.bias"),
-    "attention_output_layernorm.weight": Replicated("attention_output_layernorm.weight"),
-    "feed_forward_output_layernorm.weight": Replicated("feed_forward_output_layernorm.weight"),
-    "mlp.linear_fc1.layer_norm_weight": Replicated("post_attention_layernorm.weight"),
-    "mlp.linear_fc1.layer_norm_bias": Replicated("post_attention_layernorm.bias"),
-    "mlp.linear_fc2.weight": RowParallel("mlp.down_proj.weight"),
-    "mlp.linear_fc2.bias": Replicated("mlp.down_proj.bias"),
+    "input_layernorm.weight": replicated("input_layernorm.weight"),
+    "input_layernorm.bias": replicated("input_layernorm.bias"),
+    "self_attention.linear_qkv.layer_norm_weight": replicated("input_layernorm.weight"),
+    "self_attention.linear_qkv.layer_norm_bias": replicated("input_layernorm.bias"),
+    "self_attention.linear_proj.weight": row_parallel("self_attn.o_proj.weight"),
+    "self_attention.linear_proj.bias": replicated("self_attn.o_proj.bias"),
+    "pre_mlp_layernorm.weight": replicated("post_attention_layernorm.weight"),
+    "pre_mlp_layernorm.bias": replicated("post_attention_layernorm.bias"),
+    "attention_output_layernorm.weight": replicated("attention_output_layernorm.weight"),
+    "feed_forward_output_layernorm.weight": replicated("feed_forward_output_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_weight": replicated("post_attention_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_bias": replicated("post_attention_layernorm.bias"),
+    "mlp.linear_fc2.weight": row_parallel("mlp.down_proj.weight"),
+    "mlp.linear_fc2.bias": replicated("mlp.down_proj.bias"),
 }
 
 GATED: Mapping[str, CutRule] = {"mlp.linear_fc1.weight": GatedMLP("mlp.gate_proj.weight", "mlp.up_proj.weight")}
 
 NOT_GATED: Mapping[str, CutRule] = {
-    "mlp.linear_fc1.weight": ColumnParallel("mlp.up_proj.weight"),
-    "mlp.linear_fc1.bias": ColumnParallel("mlp.up_proj.bias"),
+    "mlp.linear_fc1.weight": column_parallel("mlp.up_proj.weight"),
+    "mlp.linear_fc1.bias": column_parallel("mlp.up_proj.bias"),
 }
 
 WIDE_NORMS: Mapping[str, CutRule] = {
-    "self_attention.q_layernorm.weight": ColumnParallel("self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": ColumnParallel("self_attn.k_norm.weight"),
+    "self_attention.q_layernorm.weight": column_parallel("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": column_parallel("self_attn.k_norm.weight"),
 }
 
 ATTENTION: Mapping[str, CutRule] = {
     "self_attention.linear_qkv.weight": FusedQKV("weight"),
     "self_attention.linear_qkv.bias": FusedQKV("bias"),
-    "self_attention.q_layernorm.weight": Replicated("self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": Replicated("self_attn.k_norm.weight"),
-    "self_attention.core_attention.softmax_offset": ColumnParallel("self_attn.sinks"),
-    "self_attention.core_attention.q_layernorm.weight": Replicated("self_attn.q_norm.weight"),
-    "self_attention.core_attention.k_layernorm.weight": Replicated("self_attn.k_norm.weight"),
+    "self_attention.q_layernorm.weight": replicated("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": replicated("self_attn.k_norm.weight"),
+    "self_attention.core_attention.softmax_offset": column_parallel("self_attn.sinks"),
+    "self_attention.core_attention.q_layernorm.weight": replicated("self_attn.q_norm.weight"),
+    "self_attention.core_attention.k_layernorm.weight": replicated("self_attn.k_norm.weight"),
 }
 
 # The checkpoint has [query ; key ; value] of each head, in the order of Megatron.
 FUSED_ATTENTION: Mapping[str, CutRule] = {
-    "self_attention.linear_qkv.weight": ColumnParallel("self_attn.qkv_proj.weight"),
-    "self_attention.linear_qkv.bias": ColumnParallel("self_attn.qkv_proj.bias"),
+    "self_attention.linear_qkv.weight": column_parallel("self_attn.qkv_proj.weight"),
+    "self_attention.linear_qkv.bias": column_parallel("self_attn.qkv_proj.bias"),
 }
 
 # The rows of the up-projections are complete heads on both sides: [nope ; rope] of a query, [nope ; value] of a key.
 LATENT_ATTENTION: Mapping[str, CutRule] = {
-    "self_attention.linear_q_proj.weight": ColumnParallel("self_attn.q_proj.weight"),
-    "self_attention.linear_q_down_proj.weight": ReplicatedOrColumnParallel("self_attn.q_a_proj.weight"),
-    "self_attention.q_layernorm.weight": Replicated("self_attn.q_a_layernorm.weight"),
-    "self_attention.linear_q_up_proj.layer_norm_weight": Replicated("self_attn.q_a_layernorm.weight"),
-    "self_attention.linear_q_up_proj.weight": ColumnParallel("self_attn.q_b_proj.weight"),
-    "self_attention.linear_kv_down_proj.weight": ReplicatedOrColumnParallel("self_attn.kv_a_proj_with_mqa.weight"),
-    "self_attention.kv_layernorm.weight": Replicated("self_attn.kv_a_layernorm.weight"),
-    "self_attention.linear_kv_up_proj.layer_norm_weight": Replicated("self_attn.kv_a_layernorm.weight"),
-    "self_attention.linear_kv_up_proj.weight": ColumnParallel("self_attn.kv_b_proj.weight"),
+    "self_attention.linear_q_proj.weight": column_parallel("self_attn.q_proj.weight"),
+    "self_attention.linear_q_down_proj.weight": column_parallel("self_attn.q_a_proj.weight", may_be_whole=True),
+    "self_attention.q_layernorm.weight": replicated("self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.layer_norm_weight": replicated("self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.weight": column_parallel("self_attn.q_b_proj.weight"),
+    "self_attention.linear_kv_down_proj.weight": column_parallel(
+        "self_attn.kv_a_proj_with_mqa.weight", may_be_whole=True
+    ),
+    "self_attention.kv_layernorm.weight": replicated("self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": replicated("self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.weight": column_parallel("self_attn.kv_b_proj.weight"),
 }
 
 
 LINEAR_ATTENTION: Mapping[str, CutRule] = {
     "self_attention.conv_weight": HeadGroups(CONVOLUTION),
-    "self_attention.dt_bias": ColumnParallel(f"{PREFIX}dt_bias"),
-    "self_attention.A_log": ColumnParallel(f"{PREFIX}A_log"),
-    "self_attention.out_norm.weight": Replicated(f"{PREFIX}norm.weight"),
-    "self_attention.out_proj.weight": RowParallel(f"{PREFIX}out_proj.weight"),
+    "self_attention.dt_bias": column_parallel(f"{PREFIX}dt_bias"),
+    "self_attention.A_log": column_parallel(f"{PREFIX}A_log"),
+    "self_attention.out_norm.weight": replicated(f"{PREFIX}norm.weight"),
+    "self_attention.out_proj.weight": row_parallel(f"{PREFIX}out_proj.weight"),
 }
 
 
@@ -307,12 +281,12 @@ def _sparse_layer(names: ExpertNames) -> Mapping[str, CutRule]:
     """Return the rules of a layer with experts, except for the experts."""
     shared = f"{names.block}.{names.shared}"
     return {
-        "mlp.router.weight": Replicated(f"{names.block}.gate.weight"),
-        "mlp.router.bias": Replicated(f"{names.block}.gate.bias"),
-        "mlp.router.expert_bias": Replicated(f"{names.block}.gate.e_score_correction_bias"),
+        "mlp.router.weight": replicated(f"{names.block}.gate.weight"),
+        "mlp.router.bias": replicated(f"{names.block}.gate.bias"),
+        "mlp.router.expert_bias": replicated(f"{names.block}.gate.e_score_correction_bias"),
         "mlp.shared_experts.linear_fc1.weight": GatedMLP(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
-        "mlp.shared_experts.linear_fc2.weight": RowParallel(f"{shared}.down_proj.weight"),
-        "mlp.shared_experts.gate_weight": Replicated(f"{shared}_gate.weight"),
+        "mlp.shared_experts.linear_fc2.weight": row_parallel(f"{shared}.down_proj.weight"),
+        "mlp.shared_experts.gate_weight": replicated(f"{shared}_gate.weight"),
     }
 
 
@@ -321,12 +295,12 @@ def _expert(names: ExpertNames) -> Mapping[str, CutRule]:
     """Return the rules of the two matrices of an expert, and of their biases."""
     first: CutRule = GatedMLP(f"{names.gate}.weight", f"{names.up}.weight")
     if names.gate_up:
-        first = ColumnParallel(f"{names.gate_up}.weight")
+        first = column_parallel(f"{names.gate_up}.weight")
     return {
         "1.weight": first,
-        "1.bias": ColumnParallel(f"{names.gate_up}.bias"),
-        "2.weight": RowParallel(f"{names.down}.weight"),
-        "2.bias": Replicated(f"{names.down}.bias"),
+        "1.bias": column_parallel(f"{names.gate_up}.bias"),
+        "2.weight": row_parallel(f"{names.down}.weight"),
+        "2.bias": replicated(f"{names.down}.bias"),
     }
 
 
@@ -339,7 +313,7 @@ EXPERT_NAMES = (
 
 
 def pieces(
-    architecture: Architecture, name: str, shape: tuple[int, ...], *, param: str, dtype: torch.dtype, cut: Cut
+    architecture: Architecture, name: str, shape: Shape, *, param: str, dtype: torch.dtype, cut: Cut
 ) -> list[Piece]:
     """Return the boxes of Hugging Face parameters in a local, contiguous Megatron parameter.
 
@@ -370,7 +344,7 @@ def pieces(
 
 
 def held_and_whole(
-    architecture: Architecture, name: str, shape: tuple[int, ...], *, cut: Cut
+    architecture: Architecture, name: str, shape: Shape, *, cut: Cut
 ) -> tuple[list[Region], list[Region]]:
     """Return the regions of a local Megatron parameter, and those of the whole parameter, by names of the checkpoint.
 
@@ -405,10 +379,10 @@ def _place(shard: Shard, region: Region) -> CheckpointPlace:
     return checkpoint_places(shard.architecture)[shard.prefix + region.name]
 
 
-def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cut) -> tuple[CutRule, Shard]:
+def _find(architecture: Architecture, name: str, shape: Shape, cut: Cut) -> tuple[CutRule, Shard]:
     layer = LAYER_NAME.fullmatch(name)
     if not layer:
-        tables = (SCALAR_HEAD, MODEL) if architecture.scalar_head else (MODEL,)
+        tables = [SCALAR_HEAD, MODEL] if architecture.scalar_head else [MODEL]
         return _known(tables, name, name), Shard(architecture, "", shape, cut.tp_rank, cut.tp_size)
     prefix = f"model.layers.{layer[1]}."
     rest = layer[2]
@@ -422,18 +396,16 @@ def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cu
         projections = {"self_attention.in_proj.weight": HeadGroups(traits.linear_sections)}
         attention = {**attention, **LINEAR_ATTENTION, **projections}
     feed_forward = GATED if traits.gated else NOT_GATED
-    experts = architecture.experts
-    if experts:
+    tables = [LAYER, attention, feed_forward]
+    if architecture.experts:
         names = architecture.expert_names
         expert = next(filter(None, (pattern.fullmatch(rest) for pattern in EXPERT_NAMES)), None)
         if expert:
-            number = cut.ep_rank * (experts.num_experts // cut.ep_size) + int(expert["local"])
+            number = cut.ep_rank * (architecture.experts.num_experts // cut.ep_size) + int(expert["local"])
             shard = Shard(architecture, f"{prefix}{names.block}.experts.{number}.", shape, cut.etp_rank, cut.etp_size)
             return _expert(names)[expert["part"]], shard
-        rule = _known((LAYER, attention, feed_forward, _sparse_layer(names)), rest, name)
-    else:
-        rule = _known((LAYER, attention, feed_forward), rest, name)
-    return rule, Shard(architecture, prefix, shape, cut.tp_rank, cut.tp_size)
+        tables.append(_sparse_layer(names))
+    return _known(tables, rest, name), Shard(architecture, prefix, shape, cut.tp_rank, cut.tp_size)
 
 
 def _known(tables: Sequence[Mapping[str, CutRule]], key: str, name: str) -> CutRule:

@@ -15,8 +15,13 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
 }
 """`model_type` of a model of images and text -> those of its text model; the first is usual."""
 OF_BOTH = (
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
-    *("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings"),
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "tie_word_embeddings",
 )
 """Keys of the whole model that hold for its text model too, and that count more than those of `text_config`."""
 

@@ -16,9 +16,10 @@ from megarl.learner.config import MegatronSection
 from megarl.models.flops import EXPERT
 from megarl.models.grid import Grid
 from megarl.models.trainer import ROUTER_BIAS
+from megarl.reshard.headers import Shape
 from megarl.reshard.layout import Integers, Placement
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT32 = 4
@@ -101,7 +102,7 @@ def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid,
     return total
 
 
-def _most_copied(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
+def _most_copied(shapes: Sequence[Shape], num_ranks: int) -> int:
     """Return the elements of a buffer that the busiest rank copies for a save."""
     shard = _padded(shapes, num_ranks) // num_ranks
     copied = Counter[int]()
@@ -121,7 +122,7 @@ def held_bytes(placement: Placement, num_ranks: int) -> Integers:
     return held
 
 
-def _buffers(chunk: Shapes, grid: Grid) -> list[tuple[list[tuple[int, ...]], int]]:
+def _buffers(chunk: Shapes, grid: Grid) -> list[tuple[list[Shape], int]]:
     """Return the shapes of each buffer, and the number of ranks that add their gradients in it.
 
     The router's bias, a few hundred numbers that no gradient changes, is in none of them.
@@ -132,7 +133,7 @@ def _buffers(chunk: Shapes, grid: Grid) -> list[tuple[list[tuple[int, ...]], int
     return [(shapes, num_ranks) for shapes, num_ranks in buffers if shapes]
 
 
-def _places(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+def _places(shapes: Sequence[Shape]) -> Iterator[tuple[int, int]]:
     """Yield begin and end of each parameter in a buffer; Megatron stores parameters in reverse order."""
     end = 0
     for shape in reversed(shapes):
@@ -141,7 +142,7 @@ def _places(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
         yield start, end
 
 
-def _padded(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
+def _padded(shapes: Sequence[Shape], num_ranks: int) -> int:
     """Return the elements of a buffer of the distributed optimizer."""
     *_, (_, end) = _places(shapes)
     return _round_up(end, math.lcm(num_ranks, BUFFER_ALIGNMENT))

@@ -33,6 +33,7 @@ from megarl.reshard.headers import (
     CONFIG,
     INDEX,
     SINGLE,
+    Shape,
     Stored,
     opened,
     read_index,
@@ -59,7 +60,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 ROWS = 1024  # of a matrix that are compared at a time
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,5 +405,5 @@ def _shares(
     return shares
 
 
-def _whole_piece(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Piece:
+def _whole_piece(name: str, shape: Shape, dtype: torch.dtype) -> Piece:
     return Piece(name, whole(shape), name, 0, row_major(shape), dtype)

@@ -20,6 +20,7 @@ ADAPTERS = "adapter_model.safetensors"
 ADAPTERS_CONFIG = "adapter_config.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes that weights may be stored in."""
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Stored:
 
     file: Path
     dtype: str  # in the notation of safetensors
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 def has_weights(directory: Path | RemoteDirectory) -> bool:

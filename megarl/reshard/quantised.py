@@ -16,7 +16,7 @@ from pathlib import Path
 from megarl.platform.errors import UserError
 from megarl.reshard.compressed import METHOD as COMPRESSED
 from megarl.reshard.compressed import compressed_faults, compressed_size, is_size
-from megarl.reshard.headers import CONFIG, FLOATS, Stored, config_field
+from megarl.reshard.headers import CONFIG, FLOATS, Shape, Stored, config_field
 
 KEY = "quantization_config"  # of config.json
 METHOD = "quant_method"
@@ -48,7 +48,7 @@ class Block:
     columns: int | None  # None: all
     scale: str = SCALE  # behind the name of a matrix
 
-    def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
+    def grid(self, shape: Shape) -> tuple[int, int]:
         """Return the shape of the scales of a matrix."""
         rows, columns = shape
         return -(-rows // self.rows), -(-columns // self.columns) if self.columns else 1
@@ -171,7 +171,7 @@ def mxfp4_fault(name: str, blocks: Stored, scales: Stored | None) -> str | None:
     return None
 
 
-def mxfp4_shape(blocks: tuple[int, ...]) -> tuple[int, int, int]:
+def mxfp4_shape(blocks: Shape) -> tuple[int, int, int]:
     """Return the shape of matrices, [experts, columns, rows], by the shape of their numbers."""
     return blocks[0], blocks[2] * MXFP4_SIZE, blocks[1]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.platform.errors import UserError
-from megarl.reshard.headers import FLOATS
+from megarl.reshard.headers import FLOATS, Shape
 from megarl.reshard.layout import Box
 from megarl.reshard.quantised import MXFP4_SIZE, Block, mxfp4_shape, not_plain
 from megarl.reshard.wrapped import TextPlace
@@ -25,7 +25,7 @@ MXFP4_PAIRS = torch.tensor([(MXFP4_NUMBERS[byte % 16], MXFP4_NUMBERS[byte // 16]
 class StoredTensor(Protocol):
     """A tensor in an open file."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     """Of what is read."""
 
@@ -112,7 +112,7 @@ class Mxfp4Experts:
 
     def __init__(self, blocks: Any, scales: Any) -> None:
         """Take lazy slices of safetensors, whose shapes fit together."""
-        self.shape: tuple[int, ...] = mxfp4_shape(tuple(blocks.get_shape()))
+        self.shape: Shape = mxfp4_shape(tuple(blocks.get_shape()))
         self._blocks = blocks
         self._scales = scales
 

@@ -13,10 +13,24 @@ from megarl.rollout.types import allows_false, mismatch
 
 OURS = frozenset(
     {
-        *("model", "trust_remote_code", "skip_tokenizer_init", "generation_config", "load_format", "dtype", "seed"),
-        *("distributed_executor_backend", "tensor_parallel_size", "max_model_len", "max_num_seqs"),
-        *("max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager", "enable_prefix_caching"),
-        *("enable_sleep_mode", "logprobs_mode", "hf_overrides"),
+        "model",
+        "trust_remote_code",
+        "skip_tokenizer_init",
+        "generation_config",
+        "load_format",
+        "dtype",
+        "seed",
+        "distributed_executor_backend",
+        "tensor_parallel_size",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "enforce_eager",
+        "enable_prefix_caching",
+        "enable_sleep_mode",
+        "logprobs_mode",
+        "hf_overrides",
     }
 )
 """Arguments that follow from other keys of the configuration."""

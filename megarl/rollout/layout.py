@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megarl.reshard.headers import Shape
 from megarl.reshard.layout import Box, Layout, Piece, row_major
 from megarl.rollout import reload
 
@@ -26,7 +27,7 @@ from megarl.rollout import reload
 class StridedView:
     """A strided part of a parameter, as in `torch.Tensor.as_strided`."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     stride: tuple[int, ...]
     offset: int
 
@@ -51,7 +52,7 @@ class EngineLayout:
     tied: frozenset[str]  # modules whose parameters all belong to an earlier module
 
 
-def trace(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> EngineLayout:
+def trace(model: nn.Module, shapes: Mapping[str, Shape], device: torch.device) -> EngineLayout:
     """Record where `model`'s loaders put Hugging Face parameters of these full `shapes`.
 
     The model must be loaded (dummy weights suffice). Its weights do not change.
@@ -137,7 +138,7 @@ class _Recorder(TorchDispatchMode):
             assert tensor.storage_offset() == 0, "pieces and padding count elements from the start of a dense storage"
             self._watched[_storage(tensor)] = (f"{module_name}.{key}", tensor)
 
-    def load(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def load(self, model: nn.Module, shapes: Mapping[str, Shape]) -> None:
         """Let the model's loaders place Hugging Face parameters of these shapes, in one call as from a checkpoint."""
         weights = [(name, torch.empty(shape, device="meta")) for name, shape in shapes.items()]
         self._sources = {_storage(source): (name, source) for name, source in weights}

@@ -13,8 +13,18 @@ LATER = frozenset({"hunyuan_v1_dense", "ministral3"})
 """Families that the release `OLDEST` loads or computes in another way."""
 LATER_ON_CPU = frozenset(
     {
-        *("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "minimax_m2"),
-        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "smollm3"),
+        "deepseek_v2",
+        "deepseek_v3",
+        "ernie4_5_moe",
+        "glm4_moe_lite",
+        "gpt_neox",
+        "gpt_oss",
+        "minimax_m2",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "seed_oss",
+        "smollm3",
     }
 )
 """The same of its build for CPUs alone."""

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,9 @@ def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[G
     """
     places = torch.tensor(groups, dtype=torch.int64)
     _require_counts(prompts.prompts, places.bincount(minlength=len(prompts.prompts)), n=n)
-    columns = _Columns(
-        any(generation.num_turns for generation in generations),
-        all(generation.has_log_probs for generation in generations),
-    )
-    return _record(prompts, places, generations, columns)
+    has_turns = any(generation.num_turns for generation in generations)
+    has_log_probs = all(generation.has_log_probs for generation in generations)
+    return _record(prompts, places, generations, has_turns=has_turns, has_log_probs=has_log_probs)
 
 
 def of_groups(groups: Sequence[Group], shares: Shares, no_routes: Tensor | None = None) -> Sharded[Rollouts]:
@@ -51,18 +49,19 @@ def of_groups(groups: Sequence[Group], shares: Shares, no_routes: Tensor | None 
     size = int(groups.counts[0])
     _require_counts(prompts.prompts, groups.counts, n=size)
     mine = table.mine()
-    columns = _Columns(bool(table.column("num_turns").max()), bool(table.column("has_log_probs").min()))
+    has_turns = bool(table.column("num_turns").max())
+    has_log_probs = bool(table.column("has_log_probs").min())
     num_tokens = table.column("num_tokens").to(torch.int64)
     runs = Runs.of_groups(table.column("replica"), size)
     index = Index(
         prompts=prompts.prompts,
         runs=replace(runs, owners=runs.owners.where(runs.owners != Generation.replica, shares.here)),
         num_tokens=num_tokens,
-        num_learnt=table.column("num_learnt").to(torch.int64) if columns.has_turns else num_tokens,
+        num_learnt=table.column("num_learnt").to(torch.int64) if has_turns else num_tokens,
         truncated=table.column("truncated").to(torch.bool),
     )
     generations = [table.own[place] for place in mine.tolist()]
-    share = _record(prompts, index.runs.groups_of(mine), generations, columns)
+    share = _record(prompts, index.runs.groups_of(mine), generations, has_turns=has_turns, has_log_probs=has_log_probs)
     if no_routes is not None:
         share = replace(share, routes=_routes(generations, no_routes))
     return Sharded(index=index, share=share, shares=shares)
@@ -78,20 +77,17 @@ def _require_counts(prompts: Sequence[Prompt], counts: Tensor, *, n: int) -> Non
         )
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """The columns that the samples of all ranks need in a record."""
+def _record(
+    prompts: Prompts, groups: Tensor, generations: Sequence[Generation], *, has_turns: bool, has_log_probs: bool
+) -> Rollouts:
+    """Return the record of generated samples. `groups` are their prompts, `[B]` int64.
 
-    has_turns: bool
-    has_log_probs: bool
-
-
-def _record(prompts: Prompts, groups: Tensor, generations: Sequence[Generation], columns: _Columns) -> Rollouts:
-    """Return the record of generated samples. `groups` are their prompts, `[B]` int64."""
+    `has_turns` and `has_log_probs` are those of the samples of all ranks.
+    """
     num_tokens = int64([generation.num_tokens for generation in generations])
     mask = torch.ones(int(num_tokens.sum()), dtype=torch.bool)
     episodes = {}
-    if columns.has_turns:
+    if has_turns:
         mask, rewards = _turns(generations, num_tokens)
         episodes = {
             "turn_rewards": rewards,
@@ -106,7 +102,7 @@ def _record(prompts: Prompts, groups: Tensor, generations: Sequence[Generation],
         responses=_joined(int32(), (generation.token_ids for generation in generations)),
         mask=mask,
         rollout_log_probs=_joined(float32(), (generation.log_probs for generation in generations))
-        if columns.has_log_probs
+        if has_log_probs
         else None,
         truncated=torch.tensor([generation.truncated for generation in generations], dtype=torch.bool),
         weight_versions=_joined(int32(), (generation.weight_versions for generation in generations)),

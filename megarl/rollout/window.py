@@ -12,8 +12,7 @@ from megarl.batch import Generation, Sample
 from megarl.columns import on_tokens
 from megarl.distributed.all_gather import all_gather
 from megarl.distributed.exchange import on_each_rank, waiting
-from megarl.on_demand import OnDemand
-from megarl.rollout.table import FIELDS, SampleRows, SampleTable
+from megarl.rollout.table import FIELDS
 
 NUM_COUNTS = 4
 KNOWN = tuple(name for name in FIELDS if name != "replica")
@@ -44,8 +43,8 @@ def sizes_of(counts: Tensor) -> Tensor:
     return counts[:, 0] * len(KNOWN) + counts[:, 1]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Windows(OnDemand[Window]):
+@dataclass(frozen=True, kw_only=True)
+class Windows:
     """The work of all `R` replicas between two exchanges, of other replicas without tokens."""
 
     counts: Tensor  # [R, NUM_COUNTS] int64
@@ -77,16 +76,6 @@ class Windows(OnDemand[Window]):
 
     def __len__(self) -> int:
         return len(self.counts)
-
-    def made(self, place: int) -> Window:
-        """Return the window of a replica."""
-        if place == self.here:
-            return self.mine
-        _, _, num_steps, num_running = self.counts[place].tolist()
-        last = int(self.counts[: place + 1, 0].sum())
-        table = SampleTable(self.finished)
-        finished = SampleRows(table, last - int(self.counts[place, 0]), last)
-        return Window(finished, num_steps, num_running, self.waiting[place])
 
 
 def exchange(work: Callable[[], Window], ranks: Sequence[int]) -> Windows:

@@ -195,9 +195,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     """
     table = _read(path)
     observed = _column(table["observed"], torch.bool)
-    _, groups, sizes = torch.from_numpy(table["group"].to_numpy().copy()).unique_consecutive(
-        return_inverse=True, return_counts=True
-    )
+    _, groups, sizes = _tensor(table["group"]).unique_consecutive(return_inverse=True, return_counts=True)
     first_rows = (sizes.cumsum(0) - sizes).numpy()
     rows = table.select(list(PROMPT_COLUMNS)).take(first_rows).to_pylist()
     with naming(path):  # JSON that cannot be read
@@ -219,21 +217,21 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
         weight_versions=_column(table["weight_versions"], torch.int32),
         **({} if observed is None else _episodes(table)),
         texts=table["response"].to_pylist(),
-        scores=torch.from_numpy(table["score"].to_numpy().copy()),
-        accuracies=torch.from_numpy(table["accuracy"].to_numpy().copy()),
+        scores=_tensor(table["score"]),
+        accuracies=_tensor(table["accuracy"]),
         answers=None if answers.null_count == len(answers) else answers.to_pylist(),
         failures=None if failures.null_count == len(failures) else failures.to_pylist(),
     )
     with naming(path):
         scored = replace(scored, routes=_routes(table["routes"], scored.num_places()))
-    return scored, None if baselines.null_count else torch.from_numpy(baselines.to_numpy().copy())
+    return scored, None if baselines.null_count else _tensor(baselines)
 
 
 def _episodes(table: pa.Table) -> dict[str, Any]:
     """Return the fields of `Rollouts` that only episodes have."""
     return {
         "turn_rewards": _column(table["turn_rewards"], torch.float32),
-        "num_turns": torch.from_numpy(table["num_turns"].to_numpy().copy()),
+        "num_turns": _tensor(table["num_turns"]),
         "stop_reasons": table["stop_reason"].to_pylist(),
         "faults": table["fault"].to_pylist(),
     }
@@ -344,6 +342,10 @@ def _routes(cells: pa.ChunkedArray, counts: Tensor) -> Tensor | None:
     if [len(array) for array in arrays] != counts.tolist():
         raise ValueError("column routes: its arrays are not as long as the prompts and responses")
     return routes
+
+
+def _tensor(numbers: pa.ChunkedArray) -> Tensor:
+    return torch.from_numpy(numbers.to_numpy().copy())
 
 
 def _column(lists: pa.ChunkedArray, dtype: torch.dtype) -> Tensor | None:

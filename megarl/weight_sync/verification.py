@@ -30,7 +30,7 @@ from megarl.models.lora import adapter_shapes
 from megarl.models.source import Source
 from megarl.reshard.executor import Destination, Reshard, SyncReport
 from megarl.reshard.files import CheckpointFiles, export
-from megarl.reshard.headers import has_weights
+from megarl.reshard.headers import Shape, has_weights
 from megarl.reshard.layout import Box, Piece, row_major, whole
 from megarl.reshard.plan import RankPlan
 from megarl.reshard.planner import lower_bound
@@ -252,7 +252,7 @@ class VerifySetup:
         """
         learner = self.learner
         with learner.offload.parameters():
-            shapes: Mapping[str, tuple[int, ...]]
+            shapes: Mapping[str, Shape]
             if learner.lora:
                 shapes = adapter_shapes(learner.architecture, learner.lora)
                 layout, tensors, shift = adapter_layout(learner.modules), adapter_weights(learner.modules), 0.05
@@ -317,7 +317,7 @@ def _difference(one: Tensor, other: Tensor, mask: Tensor) -> Deviation:
     return Deviation(float((one - other).abs().max()), float((one.exp() - other.exp()).abs().mean()))
 
 
-def _read(files: CheckpointFiles, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _read(files: CheckpointFiles, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
     tensor = torch.empty(shape, dtype=dtype)
     files.load([Piece(name, whole(shape), name, 0, row_major(shape), dtype)], {name: tensor}, shapes={name: shape})
     return tensor
@@ -336,7 +336,7 @@ def _slabs(piece: Piece) -> Iterator[Piece]:
         yield piece.part(Box((first, *lo[1:]), (min(first + rows, hi[0]), *hi[1:])))
 
 
-def _places(box: Box, shape: tuple[int, ...]) -> Tensor:
+def _places(box: Box, shape: Shape) -> Tensor:
     """Return the number of each element of the box in the full tensor, float64."""
     number = torch.zeros((), dtype=torch.float64)
     for low, high, step in zip(box.lo, box.hi, row_major(shape), strict=True):

@@ -188,7 +188,7 @@ def disturbed_log_probs(checkpoint: Path, batch: Experience, noise: float) -> tu
 
     learner = make_test_learner(checkpoint, {}, replays="scores")
     budget = Budget(max_tokens=1000, max_sequences=None)
-    for number, router in enumerate(routers_of(learner.modules[0])):
+    for number, router in enumerate(routers_of(learner.modules[:1])):
         generator = torch.Generator().manual_seed(number)
         choose = router.routing
 

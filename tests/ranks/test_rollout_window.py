@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megarl.batch import Elsewhere, Generation, float32, int32
 from megarl.rollout.window import Window, exchange
 from tests.support.ranks import RankPool
+from tests.support.windows import each_window
 
 LONG = Generation(
     7, int32([1]) * 1000, float32([-1.0]) * 1000, truncated=True, weight_versions=int32([3]) * 1000, sample=1
@@ -25,7 +26,7 @@ WINDOWS = [
 def tell(tp_size: int) -> Sequence[Window]:
     """Exchange the windows of three replicas of `tp_size` ranks."""
     rank = dist.get_rank()
-    return exchange(lambda: WINDOWS[rank // tp_size], range(rank % tp_size, 3 * tp_size, tp_size))
+    return each_window(exchange(lambda: WINDOWS[rank // tp_size], range(rank % tp_size, 3 * tp_size, tp_size)))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

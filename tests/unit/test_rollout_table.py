@@ -16,6 +16,7 @@ from megarl.rollout.open_groups import OpenGroups
 from megarl.rollout.responses import of_groups
 from megarl.rollout.table import GroupRows
 from megarl.rollout.window import Window, Windows
+from tests.support.windows import each_window
 
 HERE, REPLICAS = 1, 3
 SHARES = Shares(ranks=((0,), (1,), (2,)), rank=HERE)
@@ -118,7 +119,7 @@ def test_windows_reach_groups_as_objects_do(data: st.DataObject) -> None:
         waiting = data.draw(st.lists(st.lists(COUNTS, max_size=2), min_size=REPLICAS, max_size=REPLICAS))
         windows = windows_of(finished, waiting)
         assert windows.waiting == waiting
-        assert [[*window.finished] for window in windows] == finished
+        assert [[*window.finished] for window in each_window(windows)] == finished
         opened.note(windows)
         complete = [number for number in twin if twin[number].is_complete and number not in taken]
         assert opened.take_complete() == complete

@@ -119,15 +119,9 @@ def keep_random_state() -> None:
 
     Nothing is drawn in these regions here: weights come from files, and there is no dropout.
     """
-
-    def get_state(*_: object, **__: object) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_state(new_state: torch.Tensor, *_: object, **__: object) -> None:
-        return None
-
-    def fork(self: object, name: str = "") -> AbstractContextManager[None]:
-        return nullcontext()
-
-    replace(FORK, fork=fork)
-    replace(STATES, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
+    replace(FORK, fork=lambda self, name="": nullcontext())
+    replace(
+        STATES,
+        _get_cuda_rng_state=lambda *_, **__: torch.empty(0, dtype=torch.uint8),
+        _set_cuda_rng_state=lambda *_, **__: None,
+    )
