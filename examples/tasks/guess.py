@@ -11,15 +11,11 @@ MOST_TURNS = 6  # of a demonstration
 
 
 OPTIONS = (
-    option("--train", default=2048, help="training episodes"),
-    option("--val", default=256, help="validation episodes; numbers repeat"),
-    option("--sft", default=0, help="demonstrated episodes for supervised warm-up: sft.parquet"),
-    option("--largest", default=16, help="largest number; the smallest is 1"),
-    option(
-        "--careless",
-        default=0.5,
-        help="share of the demonstrated guesses that ignore what the environment has said",
-    ),
+    option("--train", "training episodes", default=2048),
+    option("--val", "validation episodes; numbers repeat", default=256),
+    option("--sft", "demonstrated episodes for supervised warm-up: sft.parquet", default=0),
+    option("--largest", "largest number; the smallest is 1", default=16),
+    option("--careless", "share of the demonstrated guesses that ignore what the environment has said", default=0.5),
     option("--seed", default=1),
 )
 

@@ -55,8 +55,8 @@ def role(knight: bool) -> str:
 
 
 OPTIONS = (
-    option("--train", default=2000, help="training puzzles"),
-    option("--val", default=256, help="validation puzzles, distinct from training puzzles"),
+    option("--train", "training puzzles", default=2000),
+    option("--val", "validation puzzles, distinct from training puzzles", default=256),
     Several(["--num-people"], type=int, default=[3], show_default=True, help="how many people; several = any of them"),
     option("--seed", default=1),
 )

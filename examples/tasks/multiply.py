@@ -16,15 +16,15 @@ _TASK = (
 
 
 OPTIONS = (
-    option("--train", default=2000, help="training problems"),
-    option("--val", default=256, help="validation problems, distinct from training problems"),
-    option("--digits", default=3, help="digits of either factor"),
+    option("--train", "training problems", default=2000),
+    option("--val", "validation problems, distinct from training problems", default=256),
+    option("--digits", "digits of either factor", default=3),
     option("--seed", default=1),
     option(
         "--template",
+        "plain: '12 * 34 =', for tiny models; chat: messages",
         type=click.Choice(["plain", "chat"]),
         default="chat",
-        help="plain: '12 * 34 =', for tiny models; chat: messages",
     ),
 )
 

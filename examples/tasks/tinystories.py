@@ -18,15 +18,14 @@ SENTENCE_END = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["']))\s+""")
 
 OPTIONS = (
     option(
-        "--from",
-        "source",
+        "--from source",
+        "jsonl or parquet file with a story as `text` per row, or a directory with prompts_train.jsonl and "
+        "prompts_val.jsonl, which have a `prompt` per row",
         type=click.Path(path_type=Path),
         required=True,
-        help="jsonl or parquet file with a story as `text` per row, or a directory with prompts_train.jsonl and "
-        "prompts_val.jsonl, which have a `prompt` per row",
     ),
-    option("--train", default=512, help="training prompts at most"),
-    option("--val", default=64, help="validation prompts at most"),
+    option("--train", "training prompts at most", default=512),
+    option("--val", "validation prompts at most", default=64),
 )
 
 

@@ -20,17 +20,16 @@ _SENTENCE = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["']))\s+""")
 
 OPTIONS = (
     option(
-        "--from",
-        "source",
+        "--from source",
+        "jsonl or parquet file with a story as `text` per row",
         type=click.Path(path_type=Path),
         required=True,
-        help="jsonl or parquet file with a story as `text` per row",
     ),
-    option("--stories", type=int, help="most stories that are read"),
-    option("--val", default=256, help="held-out pairs; no story is in both splits"),
-    option("--pairs", default=6, help="most pairs of one story"),
-    option("--words", default=25, help="words of a passage, which starts with a sentence"),
-    option("--gap", default=0.5, help="least difference of a pair's scores, from 0 to 2"),
+    option("--stories", "most stories that are read", type=int),
+    option("--val", "held-out pairs; no story is in both splits", default=256),
+    option("--pairs", "most pairs of one story", default=6),
+    option("--words", "words of a passage, which starts with a sentence", default=25),
+    option("--gap", "least difference of a pair's scores, from 0 to 2", default=0.5),
     option("--seed", default=1),
 )
 

@@ -10,7 +10,6 @@ from megarl.assembly.resume import ResumePoint, template_time
 from megarl.checkpoint.directory import HUGGINGFACE, MANIFEST_FILE
 from megarl.checkpoint.huggingface import POLICY_ROLE, VALUE_ROLE, export_model
 from megarl.checkpoint.occupancy import occupy
-from megarl.checkpoint.store import CheckpointStore
 from megarl.checkpoint.template_time import record_time
 from megarl.config.faults import ConfigError
 from megarl.config.learning_checks import learning_faults
@@ -126,7 +125,15 @@ def _learn(
         training=(config.optim, config.grad_clip, last_step),
         lora=source.lora,
     )
-    checkpoints = _checkpoints(config, launch, source, tokenizer, {task.name: learner})
+    written = source if learner.is_policy else source.as_classifier(tokenizer)
+    checkpoints = make_checkpoints(
+        config,
+        {task.name: learner},
+        write_huggingface=lambda directory: written.write_config_and_tokenizer(
+            directory, tokenizer, dtype=config.megatron.dtype
+        ),
+        export=lambda checkpoint: export_model(learner, source, tokenizer, checkpoint / HUGGINGFACE, launch),
+    )
     resume_point.require_sizes(checkpoints.learners, {task.name: "model.path"})
     if resume_point.checkpoint:
         checkpoints.load(resume_point.checkpoint)
@@ -145,21 +152,6 @@ def _learn(
         skips = Skips(task.name, trainer)
         train(learner, task, schedule, skips=skips, tracker=tracker, checkpoints=checkpoints)
     return learner
-
-
-def _checkpoints(
-    config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, learners: dict[str, Learner]
-) -> CheckpointStore:
-    (learner,) = learners.values()
-    written = source if learner.is_policy else source.as_classifier(tokenizer)
-    return make_checkpoints(
-        config,
-        learners,
-        write_huggingface=lambda directory: written.write_config_and_tokenizer(
-            directory, tokenizer, dtype=config.megatron.dtype
-        ),
-        export=lambda checkpoint: export_model(learner, source, tokenizer, checkpoint / HUGGINGFACE, launch),
-    )
 
 
 def is_exported(directory: Path, resume_point: ResumePoint) -> bool:

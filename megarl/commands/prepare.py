@@ -51,14 +51,13 @@ TASKS: Mapping[str, ModuleType] = {
 """Task -> a module with `OPTIONS` and a function `build`; its docstring is the help."""
 OF_ALL = (
     option(
-        "--out",
-        "--output",
+        "--out --output",
+        "directory of the parquet files",
         type=click.Path(path_type=Path),
         required=True,
         metavar="DIR",
-        help="directory of the parquet files",
     ),
-    option("--tokenizer", metavar="DIR", help="show prompts as the model with this tokenizer reads them"),
+    option("--tokenizer", "show prompts as the model with this tokenizer reads them", metavar="DIR"),
 )
 """The options of every task."""
 NEEDED = {

@@ -13,7 +13,7 @@ from megarl.config.custom_functions import ESTIMATOR, LOSS, Call
 from megarl.config.faults import Fault
 from megarl.config.keys import ACTOR, ROLLOUT
 from megarl.config.root import Config
-from megarl.config.rule import CheckContext, Rule, rule
+from megarl.config.rule import CheckContext, Rule, rule, rule_in_context
 from megarl.platform.errors import UserError
 from megarl.platform.functions import signature_in
 from megarl.section import listed
@@ -34,7 +34,7 @@ RULES: list[Rule[Config]] = []
     f"{ROLLOUT}.do_sample",
     "trainer.critic_warmup",
 )
-def _estimator(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _estimator(config: Config) -> Iterator[Fault]:
     rollout = config.actor_rollout_ref.rollout
     estimator = config.algorithm.adv_estimator
     comparing = f"algorithm.adv_estimator={estimator}" if config.algorithm.estimator.compares else None
@@ -61,7 +61,7 @@ def _estimator(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, "algorithm.filter_groups", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl", f"{ACTOR}.use_kl_loss")
-def _filter_metric(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _filter_metric(config: Config) -> Iterator[Fault]:
     algorithm, asked = config.algorithm, config.algorithm.use_kl_in_reward
     in_reward = not config.actor_rollout_ref.actor.use_kl_loss if asked is None else asked
     wanted = algorithm.filter_groups.enable and algorithm.filter_groups.metric == "seq_final_reward"
@@ -74,7 +74,7 @@ def _filter_metric(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, "algorithm.overlong_buffer", "data.max_response_length", f"{ROLLOUT}.response_length")
-def _overlong(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _overlong(config: Config) -> Iterator[Fault]:
     buffer = config.algorithm.overlong_buffer
     if buffer.enable and not 0 < buffer.len <= buffer.max_resp_len:
         yield Fault(
@@ -85,7 +85,7 @@ def _overlong(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, "algorithm.rollout_correction", *(f"{ROLLOUT}.{key}" for key in ("calculate_log_probs", *ALL_TOKENS)))
-def _correction(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _correction(config: Config) -> Iterator[Fault]:
     correction = config.algorithm.rollout_correction
     rollout = config.actor_rollout_ref.rollout
     asked = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
@@ -139,7 +139,7 @@ def _bounds(correction: RolloutCorrectionSection) -> Iterator[Fault]:
 
 
 @rule(RULES, f"{ROLLOUT}.partial", "algorithm.rollout_correction", "algorithm.filter_groups.enable")
-def _partial(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _partial(config: Config) -> Iterator[Fault]:
     if not config.actor_rollout_ref.rollout.partial.enable:
         return
     correction = config.algorithm.rollout_correction
@@ -163,7 +163,7 @@ def _partial(config: Config, context: CheckContext) -> Iterator[Fault]:
     "algorithm.filter_groups.enable",
     "environment.name",
 )
-def _keeping(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _keeping(config: Config) -> Iterator[Fault]:
     others = {
         f"{ROLLOUT}.partial.enable": config.actor_rollout_ref.rollout.partial.enable,
         "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
@@ -178,7 +178,7 @@ def _keeping(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, "algorithm.adv_estimator", f"{ACTOR}.use_kl_loss", f"{ACTOR}.ptx_coef")
-def _teaches(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _teaches(config: Config) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor
     if config.algorithm.adv_estimator == "none" and not (actor.use_kl_loss or actor.ptx_coef):
         yield Fault(
@@ -189,7 +189,7 @@ def _teaches(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, f"{ACTOR}.policy_loss")
-def _policy_loss(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _policy_loss(config: Config) -> Iterator[Fault]:
     loss = config.actor_rollout_ref.actor.policy_loss
     if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
         yield Fault(
@@ -198,7 +198,7 @@ def _policy_loss(config: Config, context: CheckContext) -> Iterator[Fault]:
         )
 
 
-@rule(RULES, f"{ACTOR}.ptx_coef", f"{ACTOR}.ptx_files", f"{ACTOR}.ptx_batch_size")
+@rule_in_context(RULES, f"{ACTOR}.ptx_coef", f"{ACTOR}.ptx_files", f"{ACTOR}.ptx_batch_size")
 def _supervision(config: Config, context: CheckContext) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor
     files = listed(actor.ptx_files)
@@ -217,14 +217,14 @@ def _supervision(config: Config, context: CheckContext) -> Iterator[Fault]:
             yield from file_faults(file, f"{ACTOR}.ptx_files")
 
 
-@rule(RULES, ESTIMATOR_KEY, ESTIMATOR)
+@rule_in_context(RULES, ESTIMATOR_KEY, ESTIMATOR)
 def _custom_estimator(config: Config, context: CheckContext) -> Iterator[Fault]:
     algorithm = config.algorithm
     is_chosen = algorithm.adv_estimator == "custom"
     yield from _faults_of_call(ESTIMATOR_KEY, is_chosen, Call.of_estimator(algorithm.custom_estimator), context)
 
 
-@rule(RULES, LOSS)
+@rule_in_context(RULES, LOSS)
 def _custom_loss(config: Config, context: CheckContext) -> Iterator[Fault]:
     section = config.actor_rollout_ref.actor.policy_loss
     yield from _faults_of_call(LOSS_KEY, section.loss_mode == "custom", Call.of_loss(section), context)

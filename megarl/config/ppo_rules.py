@@ -19,7 +19,7 @@ from megarl.config.keys import ACTOR, LAYERS, MESH, POLICY, REF, REWARD, ROLLOUT
 from megarl.config.mesh_checks import SIZES, data_parallel_size, override_faults
 from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
 from megarl.config.root import Config
-from megarl.config.rule import CheckContext, Rule, rule
+from megarl.config.rule import CheckContext, Rule, rule, rule_in_context
 from megarl.data.columns import Needs, PromptColumns, first_faults
 from megarl.data.template import VARIABLES
 from megarl.learner.config import MegatronSection
@@ -42,7 +42,7 @@ def needs_of(config: Config) -> Needs:
     return Needs.of(config.rules, config.custom_reward_function)
 
 
-@rule(
+@rule_in_context(
     RULES,
     "data.train_files",
     "data.val_files",
@@ -58,7 +58,9 @@ def _files(config: Config, context: CheckContext) -> Iterator[Fault]:
         )
 
 
-@rule(RULES, "data", f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path", "environment.name")
+@rule_in_context(
+    RULES, "data", f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path", "environment.name"
+)
 def _rows(config: Config, context: CheckContext) -> Iterator[Fault]:
     """Columns and data sources are looked at before ranks start; each rank looks at whole rows later."""
     if not context.check_paths or context.world_size is not None:
@@ -73,12 +75,12 @@ def _rows(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, "data.apply_chat_template", VARIABLES)
-def _template_variables(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _template_variables(config: Config) -> Iterator[Fault]:
     yield from variables_faults(config.data)
 
 
 @rule(RULES, "data.prompt_id_key", "data.max_prompt_id_length")
-def _prompt_ids(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _prompt_ids(config: Config) -> Iterator[Fault]:
     if config.data.max_prompt_id_length and not config.data.prompt_id_key:
         yield Fault(
             "data.max_prompt_id_length",
@@ -86,7 +88,7 @@ def _prompt_ids(config: Config, context: CheckContext) -> Iterator[Fault]:
         )
 
 
-@rule(RULES, POLICY, "critic.model", "algorithm.adv_estimator", "data.tokenizer")
+@rule_in_context(RULES, POLICY, "critic.model", "algorithm.adv_estimator", "data.tokenizer")
 def _models(config: Config, context: CheckContext) -> Iterator[Fault]:
     policy = config.actor_rollout_ref.model
     critic = config.critic.model
@@ -109,7 +111,7 @@ def _models(config: Config, context: CheckContext) -> Iterator[Fault]:
         yield Fault(f"{POLICY}.path", f"{policy.path} scores sequences and predicts no tokens: name a language model")
 
 
-@rule(RULES, POLICY, TEACHER, TEACHERS, *KL_KEYS)
+@rule_in_context(RULES, POLICY, TEACHER, TEACHERS, *KL_KEYS)
 def _teachers(config: Config, context: CheckContext) -> Iterator[Fault]:
     for source, teacher in config.teachers.items():
         yield from _teacher(config, teacher, f"{TEACHER}.path" if source is None else TEACHERS, context)
@@ -133,7 +135,7 @@ def _teacher(config: Config, teacher: CheckpointSection, key: str, context: Chec
 
 
 @rule(RULES, *MESH, *FOLLOWING_MESHES, "algorithm.adv_estimator", f"{REWARD}.enable")
-def _one_mesh(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _one_mesh(config: Config) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor.megatron
     followers = {f"{REF}.megatron": config.actor_rollout_ref.ref.megatron}
     if config.has_critic:
@@ -155,13 +157,13 @@ def _one_mesh(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, POLICY, "critic.model", *MESH, LAYERS, "critic.megatron", "algorithm.adv_estimator")
-def _critic_cut(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _critic_cut(config: Config) -> Iterator[Fault]:
     if config.has_critic:
         yield from follower_cut(config, config.critic.model, config.critic.megatron, "critic")
 
 
 @rule(RULES, POLICY, TEACHER, TEACHERS, *MESH, LAYERS, f"{REF}.megatron", *KL_KEYS)
-def _teacher_cut(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _teacher_cut(config: Config) -> Iterator[Fault]:
     for teacher in config.teachers.values():
         yield from follower_cut(config, teacher, config.actor_rollout_ref.ref.megatron, REF)
 
@@ -179,7 +181,7 @@ def follower_cut(config: Config, model: CheckpointSection, megatron: MegatronSec
 
 
 @rule(RULES, f"{ACTOR}.megatron", "critic.megatron", "algorithm.adv_estimator")
-def _offload(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _offload(config: Config) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor.megatron
     critic = config.critic.megatron
     yield from offload_faults(actor, f"{ACTOR}.megatron")
@@ -195,7 +197,7 @@ def _offload(config: Config, context: CheckContext) -> Iterator[Fault]:
     "critic.ppo_mini_batch_size",
     "algorithm.adv_estimator",
 )
-def _mini_batches(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _mini_batches(config: Config) -> Iterator[Fault]:
     prompts = config.data.train_batch_size
     sizes = {f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
     # The default of the critic's is the actor's: one fault is enough.
@@ -218,7 +220,7 @@ def _mini_batches(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", *MESH, *WORLD)
-def _work_for_all(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _work_for_all(config: Config) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor
     n = config.actor_rollout_ref.rollout.n
     ranks = data_parallel_size(actor.megatron, world_size(config.trainer))
@@ -237,7 +239,7 @@ def _work_for_all(config: Config, context: CheckContext) -> Iterator[Fault]:
     "critic.ppo_micro_batch_size",
     "algorithm.adv_estimator",
 )
-def _micro_batches(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _micro_batches(config: Config) -> Iterator[Fault]:
     if config.actor_rollout_ref.actor.use_dynamic_bsz:
         return
     sizes = {f"{ACTOR}.ppo_micro_batch_size": config.actor_rollout_ref.actor.ppo_micro_batch_size}
@@ -260,7 +262,7 @@ def _micro_batches(config: Config, context: CheckContext) -> Iterator[Fault]:
     f"{REF}",
     POLICY,
 )
-def _lengths(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _lengths(config: Config) -> Iterator[Fault]:
     policy = config.actor_rollout_ref
     longest = config.data.max_prompt_length + config.data.max_response_length
     budgets = {f"{ACTOR}.ppo_max_token_len_per_gpu": policy.actor.ppo_max_token_len_per_gpu}
@@ -278,7 +280,7 @@ def _lengths(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, "data.max_prompt_length", "data.max_response_length", ROLLOUT)
-def _engine(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _engine(config: Config) -> Iterator[Fault]:
     data = config.data
     rollout = config.actor_rollout_ref.rollout
     if rollout.prompt_length < data.max_prompt_length:
@@ -302,14 +304,14 @@ def _engine(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, "data.val_files", "trainer.test_freq", "trainer.val_only")
-def _validation(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _validation(config: Config) -> Iterator[Fault]:
     if not config.data.val_files and (config.trainer.val_only or config.trainer.test_freq > 0):
         asked = "val_only=true" if config.trainer.val_only else f"test_freq={config.trainer.test_freq}"
         yield Fault("data.val_files", f"trainer.{asked} needs validation prompts: name parquet files")
 
 
 @rule(RULES, f"{ROLLOUT}.val_kwargs")
-def _val_sampling(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _val_sampling(config: Config) -> Iterator[Fault]:
     sampling = config.actor_rollout_ref.rollout.val_kwargs
     if sampling.n > 1 and not (sampling.do_sample and sampling.temperature):
         key, remedy = ("temperature", "1.0") if sampling.do_sample else ("do_sample", "true, and a temperature")
@@ -320,7 +322,7 @@ def _val_sampling(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, POLICY, f"{ROLLOUT}.routing_replay", f"{ACTOR}.routing_replay")
-def _routing_replay(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _routing_replay(config: Config) -> Iterator[Fault]:
     """Updates replay the actor's choice or that of the engine."""
     policy = config.actor_rollout_ref
     key = f"{ACTOR}.routing_replay"

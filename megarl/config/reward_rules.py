@@ -12,7 +12,7 @@ from megarl.config.keys import LAYERS, MESH, POLICY, REWARD, ROLLOUT
 from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
 from megarl.config.ppo_rules import follower_cut
 from megarl.config.root import MODEL_SCORE, Config, RewardModelSection
-from megarl.config.rule import CheckContext, Rule, rule
+from megarl.config.rule import CheckContext, Rule, rule, rule_in_context
 from megarl.environments.host import BUILT_IN
 from megarl.platform.secrets import is_secret
 from megarl.rewards.config import JudgeSection
@@ -28,7 +28,7 @@ RULES: list[Rule[Config]] = []
 
 
 @rule(RULES, f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path")
-def _weights(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _weights(config: Config) -> Iterator[Fault]:
     section = config.reward_model
     custom = config.custom_reward_function
     key = f"{REWARD}.weights"
@@ -58,7 +58,7 @@ def _weights(config: Config, context: CheckContext) -> Iterator[Fault]:
         yield from reward_faults(section.rules, custom)
 
 
-@rule(RULES, "custom_reward_function")
+@rule_in_context(RULES, "custom_reward_function")
 def _custom_function(config: Config, context: CheckContext) -> Iterator[Fault]:
     custom = config.custom_reward_function
     path = Path(custom.path or "")
@@ -68,7 +68,7 @@ def _custom_function(config: Config, context: CheckContext) -> Iterator[Fault]:
             yield Fault("custom_reward_function.name", fault)
 
 
-@rule(RULES, f"{REWARD}.judge", f"{REWARD}.timeout_s")
+@rule_in_context(RULES, f"{REWARD}.judge", f"{REWARD}.timeout_s")
 def _judge(config: Config, context: CheckContext) -> Iterator[Fault]:
     section = config.reward_model
     if section.judge.url:
@@ -82,7 +82,7 @@ def _judge(config: Config, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, f"{REWARD}.timeout_s", NAME, f"{SECTION}.timeout_s", "trainer.phase_timeout_s")
-def _time(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _time(config: Config) -> Iterator[Fault]:
     phase = config.trainer.phase_timeout_s
     times = {f"{REWARD}.timeout_s": (config.reward_model.timeout_s, "response")}
     if config.environment.name:
@@ -96,7 +96,7 @@ def _time(config: Config, context: CheckContext) -> Iterator[Fault]:
             )
 
 
-@rule(RULES, REWARD, "data.max_prompt_length", "data.max_response_length")
+@rule_in_context(RULES, REWARD, "data.max_prompt_length", "data.max_response_length")
 def _reward_model(config: Config, context: CheckContext) -> Iterator[Fault]:
     section = config.reward_model
     if not section.enable:
@@ -132,12 +132,12 @@ def _reward_checkpoint_faults(section: RewardModelSection, policy_path: str, *, 
 
 
 @rule(RULES, POLICY, f"{REWARD}.model", *MESH, LAYERS, f"{REWARD}.megatron", f"{REWARD}.enable")
-def _reward_model_cut(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _reward_model_cut(config: Config) -> Iterator[Fault]:
     if config.reward_model.enable:
         yield from follower_cut(config, config.reward_model.model, config.reward_model.megatron, REWARD)
 
 
-@rule(RULES, SECTION)
+@rule_in_context(RULES, SECTION)
 def _environment(config: Config, context: CheckContext) -> Iterator[Fault]:
     section = config.environment
     if section.name is None and section.path is not None:
@@ -167,7 +167,7 @@ def _environment(config: Config, context: CheckContext) -> Iterator[Fault]:
     "custom_reward_function.path",
     "algorithm.overlong_buffer.enable",
 )
-def _rewards_of_environment(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _rewards_of_environment(config: Config) -> Iterator[Fault]:
     others = {
         f"{REWARD}.enable": config.reward_model.enable,
         f"{REWARD}.weights": config.reward_model.weights,
@@ -181,7 +181,7 @@ def _rewards_of_environment(config: Config, context: CheckContext) -> Iterator[F
 
 
 @rule(RULES, NAME, f"{ROLLOUT}.ignore_eos", "algorithm.adv_estimator", "critic.model", "data.tokenizer")
-def _sampling_of_environment(config: Config, context: CheckContext) -> Iterator[Fault]:
+def _sampling_of_environment(config: Config) -> Iterator[Fault]:
     rollout = config.actor_rollout_ref.rollout
     algorithm = config.algorithm
     refused = {

@@ -38,11 +38,11 @@ class Rule(Generic[C]):
         return any(path.startswith(key) or key.startswith(path) for path, key in pairs)
 
 
-def rule(rules: list[Rule[C]], *reads: str) -> Callable[[Check[C]], Check[C]]:
-    """Return a decorator that adds to `rules` a check that reads the keys `reads`."""
+def rule(rules: list[Rule[C]], *reads: str) -> Callable[[Callable[[C], Iterator[Fault]]], None]:
+    """Return a decorator that adds to `rules` a check that reads the keys `reads`, and nothing else."""
+    return lambda check: rules.append(Rule(reads=reads, check=lambda config, context: check(config)))
 
-    def add(check: Check[C]) -> Check[C]:
-        rules.append(Rule(reads=reads, check=check))
-        return check
 
-    return add
+def rule_in_context(rules: list[Rule[C]], *reads: str) -> Callable[[Check[C]], None]:
+    """Return a decorator that adds to `rules` a check that reads the keys `reads`, and the context."""
+    return lambda check: rules.append(Rule(reads=reads, check=check))

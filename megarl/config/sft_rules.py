@@ -15,7 +15,7 @@ from megarl.config.keys import WORLD
 from megarl.config.mesh_checks import data_parallel_size, override_faults, size_faults
 from megarl.config.model_files import model_faults, read_sizes
 from megarl.config.root import RewardTrainConfig, SFTConfig
-from megarl.config.rule import CheckContext, Rule, rule
+from megarl.config.rule import CheckContext, Rule, rule, rule_in_context
 from megarl.data.template import VARIABLES
 
 LearnsFromFiles = SFTConfig | RewardTrainConfig
@@ -23,7 +23,7 @@ LearnsFromFiles = SFTConfig | RewardTrainConfig
 RULES: list[Rule[LearnsFromFiles]] = []
 
 
-@rule(RULES, "data.train_files", "data.val_files", "data.tokenizer", "data.chat_template", "model")
+@rule_in_context(RULES, "data.train_files", "data.val_files", "data.tokenizer", "data.chat_template", "model")
 def _files(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
     if context.check_paths:
         yield from data_faults(config.data, config.model)
@@ -31,12 +31,12 @@ def _files(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, "data.apply_chat_template", VARIABLES)
-def _template_variables(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
+def _template_variables(config: LearnsFromFiles) -> Iterator[Fault]:
     yield from variables_faults(config.data)
 
 
 @rule(RULES, *WORLD, "megatron", "model")
-def _ranks(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
+def _ranks(config: LearnsFromFiles) -> Iterator[Fault]:
     yield from size_faults(config.megatron, world_size(config.trainer), "megatron")
     yield from override_faults(config.megatron, "megatron")
     yield from partition_faults(config.model, "model", config.megatron, "megatron")
@@ -44,7 +44,7 @@ def _ranks(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
 
 
 @rule(RULES, *WORLD, "megatron", "data.train_batch_size")
-def _work_for_all(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
+def _work_for_all(config: LearnsFromFiles) -> Iterator[Fault]:
     ranks = data_parallel_size(config.megatron, world_size(config.trainer))
     if config.data.train_batch_size < ranks:
         yield Fault(
@@ -55,7 +55,7 @@ def _work_for_all(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fa
 
 
 @rule(RULES, "data.max_length", "max_token_len_per_gpu", "model")
-def _lengths(config: LearnsFromFiles, context: CheckContext) -> Iterator[Fault]:
+def _lengths(config: LearnsFromFiles) -> Iterator[Fault]:
     longest, ranks = config.data.max_length, config.megatron.context_parallel_size  # share the tokens of a sequence
     whole = 2 * (longest + 1) if isinstance(config, RewardTrainConfig) else longest
     if whole > config.max_token_len_per_gpu * ranks:

@@ -20,7 +20,7 @@ from megarl.config.learning_checks import learning_faults
 from megarl.config.mesh_checks import override_faults, size_faults
 from megarl.config.model_files import model_faults
 from megarl.config.root import Config, SupervisedConfig, VerifyConfig
-from megarl.config.rule import CheckContext, Rule, rule
+from megarl.config.rule import CheckContext, Rule, rule, rule_in_context
 from megarl.platform.errors import UserError
 from megarl.platform.files import WriteError, check_writable
 from megarl.platform.uri import local_path
@@ -39,7 +39,7 @@ VERIFY_RULES: list[Rule[VerifyConfig]] = []
 """Rules of `megarl verify` alone."""
 
 
-@rule(LAUNCH_RULES, *WORLD)
+@rule_in_context(LAUNCH_RULES, *WORLD)
 def _launch(config: Config | SupervisedConfig | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
     trainer = config.trainer
     if context.world_size is not None and context.world_size != world_size(trainer):
@@ -50,7 +50,7 @@ def _launch(config: Config | SupervisedConfig | VerifyConfig, context: CheckCont
         )
 
 
-@rule(RUN_RULES, "trainer.default_local_dir", "trainer.rollout_data_dir")
+@rule_in_context(RUN_RULES, "trainer.default_local_dir", "trainer.rollout_data_dir")
 def _directories(config: Config | SupervisedConfig, context: CheckContext) -> Iterator[Fault]:
     """The directory of the run, and that of its samples elsewhere, can be made and take files."""
     if context.check_paths and context.writes:
@@ -66,7 +66,7 @@ def _directories(config: Config | SupervisedConfig, context: CheckContext) -> It
                 yield Fault(key, str(error).removeprefix(f"{key}="))
 
 
-@rule(RUN_RULES, "trainer.resume_mode", "trainer.resume_from_path")
+@rule_in_context(RUN_RULES, "trainer.resume_mode", "trainer.resume_from_path")
 def _resume(config: Config | SupervisedConfig, context: CheckContext) -> Iterator[Fault]:
     key = "trainer.resume_from_path"
     path = config.trainer.resume_from_path
@@ -80,7 +80,7 @@ def _resume(config: Config | SupervisedConfig, context: CheckContext) -> Iterato
         yield from file_faults(path, key, "give a checkpoint directory")
 
 
-@rule(RUN_RULES, "trainer.default_hdfs_dir", "trainer.default_local_dir")
+@rule_in_context(RUN_RULES, "trainer.default_hdfs_dir", "trainer.default_local_dir")
 def _mirror(config: Config | SupervisedConfig, context: CheckContext) -> Iterator[Fault]:
     key = "trainer.default_hdfs_dir"
     mirror = config.trainer.default_hdfs_dir
@@ -99,7 +99,7 @@ def _mirror(config: Config | SupervisedConfig, context: CheckContext) -> Iterato
         yield from uri_faults(mirror, key)
 
 
-@rule(RUN_RULES, "trainer.logger", "trainer.mlflow_tracking_uri")
+@rule_in_context(RUN_RULES, "trainer.logger", "trainer.mlflow_tracking_uri")
 def _trackers(config: Config | SupervisedConfig, context: CheckContext) -> Iterator[Fault]:
     """Each tracker exists, its package is installed, and MLflow or a plug-in of it knows the server's scheme."""
     for name in set(config.trainer.logger) - {CONSOLE, FILES}:
@@ -125,19 +125,19 @@ def _trackers(config: Config | SupervisedConfig, context: CheckContext) -> Itera
 
 
 @rule(RUN_RULES, "optim", f"{ACTOR}.optim", "critic.optim", CRITIC_WARM_UP, "trainer.total_training_steps")
-def _schedules(config: Config | SupervisedConfig, context: CheckContext) -> Iterator[Fault]:
+def _schedules(config: Config | SupervisedConfig) -> Iterator[Fault]:
     yield from learning_faults(config, config.trainer.total_training_steps)
 
 
 @rule(POLICY_RULES, *WORLD, *MESH, LAYERS)
-def _mesh(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+def _mesh(config: Config | VerifyConfig) -> Iterator[Fault]:
     megatron = config.actor_rollout_ref.actor.megatron
     yield from size_faults(megatron, world_size(config.trainer), f"{ACTOR}.megatron")
     yield from override_faults(megatron, f"{ACTOR}.megatron")
 
 
 @rule(POLICY_RULES, *WORLD, f"{ROLLOUT}.tensor_model_parallel_size")
-def _replicas(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+def _replicas(config: Config | VerifyConfig) -> Iterator[Fault]:
     tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     world = world_size(config.trainer)
     if world % tp:
@@ -149,7 +149,7 @@ def _replicas(config: Config | VerifyConfig, context: CheckContext) -> Iterator[
 
 
 @rule(POLICY_RULES, f"{ROLLOUT}.engine_kwargs")
-def _engine_arguments(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+def _engine_arguments(config: Config | VerifyConfig) -> Iterator[Fault]:
     """The engine has the arguments, and they do not follow from other keys."""
     arguments = config.actor_rollout_ref.rollout.engine_kwargs
     if arguments:
@@ -166,14 +166,14 @@ def _engine_arguments(config: Config | VerifyConfig, context: CheckContext) -> I
     f"{ROLLOUT}.tensor_model_parallel_size",
     f"{ROLLOUT}.engine_kwargs",
 )
-def _policy_cut(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+def _policy_cut(config: Config | VerifyConfig) -> Iterator[Fault]:
     policy = config.actor_rollout_ref
     yield from partition_faults(policy.model, POLICY, policy.actor.megatron, f"{ACTOR}.megatron")
     yield from engine_cut_faults(policy.model, policy.rollout, num_ranks=world_size(config.trainer))
 
 
 @rule(POLICY_RULES, POLICY, f"{ROLLOUT}.dtype", "trainer.device")
-def _linear_attention(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+def _linear_attention(config: Config | VerifyConfig) -> Iterator[Fault]:
     """VLLM's CPU engine computes linear attention."""
     policy = config.actor_rollout_ref
     if config.trainer.device == "cpu":
@@ -181,12 +181,12 @@ def _linear_attention(config: Config | VerifyConfig, context: CheckContext) -> I
 
 
 @rule(POLICY_RULES, POLICY, f"{ROLLOUT}.routing_replay")
-def _routing_replay(config: Config | VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+def _routing_replay(config: Config | VerifyConfig) -> Iterator[Fault]:
     """Only a mixture of experts has routes."""
     policy = config.actor_rollout_ref
     yield from replay_faults(policy.model, f"{ROLLOUT}.routing_replay", policy.rollout.routing_replay)
 
 
 @rule(VERIFY_RULES, POLICY)
-def _model(config: VerifyConfig, context: CheckContext) -> Iterator[Fault]:
+def _model(config: VerifyConfig) -> Iterator[Fault]:
     yield from model_faults(config.actor_rollout_ref.model, f"{POLICY}.path", needs_weights=False)

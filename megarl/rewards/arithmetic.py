@@ -70,7 +70,7 @@ class _Parser(Generic[Value]):
         self._operations = operations
 
     def value(self, depth: int = 0, weakest: int = 1) -> Value:
-        """Return the value of what stands before the next sign that binds less than `weakest`."""
+        """Return the value of the text up to the next sign that binds less than `weakest`."""
         value = self._operand(depth)
         while _BINDING.get(self.tokens[0], 0) >= weakest:
             sign = self.tokens.popleft()

@@ -16,7 +16,7 @@ from megarl.commands.cli.kinds import (
     peak_tflops,
     values_of_key,
 )
-from megarl.data.prepare.options import option
+from megarl.data.prepare.options import AT_LEAST_ONE, option
 from megarl.platform.log import LEVELS, set_level
 
 TRAINS = "Train"
@@ -48,21 +48,21 @@ def configuration(root: str, *, first: str = "CONFIG.yaml", required: bool = Tru
 
 
 def _flag(name: str, text: str) -> click.Option:
-    return click.Option([name], is_flag=True, help=text)
+    return option(name, text, is_flag=True)
 
 
 def _json(instead: str) -> click.Option:
-    return click.Option(["--json", "as_json"], is_flag=True, help=f"Print one JSON object instead of {instead}.")
+    return _flag("--json as_json", f"Print one JSON object instead of {instead}.")
 
 
 def _log_level() -> click.Option:
     return option(
         "--log-level",
+        "Least level of the records that the log shows.",
         type=click.Choice(LEVELS),
         default="info",
         expose_value=False,
         callback=lambda context, option, level: set_level(level),
-        help="Least level of the records that the log shows.",
     )
 
 
@@ -71,16 +71,17 @@ DETACH = _flag(
     "Check the configuration, then train in a process that outlives this terminal; prints into "
     "RUN_DIR/log/console.txt.",
 )
+RUNS = click.Argument(["runs"], nargs=-1, required=True, type=RunDirectory(), metavar="RUN_DIR...")
 BEST = _flag("--best", "Take the run's checkpoint with the best validation.")
 TRAIN = Command(
     "train",
     configuration("train"),
     option(
         "--replay",
+        "Learn again from samples that a run kept in trainer.rollout_data_dir: from a file, or from all files of "
+        "a directory that follow the checkpoint.",
         type=PATH,
         metavar="DIR_OR_FILE",
-        help="Learn again from samples that a run kept in trainer.rollout_data_dir: from a file, or from all files of "
-        "a directory that follow the checkpoint.",
     ),
     DETACH,
     _log_level(),
@@ -119,16 +120,14 @@ SWEEP = Command(
     configuration("train"),
     option(
         "--over",
+        "A key and its values, the items of a YAML list; may repeat, for all combinations.",
         multiple=True,
         type=values_of_key,
         metavar="KEY=VALUE,VALUE...",
         shell_complete=completion.ConfigurationKey("train").shell_complete,
-        help="A key and its values, the items of a YAML list; may repeat, for all combinations.",
     ),
-    option("--seeds", type=click.IntRange(min=1), metavar="N", help="Run each combination with the seeds 1 to N."),
-    option(
-        "--out", type=PATH, metavar="DIR", help="Place of the runs' directories  [default: trainer.default_local_dir]"
-    ),
+    option("--seeds", "Run each combination with the seeds 1 to N.", type=AT_LEAST_ONE, metavar="N"),
+    option("--out", "Place of the runs' directories  [default: trainer.default_local_dir]", type=PATH, metavar="DIR"),
     _flag("--slurm", "Write a script for sbatch instead: an array of jobs, one a run."),
     _flag("--dry-run", "Check all runs, print their commands and start none."),
     module="megarl.commands.sweep",
@@ -162,16 +161,12 @@ EXPORT = Command(
     click.Argument(["out"], type=PATH),
     BEST,
     _flag("--adapter", "Write the adapters alone, a directory that PEFT and vLLM load."),
-    option(
-        "--base",
-        metavar="DIR_OR_ID",
-        help="The model that the adapters belong to, if its place has changed.",
-    ),
-    option("--license", metavar="ID", help="The licence on the model card, such as apache-2.0  [default: the base's]"),
+    option("--base", "The model that the adapters belong to, if its place has changed.", metavar="DIR_OR_ID"),
+    option("--license", "The licence on the model card, such as apache-2.0  [default: the base's]", metavar="ID"),
     option(
         "--push-to",
+        "Upload OUT to this repository of the Hugging Face hub; needs HF_TOKEN or `hf auth login`.",
         metavar="OWNER/NAME",
-        help="Upload OUT to this repository of the Hugging Face hub; needs HF_TOKEN or `hf auth login`.",
     ),
     _flag("--private", "Let only you and your organisation see the repository."),
     _flag("--trust-remote-code", "Let a tokenizer's own Python code run."),
@@ -189,75 +184,75 @@ PLAN = Command(
     configuration("train"),
     option(
         "--device",
+        "The device of a rank. here: this machine's GPU, or a share of its CPU, which is measured in seconds. "
+        "auto: here, if trainer.device=cpu, if this machine has GPUs, or if the run has one rank; else h100.",
         type=click.Choice(["auto", "here", "h100", "h200", "b200"]),
         default="auto",
-        help="The device of a rank. here: this machine's GPU, or a share of its CPU, which is measured in seconds. "
-        "auto: here, if trainer.device=cpu, if this machine has GPUs, or if the run has one rank; else h100.",
     ),
-    option("--gpu-memory", type=amount, metavar="AMOUNT", help="Memory of a device  [default: as --device says]"),
+    option("--gpu-memory", "Memory of a device  [default: as --device says]", type=amount, metavar="AMOUNT"),
     option(
         "--host-memory",
+        "Host memory of a node  [default: this machine's, if the run has one node that fits this machine]",
         type=amount,
         metavar="AMOUNT",
-        help="Host memory of a node  [default: this machine's, if the run has one node that fits this machine]",
     ),
-    click.Option(
-        ["--gpus-per-node"],
-        type=click.IntRange(min=1),
-        help="Ranks that share a node's links  [default: trainer.n_gpus_per_node]",
+    option(
+        "--gpus-per-node",
+        "Ranks that share a node's links  [default: trainer.n_gpus_per_node]",
+        type=AT_LEAST_ONE,
     ),
     option(
         "--intra-node-bandwidth",
+        "Bandwidth from a rank to the ranks of its NVLink domain, per direction.",
         type=amount,
         default="400GB/s",
         metavar="AMOUNT",
-        help="Bandwidth from a rank to the ranks of its NVLink domain, per direction.",
     ),
     option(
         "--inter-node-bandwidth",
+        "Bandwidth from a rank to other domains, per direction.",
         type=amount,
         default="45GB/s",
         metavar="AMOUNT",
-        help="Bandwidth from a rank to other domains, per direction.",
     ),
     option(
         "--nvlink-domain",
-        type=click.IntRange(min=1),
+        "Neighbouring ranks that NVLink connects, also over nodes: 72 of a GB200 NVL72  [default: a node's]",
+        type=AT_LEAST_ONE,
         metavar="RANKS",
-        help="Neighbouring ranks that NVLink connects, also over nodes: 72 of a GB200 NVL72  [default: a node's]",
     ),
     option(
         "--latency-us",
+        "Time of a message of no size within a domain, and between domains: assumed, not measured.",
         type=link_microseconds,
         default="2,15",
         metavar="INSIDE,BETWEEN",
-        help="Time of a message of no size within a domain, and between domains: assumed, not measured.",
     ),
     option(
         "--lengths",
+        "Mean tokens, and those of the longest response, for the time  [default: the most]",
         type=mean_lengths,
         metavar="PROMPT,RESPONSE[,LONGEST]",
-        help="Mean tokens, and those of the longest response, for the time  [default: the most]",
     ),
     option(
         "--peak-tflops",
+        "Speed of a device at products of matrices; on CPUs also that of narrow models, by their hidden size "
+        "(megarl doctor --peaks measures)  [default: as --device says]",
         type=peak_tflops,
         metavar="TFLOPS[,WIDTH:TFLOPS...]",
-        help="Speed of a device at products of matrices; on CPUs also that of narrow models, by their hidden size "
-        "(megarl doctor --peaks measures)  [default: as --device says]",
     ),
     option(
         "--memory-bandwidth",
+        "Bandwidth of a device's own memory  [default: as --device says]",
         type=amount,
         metavar="AMOUNT",
-        help="Bandwidth of a device's own memory  [default: as --device says]",
     ),
     option(
         "--engine-ms",
+        "Cost of an engine step on the host, and of each layer and sample in it (megarl doctor --peaks measures).",
         type=engine_milliseconds,
         default="0,0,0",
         metavar="STEP,LAYER,SAMPLE",
-        help="Cost of an engine step on the host, and of each layer and sample in it (megarl doctor --peaks measures).",
     ),
     _json("tables"),
     module="megarl.commands.plan",
@@ -301,43 +296,35 @@ PREPARE = Tasks(
     "prepare",
     option(
         "--check",
+        "List the faults of a parquet or JSON file of prompts, supervised pairs or preference pairs, by row.",
         type=click.Path(),
         metavar="FILE",
-        help="List the faults of a parquet or JSON file of prompts, supervised pairs or preference pairs, by row.",
     ),
     option(
         "--kind",
-        type=click.Choice(["rl", "sft", "preference"]),
-        help="The use of the checked file, in place of the one that its columns tell: rl for megarl train, sft for "
+        "The use of the checked file, in place of the one that its columns tell: rl for megarl train, sft for "
         "megarl sft, preference for megarl train-reward.",
+        type=click.Choice(["rl", "sft", "preference"]),
     ),
-    option(
-        "--prompt-key",
-        default="prompt",
-        help="Column of the prompts of the checked file (data.prompt_key).",
-    ),
-    option(
-        "--reward-fn-key",
-        default="data_source",
-        help="Column of the checked file that picks the built-in reward.",
-    ),
+    option("--prompt-key", "Column of the prompts of the checked file (data.prompt_key).", default="prompt"),
+    option("--reward-fn-key", "Column of the checked file that picks the built-in reward.", default="data_source"),
     option(
         "--custom-reward-function",
+        "Python file whose function or class scores instead of built-in rewards; its signature is checked.",
         type=click.Path(),
         metavar="FILE",
-        help="Python file whose function or class scores instead of built-in rewards; its signature is checked.",
     ),
     option(
         "--custom-reward-name",
+        "Name of the function or class in that file (custom_reward_function.name).",
         default="compute_score",
         metavar="NAME",
-        help="Name of the function or class in that file (custom_reward_function.name).",
     ),
     option(
         "--reward-kwarg",
+        "Name of a further argument of it (custom_reward_function.reward_kwargs); may be repeated.",
         multiple=True,
         metavar="NAME",
-        help="Name of a further argument of it (custom_reward_function.reward_kwargs); may be repeated.",
     ),
     _flag("--reward-model", "A reward model scores alone."),
     module="megarl.commands.prepare",
@@ -358,8 +345,8 @@ CONFIG = Command(
     ),
     option(
         "--of",
+        "The command that reads the keys  [default: the command that knows most of them]",
         type=click.Choice(["train", "sft", "train-reward", "verify"]),
-        help="The command that reads the keys  [default: the command that knows most of them]",
     ),
     _flag(
         "--check",
@@ -381,11 +368,11 @@ CONFIG = Command(
 CHAT = Command(
     "chat",
     click.Argument(["model"], type=PATH),
-    option("--prompt", multiple=True, metavar="TEXT", help="Respond to this text and end; may be repeated."),
-    option("--system", metavar="TEXT", help="The system message of the conversation."),
+    option("--prompt", "Respond to this text and end; may be repeated.", multiple=True, metavar="TEXT"),
+    option("--system", "The system message of the conversation.", metavar="TEXT"),
     _flag("--plain", "Continue texts as they are, also if the model has a chat template."),
-    option("--temperature", type=click.FloatRange(0), default=0.7, help="0 is greedy."),
-    option("--max-tokens", type=click.IntRange(1), default=512, help="Of a response."),
+    option("--temperature", "0 is greedy.", type=click.FloatRange(0), default=0.7),
+    option("--max-tokens", "Of a response.", type=AT_LEAST_ONE, default=512),
     click.Option(["--seed"], type=int, help="Of the responses."),
     _flag("--trust-remote-code", "Let a tokenizer's own Python code run."),
     module="megarl.commands.chat",
@@ -398,10 +385,8 @@ CHAT = Command(
 )
 COMPARE = Command(
     "compare",
-    click.Argument(["runs"], nargs=-1, required=True, type=RunDirectory(), metavar="RUN_DIR..."),
-    option(
-        "--metric", multiple=True, metavar="NAME", help="A further metric, or a pattern such as actor/*; may repeat."
-    ),
+    RUNS,
+    option("--metric", "A further metric, or a pattern such as actor/*; may repeat.", multiple=True, metavar="NAME"),
     _json("tables"),
     module="megarl.commands.compare",
     section=USES,
@@ -421,13 +406,8 @@ WATCH = Command(
 )
 REPORT = Command(
     "report",
-    click.Argument(["runs"], nargs=-1, required=True, type=RunDirectory(), metavar="RUN_DIR..."),
-    option(
-        "--out",
-        type=PATH,
-        metavar="FILE",
-        help="The page  [default: report.html in RUN_DIR, or here for several runs]",
-    ),
+    RUNS,
+    option("--out", "The page  [default: report.html in RUN_DIR, or here for several runs]", type=PATH, metavar="FILE"),
     _flag(
         "--samples",
         "Write samples.html in RUN_DIR too: all samples that the run kept in trainer.rollout_data_dir.",
@@ -444,16 +424,11 @@ NEW = Command(
     click.Argument(["directory"], type=PATH),
     option(
         "--task",
+        "own: rows of yours, with 64 to begin with.",
         type=click.Choice(["own", "countdown", "gsm8k"]),
         default="own",
-        help="own: rows of yours, with 64 to begin with.",
     ),
-    option(
-        "--model",
-        default="Qwen/Qwen2.5-0.5B-Instruct",
-        metavar="DIR_OR_ID",
-        help="The model to train.",
-    ),
+    option("--model", "The model to train.", default="Qwen/Qwen2.5-0.5B-Instruct", metavar="DIR_OR_ID"),
     _flag(
         "--tiny",
         "Make a random model of 1 M parameters for this machine's CPU too; needs no network.",

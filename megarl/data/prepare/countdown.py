@@ -47,14 +47,14 @@ class Problem:
 
 
 OPTIONS = (
-    option("--train", default=2000, help="training problems"),
-    option("--val", default=256, help="validation problems, distinct from those of other splits"),
-    option("--sft", default=0, help="solved problems for supervised warm-up: sft.parquet"),
+    option("--train", "training problems", default=2000),
+    option("--val", "validation problems, distinct from those of other splits", default=256),
+    option("--sft", "solved problems for supervised warm-up: sft.parquet", default=0),
     option(
         "--careless",
-        default=0.0,
-        help="share, below 1, of further warm-up responses that just join the numbers by the last operator: a habit "
+        "share, below 1, of further warm-up responses that just join the numbers by the last operator: a habit "
         "to unlearn",
+        default=0.0,
     ),
     Several(
         ["--num-numbers"],
@@ -63,16 +63,16 @@ OPTIONS = (
         show_default=True,
         help="how many numbers; several = any of them",
     ),
-    option("--max-number", type=AT_LEAST_ONE, default=20, help="largest given number"),
-    option("--max-target", default=100, help="largest target"),
-    option("--operators", default="+-*/", help="operators that the solutions use"),
+    option("--max-number", "largest given number", type=AT_LEAST_ONE, default=20),
+    option("--max-target", "largest target", default=100),
+    option("--operators", "operators that the solutions use", default="+-*/"),
     option("--seed", default=1),
     option(
         "--template",
+        "plain: '3 5 8 = 16 :', for tiny models that write it alone (rule countdown/bare); base: a text "
+        "to continue; qwen-instruct: chat messages (rule countdown)",
         type=click.Choice(["plain", "base", "qwen-instruct"]),
         default="plain",
-        help="plain: '3 5 8 = 16 :', for tiny models that write it alone (rule countdown/bare); base: a text "
-        "to continue; qwen-instruct: chat messages (rule countdown)",
     ),
 )
 

@@ -22,9 +22,9 @@ KINDS = ("jsonl", "jsonl.gz", "parquet", "json")
 
 EXTRACTION = option(
     "--extraction",
+    "the number of a response that counts: the number after '####', or the last",
     type=click.Choice(["strict", "flexible"]),
     default="strict",
-    help="the number of a response that counts: the number after '####', or the last",
 )
 
 
@@ -32,15 +32,14 @@ def source_options(default: str) -> tuple[click.Option, ...]:
     """Return the options for the source and the number of problems."""
     return (
         option(
-            "--from",
-            "source",
-            default=default,
-            help="directory with files *train*.jsonl and *test*.jsonl (or .parquet, .json, or folders of such names "
+            "--from source",
+            "directory with files *train*.jsonl and *test*.jsonl (or .parquet, .json, or folders of such names "
             "with one problem per .json), one such file, for training problems alone, or a data set of the hub, "
             "OWNER/NAME[:CONFIG] or hf://datasets/OWNER/NAME[@REVISION][/FILE]",
+            default=default,
         ),
-        option("--train", type=AT_LEAST_ONE, help="most training problems"),
-        option("--val", type=int, help="most validation problems"),
+        option("--train", "most training problems", type=AT_LEAST_ONE),
+        option("--val", "most validation problems", type=int),
     )
 
 

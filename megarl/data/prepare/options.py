@@ -20,11 +20,14 @@ class Several(click.Option):
         return [*super().type_cast_value(ctx, value)]
 
 
-def option(*names: str, **keywords: Any) -> click.Option:
-    """Return an option of the type of its default; integers are counts, and the help shows a default that informs."""
+def option(names: str, help: str | None = None, **keywords: Any) -> click.Option:
+    """Return an option of the type of its default; integers are counts, and the help shows a default that informs.
+
+    `names`, divided by spaces, are those of the option, and of its value if that has another.
+    """
     if keywords.get("type", type(keywords.get("default"))) is int:
         keywords["type"] = COUNT
-    return click.Option(names, show_default=bool(keywords.get("default")), **keywords)
+    return click.Option(names.split(), help=help, show_default=bool(keywords.get("default")), **keywords)
 
 
 def single_values(params: Sequence[click.Parameter], words: Sequence[str]) -> Iterator[str]:

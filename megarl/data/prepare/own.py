@@ -38,35 +38,32 @@ OPTIONS = (
     click.Argument(["files"], nargs=-1, required=True, metavar="FILE..."),
     option(
         "--prompt",
+        "column of the prompts: texts, messages {role, content}, or ShareGPT's turns {from, value}",
         default="prompt",
         metavar="COL",
-        help="column of the prompts: texts, messages {role, content}, or ShareGPT's turns {from, value}",
     ),
     option(
         "--answer",
+        "column of the ground truth, which rewards receive  [default: the last message, if it is the assistant's]",
         metavar="COL",
-        help="column of the ground truth, which rewards receive  [default: the last message, if it is the assistant's]",
     ),
-    option("--keep", multiple=True, metavar="COL", help="column for rewards' extra_info; may be repeated"),
-    option("--data-source", default="own", metavar="NAME", help="chooses a built-in reward, and names the score"),
-    option(
-        "--template", default=PLACE, metavar="TEXT", help=f"words around a prompt that is a text, with {PLACE} in them"
-    ),
-    option("--system", metavar="TEXT", help="a system message before each prompt that is a text"),
-    option("--plain", is_flag=True, help="write texts, not messages: for models without a chat template"),
-    option("--train", type=AT_LEAST_ONE, metavar="N", help="most rows to learn from"),
+    option("--keep", "column for rewards' extra_info; may be repeated", multiple=True, metavar="COL"),
+    option("--data-source", "chooses a built-in reward, and names the score", default="own", metavar="NAME"),
+    option("--template", f"words around a prompt that is a text, with {PLACE} in them", default=PLACE, metavar="TEXT"),
+    option("--system", "a system message before each prompt that is a text", metavar="TEXT"),
+    option("--plain", "write texts, not messages: for models without a chat template", is_flag=True),
+    option("--train", "most rows to learn from", type=AT_LEAST_ONE, metavar="N"),
     option(
         "--val",
+        f"rows for validation, drawn from FILE (default: one in {VALIDATION_SHARE}, at most {MOST_VALIDATION_ROWS})",
         type=int,
         metavar="N",
-        help=f"rows for validation, drawn from FILE (default: one in {VALIDATION_SHARE}, at most "
-        f"{MOST_VALIDATION_ROWS})",
     ),
-    option("--val-from", multiple=True, metavar="FILE", help="file for validation instead"),
-    option("--split", default="train", help="split of a data set of the hub that FILE names"),
-    option("--val-split", default="test", metavar="SPLIT", help="the same for --val-from"),
-    option("--seed", default=1, help="of the draw"),
-    option("--sft", is_flag=True, help="write prompts and responses, for `megarl sft`; the answer is the response"),
+    option("--val-from", "file for validation instead", multiple=True, metavar="FILE"),
+    option("--split", "split of a data set of the hub that FILE names", default="train"),
+    option("--val-split", "the same for --val-from", default="test", metavar="SPLIT"),
+    option("--seed", "of the draw", default=1),
+    option("--sft", "write prompts and responses, for `megarl sft`; the answer is the response", is_flag=True),
 )
 
 

@@ -27,11 +27,11 @@ OPTIONS = (
     *source_options("Anthropic/hh-rlhf"),
     option(
         "--held-out",
+        "pairs for validation, taken from a source without a test split; no prompt is in both splits",
         default=0,
-        help="pairs for validation, taken from a source without a test split; no prompt is in both splits",
     ),
-    option("--seed", default=1, help="seed for the choice of held-out pairs"),
-    option("--chat", is_flag=True, help="make a text prompt a user message; else the responses continue the text"),
+    option("--seed", "seed for the choice of held-out pairs", default=1),
+    option("--chat", "make a text prompt a user message; else the responses continue the text", is_flag=True),
 )
 
 

@@ -21,8 +21,8 @@ _TASK = (
 
 OPTIONS = (
     click.Argument(["name"], metavar="NAME"),
-    option("--size", "--train", "train", default=2000, help="training problems"),
-    option("--val", default=256, help="validation problems, distinct from training problems"),
+    option("--size --train train", "training problems", default=2000),
+    option("--val", "validation problems, distinct from training problems", default=256),
     option("--seed", default=1),
     Several(["--set"], metavar="KEY=VALUE ...", help="settings of the task; VALUE is JSON: max_terms=4"),
 )
