@@ -1,5 +1,6 @@
 """A response that does what it likes to its process changes the score of no other response."""
 
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -135,6 +136,20 @@ def test_file_may_replace_functions_of_standard_library(guarded: str, isolation:
     with closing(Pool(Rules(path=str(tmp_path / "own.py")), replace(LIMITS, isolation=isolation))) as pool:
         found = results_of(pool, [RIGHT, WRONG])
     assert [(result.numbers.get("score"), result.detail) for result in found] == [(1.0, "")] * 2
+
+
+def test_file_cannot_name_another_process_as_its_own(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as other:
+        (tmp_path / "own.py").write_text(
+            f"import os, time\nos.getpid = lambda: {other.pid}\ndef compute_score(**_): time.sleep(1000)\n"
+        )
+        limits = replace(LIMITS, isolation="process", timeout_s=1.0)
+        with closing(Pool(Rules(path=str(tmp_path / "own.py")), limits)) as pool:
+            found = results_of(pool, [RIGHT, WRONG])
+        is_running = other.poll() is None
+        other.kill()
+    assert [result.fault for result in found] == ["timeout"] * 2
+    assert is_running
 
 
 def test_file_starting_thread_is_advised_to_share_process(tmp_path: Path) -> None:
