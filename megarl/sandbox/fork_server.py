@@ -24,7 +24,7 @@ from megarl.sandbox.limits import WorkerLimits
 from megarl.sandbox.protocol import Callee
 from megarl.sandbox.results import as_rule_result
 from megarl.sandbox.wire import Inbox, encode
-from megarl.sandbox.worker import answer, arguments_of, load
+from megarl.sandbox.worker import answer, arguments_of, end_lines, load
 
 _KEPT = os.O_RDONLY | os.O_WRONLY | os.O_RDWR | os.O_APPEND  # other flags belong to the creation of a file
 
@@ -52,8 +52,7 @@ def serve_forks(
         request = inbox.wait()
         samples = arguments_of(request, rules)
         gc.freeze()  # a collection in a worker would touch, and so copy, everything that is loaded
-        with suppress(Exception):  # the user's file may have replaced it
-            sys.stdout.flush()
+        end_lines()
         shared = _regular_files()
         theirs = Socket(fileno=files[0])
         printed = files[1]
