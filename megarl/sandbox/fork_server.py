@@ -14,6 +14,8 @@ import stat
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from os import fork  # a user's file that guards against responses replaces it in its module
+from socket import socket as Socket  # noqa: N812 - as above
 from typing import NoReturn
 
 from megarl.platform.processes import die_with_parent
@@ -22,7 +24,7 @@ from megarl.sandbox.limits import WorkerLimits
 from megarl.sandbox.protocol import Callee
 from megarl.sandbox.results import as_rule_result
 from megarl.sandbox.wire import Inbox, encode
-from megarl.sandbox.worker import answer, arguments_of, load
+from megarl.sandbox.worker import answer, arguments_of, end_lines, load
 
 _KEPT = os.O_RDONLY | os.O_WRONLY | os.O_RDWR | os.O_APPEND  # other flags belong to the creation of a file
 
@@ -37,9 +39,10 @@ def serve_forks(
 
     The supervisor learns how each worker ended before it asks for the next. The worker itself tells its number.
     """
+    stage = socket.socketpair()  # the user's file may replace what makes it
     reward = load(connection, output, rules, limits=limits, supervisor=supervisor)
     signals.ignore()  # the user's file may have set other handlers
-    _rehearse()  # D437
+    _rehearse(*stage)  # D437
     inbox = Inbox(connection, max_bytes=sys.maxsize)
     fork_server = os.getpid()
     while True:
@@ -49,13 +52,12 @@ def serve_forks(
         request = inbox.wait()
         samples = arguments_of(request, rules)
         gc.freeze()  # a collection in a worker would touch, and so copy, everything that is loaded
-        with suppress(Exception):  # the user's file may have replaced it
-            sys.stdout.flush()
+        end_lines()
         shared = _regular_files()
-        theirs = socket.socket(fileno=files[0])
+        theirs = Socket(fileno=files[0])
         printed = files[1]
         with signals.kept():
-            pid = os.fork()
+            pid = fork()
         if pid == 0:
             try:
                 connection.close()
@@ -72,12 +74,11 @@ def serve_forks(
         connection.sendall(encode({"ended": _wait(pid)}))
 
 
-def _rehearse() -> None:
+def _rehearse(ours: socket.socket, theirs: socket.socket) -> None:
     """Answer requests whose reward is a constant, so that a worker finds the caches of Python filled.
 
     Each worker would fill them again, and copy the memory that it writes.
     """
-    ours, theirs = socket.socketpair()
     with ours, theirs:
         for result in (1, 1.0, True, {"score": 1.0}) * _NUM_REHEARSALS:
             answer(theirs, 0, [{}], lambda samples, deadline: [as_rule_result(result)], timeout_s=1.0)  # noqa: B023

@@ -217,7 +217,8 @@ class Supervisor:
             late_detail += _THREADS
         pid = reply.get("started")
         if reply.get("id") == number and isinstance(pid, int):
-            worker.pid = pid
+            if worker is not loaded:  # a worker that this process forked is known, and may name another process
+                worker.pid = pid
             self._started_at = time.monotonic()
             limit_s = self._limits.timeout_s + (CANCEL_S if self._limits.num_together > 1 else 0.0)
             reply = self._wait(worker, WorkerLost("timeout", late_detail), limit_s)

@@ -5,12 +5,12 @@ the value that it tags.
 """
 
 import base64
-import json
 import socket
 import struct
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from json import dumps, loads  # a file of a user may replace them in their module
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
@@ -71,7 +71,7 @@ def with_values(packed: Mapping[str, Any], **values: object) -> Mapping[str, obj
 
 def encode(message: object) -> bytes:
     """Return the bytes of a message."""
-    content = json.dumps(message).encode("ascii")
+    content = dumps(message).encode("ascii")
     return _LENGTH.pack(len(content)) + content
 
 
@@ -103,7 +103,7 @@ class Inbox:
         content = bytes(self._held[_LENGTH.size : end])
         del self._held[:end]
         try:
-            return json.loads(content)
+            return loads(content)
         except RecursionError as error:
             raise ValueError("a message too deeply nested") from error
 

@@ -61,6 +61,7 @@ def load(
     except BaseException as error:  # the user's file may raise anything
         connection.sendall(encode({"error": _describe(error)}))
         os._exit(1)
+    end_lines()
     connection.sendall(encode({"ready": True, "threads": _num_threads()}))
     return reward
 
@@ -88,11 +89,17 @@ def answer(
         is_sound = isinstance(error, Exception) and not isinstance(error, MemoryError)
     if os.getpid() != process:  # a reward forked, and this is the copy
         os._exit(0)
-    with suppress(Exception):  # the reward may have replaced or closed it
-        sys.stdout.flush()
+    end_lines()
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     connection.sendall(encode({"id": number, **reply}))
     return is_sound
+
+
+def end_lines() -> None:
+    """End and send what this process has printed without the end of a line, so that no other text continues it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # code of users may have replaced or closed it
+            print(file=stream, flush=True)
 
 
 def _as_reply(outcome: Outcome) -> dict[str, object]:

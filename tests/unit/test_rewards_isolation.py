@@ -1,8 +1,9 @@
 """A response that does what it likes to its process changes the score of no other response."""
 
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megarl.sandbox.pool import Pool, ScoringResult
 from megarl.sandbox.wire import pack
 from tests.support.programs import ROOT, succeed
 
+LIMITS = WorkerLimits(num_workers=1, timeout_s=100.0, max_memory=500_000_000)
 TRUTH = 42
 RIGHT, WRONG, NONSENSE = "result = 42", "result = 41", "x = 1"
 HOSTILE = {
@@ -117,6 +119,37 @@ def compute_score(solution_str, **_):
     asked.put(solution_str)
     return answered.get()
 """
+
+
+GUARDS = {
+    "processes": "import os\nos.fork = os.kill = os.killpg = os.system = os.getcwd = os.chdir = None",
+    "the network": "import socket\nsocket.socket = None",
+    "a blocking network": "import socket\nsocket.setdefaulttimeout(0.0)",
+    "JSON": "import json\njson.dumps = json.loads = lambda *_, **__: b'{}'",
+}
+
+
+@pytest.mark.parametrize("isolation", ["response", "process"])
+@pytest.mark.parametrize("guarded", GUARDS)
+def test_file_may_replace_functions_of_standard_library(guarded: str, isolation: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(f"{GUARDS[guarded]}\ndef compute_score(**_): return 1.0\n")
+    with closing(Pool(Rules(path=str(tmp_path / "own.py")), replace(LIMITS, isolation=isolation))) as pool:
+        found = results_of(pool, [RIGHT, WRONG])
+    assert [(result.numbers.get("score"), result.detail) for result in found] == [(1.0, "")] * 2
+
+
+def test_file_cannot_name_another_process_as_its_own(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as other:
+        (tmp_path / "own.py").write_text(
+            f"import os, time\nos.getpid = lambda: {other.pid}\ndef compute_score(**_): time.sleep(1000)\n"
+        )
+        limits = replace(LIMITS, isolation="process", timeout_s=1.0)
+        with closing(Pool(Rules(path=str(tmp_path / "own.py")), limits)) as pool:
+            found = results_of(pool, [RIGHT, WRONG])
+        is_running = other.poll() is None
+        other.kill()
+    assert [result.fault for result in found] == ["timeout"] * 2
+    assert is_running
 
 
 def test_file_starting_thread_is_advised_to_share_process(tmp_path: Path) -> None:

@@ -269,6 +269,8 @@ def test_truncated_output_shows_no_part_of_secret() -> None:
 def test_printed_text_reaches_a_file(isolation: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import sys\n"
+        "for stream in (sys.stdout, sys.stderr):\n"
+        "    stream.write('loads')\n"
         "def compute_score(solution_str, **_):\n"
         "    print('looks at', solution_str)\n"
         f"    print('{SECRET}', end='', file=sys.stderr)\n"
@@ -283,7 +285,9 @@ def test_printed_text_reaches_a_file(isolation: str, tmp_path: Path) -> None:
     assert re.search(r"^\S+ \S+ looks at good$", written, re.MULTILINE)
     assert re.search(r"^\S+ \S+ looks at bad$", written, re.MULTILINE)
     assert written.count("ends") == 2
+    assert written.count("***") == 2
     assert SECRET not in written
+    assert "loads" not in written
     assert not (tmp_path / "log" / "rank_0.txt").exists()
 
 
