@@ -108,16 +108,20 @@ def polling(holds_up: Callable[[], bool]) -> Iterator[None]:
         _watchdog.holds_up = None
 
 
+@dataclass(eq=False)
 class Watchdog:
     """A thread that ends the job if this rank stays in one phase for `timeout_s` seconds."""
 
-    def __init__(self, directory: Path, *, rank: int, world_size: int, timeout_s: float, grace_s: float) -> None:
-        self._directory = directory
-        self._world_size = world_size
-        self._timeout_s = timeout_s
-        self._grace_s = grace_s
-        self._report = RankProgress(rank=rank, host=socket.gethostname(), num_phases=0, step=0, phase="start", rows=())
-        self.holds_up: Callable[[], bool] | None = None  # None: the stack of the main thread tells
+    directory: Path
+    rank: int
+    world_size: int
+    timeout_s: float
+    grace_s: float
+    holds_up: Callable[[], bool] | None = None  # None: the stack of the main thread tells
+
+    def __post_init__(self) -> None:
+        host = socket.gethostname()
+        self._report = RankProgress(rank=self.rank, host=host, num_phases=0, step=0, phase="start", rows=())
         self._since = time.monotonic()
         self._main = threading.main_thread().ident
         self._ended = threading.Event()
@@ -148,31 +152,31 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        while not self._ended.wait(self._grace_s / 4):
-            is_told = os.path.exists(self._directory)  # noqa: PTH110 - an error of the disk does not end this thread
-            if is_told or time.monotonic() - self._since > self._timeout_s:
+        while not self._ended.wait(self.grace_s / 4):
+            is_told = os.path.exists(self.directory)  # noqa: PTH110 - an error of the disk does not end this thread
+            if is_told or time.monotonic() - self._since > self.timeout_s:
                 self._end_job()
 
     def _arm_last_resort(self) -> None:
         """Arrange for C code to print the stacks and exit, in case a hang blocks all Python threads of this rank."""
-        faulthandler.dump_traceback_later(self._timeout_s + 3 * self._grace_s, exit=True, file=2)  # stderr
+        faulthandler.dump_traceback_later(self.timeout_s + 3 * self.grace_s, exit=True, file=2)  # stderr
 
     def _end_job(self) -> None:
         """Write this rank's report, have the lowest rank that reported print a summary, and exit."""
-        late = threading.Timer(3 * self._grace_s, os._exit, [EXIT_CODE])  # the disk or the terminal may hang
+        late = threading.Timer(3 * self.grace_s, os._exit, [EXIT_CODE])  # the disk or the terminal may hang
         late.daemon = True
         late.start()
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._write(self._directory / f"rank_{self._report.rank}.json")
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._write(self.directory / f"rank_{self.rank}.json")
             reports = self._wait_for_reports()
-            if self._report.rank == min(reports):
+            if self.rank == min(reports):
                 found = list(reports.values())
-                size = self._world_size
-                words = summary(found, world_size=size, timeout_s=self._timeout_s, directory=self._directory)
+                size = self.world_size
+                words = summary(found, world_size=size, timeout_s=self.timeout_s, directory=self.directory)
                 print_message(words)
             else:
-                time.sleep(self._grace_s)  # a launcher ends all ranks when the first one exits
+                time.sleep(self.grace_s)  # a launcher ends all ranks when the first one exits
         except OSError:  # the disk may be full
             traceback.print_exc()
         os._exit(EXIT_CODE)
@@ -198,12 +202,12 @@ class Watchdog:
 
     def _wait_for_reports(self) -> dict[int, RankProgress]:
         """Return the reports that ranks write before the time of grace is over, by rank."""
-        until = time.monotonic() + self._grace_s
+        until = time.monotonic() + self.grace_s
         while True:
-            reports = read_reports(self._directory)
-            if len(reports) == self._world_size or time.monotonic() > until:
+            reports = read_reports(self.directory)
+            if len(reports) == self.world_size or time.monotonic() > until:
                 return reports
-            time.sleep(self._grace_s / 20)
+            time.sleep(self.grace_s / 20)
 
 
 def _in_collective(lines: Sequence[traceback.FrameSummary]) -> bool:

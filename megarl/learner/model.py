@@ -41,7 +41,7 @@ from megarl.learner.fused import has_apex_gradient_fusion, has_transformer_engin
 from megarl.learner.gated_delta_net import GatedDeltaNet
 from megarl.learner.latent import LatentCore, ReplicatedLinear, latent_settings, yarn_settings
 from megarl.learner.layer import BiasedLayer, OutputNormLayer, ParallelResidualLayer, ScaledLayer
-from megarl.learner.norm import LayerNorm, RMSNorm, WideKeyNorm, WideQueryNorm
+from megarl.learner.norm import LayerNorm, RMSNorm, WideRMSNorm
 from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
 from megarl.models.architecture import Architecture
@@ -190,8 +190,10 @@ def block_spec(
         if architecture.traits.late_qk_norm:
             attention.submodules = replace(attention.submodules, q_layernorm=IdentityOp, k_layernorm=IdentityOp)
         if architecture.traits.wide_qk_norm:
-            wide = {"q_layernorm": WideQueryNorm, "k_layernorm": WideKeyNorm}
-            attention.submodules = replace(attention.submodules, **wide)
+            queries, keys = (
+                ModuleSpec(WideRMSNorm, {"heads": heads}) for heads in ("num_attention_heads", "num_query_groups")
+            )
+            attention.submodules = replace(attention.submodules, q_layernorm=queries, k_layernorm=keys)
         if architecture.experts:
             use_own_parts(layer.submodules.mlp, architecture.experts, local=local)
         if architecture.traits.gated_attention:

@@ -125,11 +125,12 @@ class RowSharded(torch.nn.Module):
 class WideRMSNorm(RowSharded):
     """A norm over the queries or keys of all heads together. Each tensor-parallel rank has its heads' weights."""
 
-    def __init__(self, config: TransformerConfig, num_heads: int, eps: float) -> None:
+    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, *, heads: str) -> None:
+        """Make the norm of as many heads as the field `heads` of the configuration says."""
         super().__init__()
         self.epsilon = eps
         self.group = parallel_state.get_tensor_model_parallel_group()
-        size = num_heads * config.kv_channels // self.group.size()
+        size = getattr(config, heads) * config.kv_channels // self.group.size()
         self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
@@ -137,20 +138,6 @@ class WideRMSNorm(RowSharded):
         """Normalise [..., heads, head_dim], the heads of this rank."""
         normalised: Tensor = WideNormalization.apply(heads.flatten(-2), self.weight, self.epsilon, self.group)
         return normalised.view_as(heads)
-
-
-class WideQueryNorm(WideRMSNorm):
-    """The norm over the queries of all heads."""
-
-    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
-        super().__init__(config, config.num_attention_heads, eps)
-
-
-class WideKeyNorm(WideRMSNorm):
-    """The norm over the keys of all heads."""
-
-    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
-        super().__init__(config, config.num_query_groups, eps)
 
 
 class LayerNorm(torch.nn.LayerNorm):

@@ -1,6 +1,7 @@
 """AdamW on Megatron's (distributed) optimizer, with gradient clipping and a learning-rate schedule."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -16,17 +17,14 @@ from megarl.learner.overlap import gather_weights, reduction, sum_gradients_at_t
 from megarl.learner.patches.cpu import megatron_platform
 
 
+@dataclass(eq=False)
 class Optimizer:
     """Megatron's optimizer and the schedule of its learning rate."""
 
-    def __init__(
-        self, megatron: MegatronOptimizer, schedule: OptimizerParamScheduler, models: Sequence[DistributedDataParallel]
-    ) -> None:
-        """Take a MegatronOptimizer and the chunks whose weights it changes."""
-        self.megatron = megatron
-        self.schedule = schedule
-        self._models = models
-        self._num_passes = 0  # since the schedule advanced
+    megatron: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    models: Sequence[DistributedDataParallel]  # the chunks whose weights it changes
+    _num_passes: int = 0  # since the schedule advanced
 
     @property
     def lr(self) -> float:
@@ -63,7 +61,7 @@ class Optimizer:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
         updated = self.megatron.step_with_ready_grads()
         assert updated, "Megatron refused a finite gradient"
-        gather_weights(self._models)
+        gather_weights(self.models)
 
 
 def make_trainable(

@@ -118,6 +118,16 @@ LINEAR_HEADS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+LINEAR_EXPERTS = LINEAR_HEADS | {
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
 GLM = {
     "rms_norm_eps": 1e-5,
     "n_shared_experts": 1,
@@ -126,6 +136,9 @@ GLM = {
     "topk_group": 1,
     "norm_topk_prob": True,
 }
+SHARED_EXPERTS = ExpertNames(shared="shared_experts")
+SPARSE_BLOCK = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+LATENT = Family(latent=True, rope_types=("yarn",), can_tie=False, experts=SHARED_EXPERTS)
 OUTPUT_NORMS = {
     "attention_output_layernorm": "post_attention_layernorm",
     "feed_forward_output_layernorm": "post_feedforward_layernorm",
@@ -163,7 +176,7 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": Family(
         windows="all layers",
         rope_theta=1e6,
-        experts=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+        experts=SPARSE_BLOCK,
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
@@ -201,41 +214,22 @@ FAMILIES: Mapping[str, Family] = {
         linear_sections={"in_proj_qkvz": ("qkvz",), "in_proj_ba": ("ba",)},
         model_class=None,
         experts=ExpertNames(),
-        defaults=LINEAR_HEADS
-        | {
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "max_position_embeddings": 32768,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "norm_topk_prob": True,
-        },
+        defaults=LINEAR_EXPERTS,
     ),
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": replace(
         QWEN3_5,
         experts=ExpertNames(),
         model_class="Qwen3_5MoeForCausalLM",
-        defaults=LINEAR_HEADS
+        defaults=LINEAR_EXPERTS
         | {
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "max_position_embeddings": 32768,
             "intermediate_size": 512,  # of no layer
             "num_experts": 256,
             "num_experts_per_tok": 8,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "norm_topk_prob": True,
         },
     ),
-    "deepseek_v2": Family(
-        latent=True,
-        rope_types=("yarn",),
-        can_tie=False,
-        experts=ExpertNames(shared="shared_experts"),
+    "deepseek_v2": replace(
+        LATENT,
         defaults=DEEPSEEK
         | {
             "max_position_embeddings": 2048,
@@ -245,13 +239,10 @@ FAMILIES: Mapping[str, Family] = {
             "topk_method": "greedy",
         },
     ),
-    "deepseek_v3": Family(
-        latent=True,
-        rope_types=("yarn",),
+    "deepseek_v3": replace(
+        LATENT,
         sigmoid_router=True,
         predicts_ahead=True,
-        can_tie=False,
-        experts=ExpertNames(shared="shared_experts"),
         defaults=DEEPSEEK
         | {
             "max_position_embeddings": 4096,
@@ -270,7 +261,7 @@ FAMILIES: Mapping[str, Family] = {
         qkv_bias="attention_bias",
         qk_norm="use_qk_norm",
         rotary_fraction=0.5,
-        experts=ExpertNames(shared="shared_experts"),
+        experts=SHARED_EXPERTS,
         sigmoid_router=True,
         float32_router=True,
         predicts_ahead=True,
@@ -284,14 +275,11 @@ FAMILIES: Mapping[str, Family] = {
             "moe_intermediate_size": 1408,
         },
     ),
-    "glm4_moe_lite": Family(
-        latent=True,
-        rope_types=("yarn",),
-        experts=ExpertNames(shared="shared_experts"),
+    "glm4_moe_lite": replace(
+        LATENT,
         sigmoid_router=True,
         float32_router=True,
         predicts_ahead=True,
-        can_tie=False,
         defaults=GLM
         | {
             "kv_lora_rank": 512,
@@ -361,7 +349,7 @@ FAMILIES: Mapping[str, Family] = {
         wide_qk_norm=True,
         rotary_fraction=1.0,
         rope_theta=5e6,
-        experts=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+        experts=SPARSE_BLOCK,
         sigmoid_router=True,
         float32_router=True,
         predicts_ahead=True,
@@ -427,7 +415,7 @@ FAMILIES: Mapping[str, Family] = {
     "ernie4_5_moe": Family(
         rotary_neighbours=True,
         rope_theta=500000.0,
-        experts=ExpertNames(shared="shared_experts"),
+        experts=SHARED_EXPERTS,
         router_bias_is_matrix=True,
         float32_router=True,
         predicts_ahead="model.mtp_",

@@ -70,31 +70,29 @@ class Plan:
         return max(0, self.host.total - self.host_bytes) if self.host_bytes else 0
 
 
+@dataclass(eq=False)
 class Planner:
     """Plans a configuration, also with other values."""
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        *,
-        device: Device,
-        ranks_per_node: int | None,
-        links: Links,
-        host_bytes: int | None = None,
-        engine: EngineCost | None = None,
-        lengths: Lengths | None = None,
-    ) -> None:
-        self._argv = argv
-        self._device = device
-        self._host_bytes = host_bytes
-        self._links = links
+    argv: Sequence[str]
+    device: Device
+    ranks_per_node: int | None
+    links: Links
+    host_bytes: int | None = None
+    engine: EngineCost | None = None
+    lengths: Lengths | None = None
+
+    def __post_init__(self) -> None:
         self._workload = self._load([])
-        self._ranks_per_node = ranks_per_node or self._workload.config.trainer.n_gpus_per_node
+        config = self._workload.config
+        rollout = config.actor_rollout_ref.rollout
         self._machine = Machine(
-            peaks=device.peaks, links=links, ranks_per_node=self._ranks_per_node, engine=engine or EngineCost()
+            peaks=self.device.peaks,
+            links=self.links,
+            ranks_per_node=self.ranks_per_node or config.trainer.n_gpus_per_node,
+            engine=self.engine or EngineCost(),
         )
-        rollout = self._workload.config.actor_rollout_ref.rollout
-        self._lengths = lengths or Lengths(prompt=rollout.prompt_length, response=rollout.response_length)
+        self._lengths = self.lengths or Lengths(prompt=rollout.prompt_length, response=rollout.response_length)
 
     def plan(self) -> Plan:
         """Return the plan of the configuration itself.
@@ -106,13 +104,13 @@ class Planner:
         workload = self._workload
         self._check_files(workload.config)
         traffic, memory = self._own_traffic, self._memory(workload)
-        missing = shortfalls(workload, memory, self._device.num_bytes)
+        missing = shortfalls(workload, memory, self.device.num_bytes)
         host = host_memory(workload, memory)
-        host_bytes = self._host_bytes or _host_bytes_here(workload.config.trainer)
+        host_bytes = self.host_bytes or _host_bytes_here(workload.config.trainer)
         lacks_host = host_bytes is not None and host.total > host_bytes
         return Plan(
             workload=workload,
-            device=self._device,
+            device=self.device,
             memory=memory,
             traffic=traffic,
             machine=self._machine,
@@ -120,10 +118,10 @@ class Planner:
             time=self._time(workload, memory, traffic.seconds),
             options=list(self._options(workload)),
             shortfalls=missing,
-            remedies=remedies(workload, memory, self._device.num_bytes, self._trial) if missing else [],
+            remedies=remedies(workload, memory, self.device.num_bytes, self._trial) if missing else [],
             host=host,
             host_bytes=host_bytes,
-            host_remedies=remedies(workload, memory, self._device.num_bytes, self._trial, host_bytes=host_bytes)
+            host_remedies=remedies(workload, memory, self.device.num_bytes, self._trial, host_bytes=host_bytes)
             if host_bytes and lacks_host
             else [],
             savings=[] if missing else list(self._savings(workload, memory, traffic)),
@@ -152,12 +150,12 @@ class Planner:
         def seconds(tried: Workload, memory: RankMemory, sync_seconds: float = traffic.seconds) -> float:
             return self._time(tried, memory, sync_seconds).total
 
-        changes, fastest, its_memory = faster(workload, memory, self._device.num_bytes, self._trial, seconds)
+        changes, fastest, its_memory = faster(workload, memory, self.device.num_bytes, self._trial, seconds)
         if changes:
             time = seconds(fastest, its_memory, self._traffic(fastest).seconds)
             yield Saving(overrides=changes, seconds=time, peak=its_memory.peak)
         tried = self._trial(PARTIAL)
-        if tried and not shortfalls(*tried, self._device.num_bytes):
+        if tried and not shortfalls(*tried, self.device.num_bytes):
             time = seconds(*tried)
             if time < WORTHWHILE * seconds(workload, memory):
                 yield Saving(overrides=PARTIAL, seconds=time, peak=tried[1].peak)
@@ -166,7 +164,7 @@ class Planner:
         """Yield every possible engine size up to the size of a node, and Megatron's other rank order."""
         grid = workload.grid
         current = workload.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        for size in range(1, max(self._ranks_per_node, current) + 1):
+        for size in range(1, max(self._machine.ranks_per_node, current) + 1):
             change = f"{ENGINE_TP}={size}"
             if size == current or grid.num_ranks % size:
                 continue
@@ -192,7 +190,7 @@ class Planner:
             raise ConfigError(faults)
 
     def _load(self, overrides: Sequence[str]) -> Workload:
-        config = load_config([*self._argv, *overrides], world_size=None, check_paths=False)
+        config = load_config([*self.argv, *overrides], world_size=None, check_paths=False)
         policy = architecture_of(config.actor_rollout_ref.model)
         critic = architecture_of(config.critic.model) if config.has_critic else None
         reward_model = architecture_of(config.reward_model.model) if config.reward_model.enable else None
@@ -210,10 +208,12 @@ class Planner:
         return (tried, self._memory(tried)) if tried else None
 
     def _memory(self, workload: Workload) -> RankMemory:
-        return fullest_rank(workload, device_bytes=self._device.num_bytes, bucket_bytes=self._bucket_bytes)
+        return fullest_rank(workload, device_bytes=self.device.num_bytes, bucket_bytes=self._bucket_bytes)
 
     def _traffic(self, workload: Workload, *, data_last: bool = False) -> SyncTraffic:
-        return sync_traffic(workload, ranks_per_node=self._ranks_per_node, links=self._links, data_last=data_last)
+        return sync_traffic(
+            workload, ranks_per_node=self._machine.ranks_per_node, links=self.links, data_last=data_last
+        )
 
 
 def _host_bytes_here(trainer: TrainerSection) -> int | None:

@@ -48,41 +48,22 @@ class _OpenSample:
     output: "RequestOutput | None" = None  # vLLM's last
 
 
+@dataclass(eq=False)
 class ReplicaQueue:
     """The samples of one replica, under one set of weights. The same on all ranks of the replica."""
 
-    def __init__(
-        self,
-        engine: "LLMEngine",
-        params: RequestParams,
-        replica: Replica,
-        *,
-        step: int,
-        weight_version: int,
-        on_finished: Finished | None = None,
-        routes: RouteStore | None = None,
-    ) -> None:
-        """Draw with a `vllm.LLMEngine` that has no other requests.
+    engine: "LLMEngine"  # has no other requests
+    params: RequestParams  # of every request
+    replica: Replica  # this rank's part of the replica
+    step: int  # finished steps of the run, for messages
+    weight_version: int  # of the engine's weights
+    on_finished: Finished | None = None
+    """Receives a prompt and its sample as soon as the sample, or its turn, is finished, on one rank of the replica."""
+    routes: RouteStore | None = None  # of the engine, which samples get too; None: they get none
 
-        Args:
-            engine: draws the tokens.
-            params: the parameters of every request.
-            replica: this rank's part of the replica.
-            step: the number of finished steps of the run, for messages.
-            weight_version: the version of the engine's weights.
-            on_finished: receives a prompt and its sample as soon as the sample, or its turn, is finished, on one rank
-                of the replica.
-            routes: the routes of the engine, which samples get too; None: they get none.
-        """
-        self._engine = engine
-        self._params = params
-        self._replica = replica
-        self._step = step
-        self._version = weight_version
-        self._on_finished = on_finished
-        self._routes = routes
-        if routes:
-            routes.forget()
+    def __post_init__(self) -> None:
+        if self.routes:
+            self.routes.forget()
         self._names = count()
         self._open = dict[str, _OpenSample]()  # by the name of the request
         self._numbers = dict[tuple[int, int], int]()  # by group and sample
@@ -99,13 +80,13 @@ class ReplicaQueue:
             for sample in group.samples
             if isinstance(sample, Generation) and not sample.complete
         ]
-        params = [self._params.of(request) for request in requests]
+        params = [self.params.of(request) for request in requests]
         with self._using([group.prompt for group in groups]):
             for request, of_request in zip(requests, params, strict=True):
                 key = (request.started.prompt, request.started.sample)
                 name = str(next(self._names))
                 number = self._numbers.setdefault(key, len(self._numbers))
-                self._engine.add_request(name, tokens_input(request.token_ids()), of_request)
+                self.engine.add_request(name, tokens_input(request.token_ids()), of_request)
                 self._open[name] = _OpenSample(name, number, request)
 
     def run(self, num_steps: int | None = None) -> list[Generation]:
@@ -119,13 +100,13 @@ class ReplicaQueue:
         with self._using(self._prompts(self._open.values())):
             while self._open and self.num_steps != last:
                 self.num_steps += 1
-                self.num_running += min(len(self._open), self._replica.num_slots)
+                self.num_running += min(len(self._open), self.replica.num_slots)
                 for finished in self._take_step():
                     generation = self._with_routes(self._read(finished), finished)
                     found.append(generation)
                     progress.advance()
-                    if self._on_finished and finished.number % self._replica.tp_size == self._replica.tp_rank:
-                        self._on_finished(finished.request.prompt, generation)
+                    if self.on_finished and finished.number % self.replica.tp_size == self.replica.tp_rank:
+                        self.on_finished(finished.request.prompt, generation)
         return found
 
     def stop(self) -> list[Generation]:
@@ -136,9 +117,9 @@ class ReplicaQueue:
         stopped = self._open
         self._open = {}
         with self._using(self._prompts(stopped.values())):
-            self._engine.abort_request(list(stopped))
+            self.engine.abort_request(list(stopped))
             if stopped:
-                self._engine.step()  # in which vLLM forgets them: until then their memory is taken
+                self.engine.step()  # in which vLLM forgets them: until then their memory is taken
                 self._finish_batches()
             return [self._read(each) for each in stopped.values()]
 
@@ -149,7 +130,7 @@ class ReplicaQueue:
         """
         from vllm.v1.request import RequestStatus
 
-        requests = self._engine.engine_core.engine_core.scheduler.requests.values()
+        requests = self.engine.engine_core.engine_core.scheduler.requests.values()
         waiting = {request.request_id for request in requests if request.status == RequestStatus.WAITING}
         names = {name.partition("-")[0] for name in waiting}  # vLLM appends a part of its own to a name
         running = {
@@ -164,19 +145,19 @@ class ReplicaQueue:
         """Give back groups that wait, if others stay. They have no memory that a step must free."""
         withdrawn = {name: each for name, each in self._open.items() if each.request.started.prompt in groups}
         with self._using(self._prompts(withdrawn.values())):
-            self._engine.abort_request(list(withdrawn))
+            self.engine.abort_request(list(withdrawn))
         for name in withdrawn:
             del self._open[name]
 
     def _take_step(self) -> list[_OpenSample]:
         """Draw the next token of every request that has room. Return the samples that are finished."""
-        if not self._engine.has_unfinished_requests():
+        if not self.engine.has_unfinished_requests():
             lost = len(self._open)
             self._open = {}
             raise RuntimeError(f"it has lost {lost} of the samples that it was asked for")
         if self._batches is not None and not self._batches:
-            self._engine.step()  # schedules the first step, and returns before its tokens are there
-        outputs = self._engine.step()
+            self.engine.step()  # schedules the first step, and returns before its tokens are there
+        outputs = self.engine.step()
         for output in outputs:
             self._open[output.request_id].output = output
         finished = [self._open.pop(output.request_id) for output in outputs if output.finished]
@@ -186,30 +167,30 @@ class ReplicaQueue:
 
     def _finish_batches(self) -> None:
         while self._batches:
-            self._engine.step()
+            self.engine.step()
 
     @property
     def _batches(self) -> Sequence[object] | None:
         """The steps that are scheduled, if vLLM schedules ahead."""
-        batches: Sequence[object] | None = self._engine.engine_core.engine_core.batch_queue
+        batches: Sequence[object] | None = self.engine.engine_core.engine_core.batch_queue
         return batches
 
     @contextmanager
     def _using(self, prompts: Sequence[Prompt]) -> Iterator[None]:
         """Let vLLM work on samples of `prompts`, and name the replica and the prompts if it fails."""
         try:
-            with patches.random_state_kept(), patches.compilation(allowed=self._replica.may_compile):
+            with patches.random_state_kept(), patches.compilation(allowed=self.replica.may_compile):
                 yield
         except Exception as error:
             rows = list(dict.fromkeys(prompt.index for prompt in prompts))
-            raise RuntimeError(failure(error, self._replica.name, rows, step=self._step)) from error
+            raise RuntimeError(failure(error, self.replica.name, rows, step=self.step)) from error
 
     def _read(self, each: _OpenSample) -> Generation:
         sampled = read_output(
             each.output,
             given=each.request.token_ids(),
             where=f"for prompt {each.request.prompt.index}",
-            weight_version=self._version,
+            weight_version=self.weight_version,
         )
         return each.request.started.then(sampled)
 
@@ -218,10 +199,10 @@ class ReplicaQueue:
 
         Its request computed all tokens before the last: also those that earlier steps drew, or read their cached keys.
         """
-        if self._routes is None:
+        if self.routes is None:
             return generation
         num_places = len(each.request.prompt.token_ids) + generation.num_tokens - 1
-        return replace(generation, routes=self._routes.of(each.name, num_places))
+        return replace(generation, routes=self.routes.of(each.name, num_places))
 
     @staticmethod
     def _prompts(samples: Collection[_OpenSample]) -> list[Prompt]:

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megarl.batch import Generation, Prompt
 from megarl.platform.errors import UserError
-from megarl.rollout.sampling import Sampling, request_params, request_seed
+from megarl.rollout.sampling import Sampling, request_seed
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 MOST_NAMED = 8  # rows of the data set
 
@@ -34,12 +37,15 @@ class RequestParams:
     max_tokens: int  # of a response
     max_model_len: int  # of prompt and response together
     seed: int
-    stop: Sequence[int]  # tokens that end a response
+    stop: Sequence[int]  # tokens that end a response; without any it has the full length
     log_probs: bool
-    final_only: bool = True  # False: a sample that is stopped keeps its tokens
+    final_only: bool = True  # False: the tokens so far come after every step, so a sample that is stopped keeps them
 
-    def of(self, request: Request) -> Any:
-        """Return vLLM's `SamplingParams` of a request. Raises UserError if the prompt is too long."""
+    def of(self, request: Request) -> "SamplingParams":
+        """Return vLLM's parameters of a request. Raises UserError if the prompt is too long."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
         prompt = request.prompt
         if len(prompt.token_ids) + self.max_tokens > self.max_model_len:
             raise UserError(
@@ -47,17 +53,28 @@ class RequestParams:
                 f"{self.max_tokens}, but the engine was started for {self.max_model_len} together; raise "
                 "data.max_prompt_length"
             )
+        sampling = self.sampling
         num_begun = len(request.started.token_ids)
-        sample = request.started.sample
-        return request_params(
-            self.sampling,
-            seed=request_seed(
-                self.seed, step=request.step, prompt_index=prompt.index, sample=sample, num_begun=num_begun
-            ),
+        params: dict[str, object] = {"temperature": 0.0}
+        if sampling.do_sample and sampling.temperature > 0.0:
+            sample = request.started.sample
+            params = {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": max(sampling.top_k, 0),  # both -1 and 0 mean all tokens; every vLLM knows 0
+                "seed": request_seed(
+                    self.seed, step=request.step, prompt_index=prompt.index, sample=sample, num_begun=num_begun
+                ),
+            }
+        return SamplingParams(
+            **params,
             max_tokens=self.max_tokens - num_begun,
-            stop=self.stop,
-            log_probs=self.log_probs,
-            final_only=self.final_only,
+            stop_token_ids=list(self.stop),
+            ignore_eos=True,  # the engine has no tokenizer: every token that ends a response is in `stop`
+            detokenize=False,
+            logprobs=0 if self.log_probs else None,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY if self.final_only else RequestOutputKind.CUMULATIVE,
         )
 
 

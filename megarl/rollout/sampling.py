@@ -21,7 +21,7 @@ from megarl.platform.seeds import seed_of
 from megarl.rollout.config import RolloutSection, SamplingSection
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams
+    from vllm import RequestOutput
 
 Sampling = RolloutSection | SamplingSection  # both define how tokens are drawn
 GREEDY = SamplingSection(do_sample=False)
@@ -33,36 +33,6 @@ def request_seed(seed: int, *, step: int, prompt_index: int, sample: int, num_be
     `num_begun` is the number of the response's tokens that earlier steps drew.
     """
     return seed_of(seed, step, prompt_index, sample, *((num_begun,) if num_begun else ()))
-
-
-def request_params(
-    sampling: Sampling, *, seed: int, max_tokens: int, stop: Sequence[int], log_probs: bool, final_only: bool = True
-) -> "SamplingParams":
-    """Return vLLM's parameters of one sample. An empty `stop` generates to the full length.
-
-    `final_only` False returns the tokens so far after every step, so that a stopped request keeps them.
-    """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    params: dict[str, object] = {"temperature": 0.0}
-    if sampling.do_sample and sampling.temperature > 0.0:
-        params = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": max(sampling.top_k, 0),  # both -1 and 0 mean all tokens; every vLLM knows 0
-            "seed": seed,
-        }
-    return SamplingParams(
-        **params,
-        max_tokens=max_tokens,
-        stop_token_ids=list(stop),
-        ignore_eos=True,  # the engine has no tokenizer: every token that ends a response is in `stop`
-        detokenize=False,
-        logprobs=0 if log_probs else None,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY if final_only else RequestOutputKind.CUMULATIVE,
-    )
 
 
 def read_output(output: "RequestOutput | None", *, given: Sequence[int], where: str, weight_version: int) -> Generation:

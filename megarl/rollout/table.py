@@ -97,13 +97,13 @@ class SampleTable:
         return self.own.get(place, blank)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class SampleRows(OnDemand[Sample]):
     """Neighbouring samples of a table, which become objects if they are asked for."""
 
-    def __init__(self, table: SampleTable, first: int, last: int) -> None:
-        self.table = table
-        self.first = first
-        self.last = last
+    table: SampleTable
+    first: int
+    last: int
 
     def __len__(self) -> int:
         return self.last - self.first

@@ -66,16 +66,19 @@ class GroupFilter:
         self.alike |= {number for place, number in enumerate(numbers) if place not in differing}
 
 
+@dataclass(eq=False)
 class Queue:
     """The prompts that a step may draw, in batches in the order of the data."""
 
-    def __init__(self, prompts: PromptSource, sampler: Sampler, position: Position, *, step: int) -> None:
-        self._prompts = prompts
-        self._sampler = sampler
-        self._step = step
+    prompts: PromptSource
+    sampler: Sampler
+    position: Position  # before the first batch
+    step: int
+
+    def __post_init__(self) -> None:
         self._next = 0
         self._waiting = list[Group]()
-        self.positions = [position]  # before each batch, and after the last
+        self.positions = [self.position]  # before each batch, and after the last
         self.refill()
         self.batch_size = len(self._waiting)
 
@@ -86,8 +89,8 @@ class Queue:
 
     def refill(self) -> None:
         """Take another batch of prompts. A prompt that comes again in this step gets other samples."""
-        prompts, position = self._prompts.take(self.positions[-1])
-        self._waiting += self._sampler.groups(prompts, step=self._step, batch=self.num_batches)
+        prompts, position = self.prompts.take(self.positions[-1])
+        self._waiting += self.sampler.groups(prompts, step=self.step, batch=self.num_batches)
         self.positions.append(position)
 
     def take(self, count: int) -> dict[int, Group]:

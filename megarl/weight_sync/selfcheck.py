@@ -80,19 +80,19 @@ class CheckResult:
     trainer: list[Response]
 
 
+@dataclass(eq=False)
 class SelfCheck:
     """The checks of one job. Each check compares its results with those of the check before."""
 
-    def __init__(
-        self, limits: Limits, engine: RolloutEngine, actor: Learner, budget: Budget, *, check_every: int
-    ) -> None:
-        self._limits = limits
-        self._engine = engine
-        self._budget = budget
-        self._check_every = check_every
-        self._actor = actor
+    limits: Limits
+    engine: RolloutEngine
+    actor: Learner
+    budget: Budget
+    check_every: int
+
+    def __post_init__(self) -> None:
         self._prompts, self._num_tokens = fixed_prompts(
-            actor.architecture.vocab_size, max_model_len=engine.max_model_len
+            self.actor.architecture.vocab_size, max_model_len=self.engine.max_model_len
         )
         self._last_step: int | None = None
         self._before: CheckResult | None = None
@@ -106,7 +106,7 @@ class SelfCheck:
         """
         if step == self._last_step:
             return False
-        if self._check_every > 0 and step % self._check_every == 0:
+        if self.check_every > 0 and step % self.check_every == 0:
             return True
         return self._unchecked() is not None
 
@@ -116,7 +116,7 @@ class SelfCheck:
         weights = self._unchecked()
         if weights is not None:
             self._checked.append(weights)
-        return ask(self._engine, self._prompts, max_tokens=self._num_tokens)
+        return ask(self.engine, self._prompts, max_tokens=self._num_tokens)
 
     def compare(self, responses: Rollouts) -> dict[str, float]:
         """Compare the responses with the trainer's probabilities. The trainer must still have the weights of the sync.
@@ -129,20 +129,20 @@ class SelfCheck:
             UserError: on all ranks alike, if the mean is above `logprob_stop`, or if the trainer has changed since
                 the check before and a replica has not.
         """
-        log_probs = log_probs_of_all(self._actor, responses, self._budget, temperature=1.0)
+        log_probs = log_probs_of_all(self.actor, responses, self.budget, temperature=1.0)
         assert responses.rollout_log_probs is not None, "`ask` requests them"
         seen = CheckResult(_by_sample(responses, responses.rollout_log_probs), _by_sample(responses, log_probs))
-        means, largest = probability_differences(responses, log_probs, num_replicas=self._engine.num_replicas)
+        means, largest = probability_differences(responses, log_probs, num_replicas=self.engine.num_replicas)
         mean = float(means.max())
-        if not mean <= self._limits.probs_warn:  # NaN counts as too much
+        if not mean <= self.limits.probs_warn:  # NaN counts as too much
             message = self._disagreement(mean, int(means.argmax()))
-            if not mean <= self._limits.probs_stop:
-                raise UserError(f"{message} (more than {KEY}.logprob_stop={self._limits.probs_stop:.3g})")
+            if not mean <= self.limits.probs_stop:
+                raise UserError(f"{message} (more than {KEY}.logprob_stop={self.limits.probs_stop:.3g})")
             if dist.get_rank() == 0:
-                logger.warning("%s (more than %s.logprob_warn=%.3g)", message, KEY, self._limits.probs_warn)
-        stale = stale_replicas(self._before, seen, num_replicas=self._engine.num_replicas) if self._before else []
+                logger.warning("%s (more than %s.logprob_warn=%.3g)", message, KEY, self.limits.probs_warn)
+        stale = stale_replicas(self._before, seen, num_replicas=self.engine.num_replicas) if self._before else []
         if stale:
-            named = ", ".join(map(self._engine.name, stale))
+            named = ", ".join(map(self.engine.name, stale))
             raise UserError(
                 f"the trainer's weights changed, but the weights that {named} computes with did not: a sync no longer "
                 "reaches what the kernels read. Look at packed weights (megarl/rollout/reload.py), CUDA graphs "
@@ -158,12 +158,12 @@ class SelfCheck:
         """
         if len(self._checked) >= NUM_WEIGHTS:
             return None
-        with self._actor.weights() as tensors:
+        with self.actor.weights() as tensors:
             weights = together(lambda: [int(checksum(tensor, tensor.dtype)) for tensor in tensors.values()])
         return None if weights in self._checked else weights
 
     def _disagreement(self, mean: float, replica: int) -> str:
-        name = self._engine.name(replica)
+        name = self.engine.name(replica)
         return (
             f"{name} and the trainer give the same tokens probabilities that differ by {mean:.4f} "
             "on average. Look for settings that make them compute differently: rollout.dtype and actor.megatron.dtype, "

@@ -31,7 +31,7 @@ def stand_still(marker: Path, arguments: list[str]) -> None:
     advance, num_windows = SamplingSession.advance, [0]
 
     def advance_and_wait(self: SamplingSession, num_steps: int | None = 16) -> dict[int, Group]:
-        if self._queue._version == KILLED:
+        if self._queue.weight_version == KILLED:
             num_windows[0] += 1
             if num_windows[0] == 3:
                 marker.touch()
@@ -50,7 +50,7 @@ def count_prompts(file: Path, arguments: list[str]) -> None:
         if self._engine.replica == 0:
             with file.open("a") as lines:
                 rows = sorted(group.prompt.index for group in groups.values())
-                lines.write(json.dumps([self._queue._version, rows]) + "\n")
+                lines.write(json.dumps([self._queue.weight_version, rows]) + "\n")
         add(self, groups)
 
     SamplingSession.add = add_and_count  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from megarl.batch import Generation, Group
 from megarl.rollout import patches
 from megarl.rollout.config import SamplingSection
-from megarl.rollout.sampling import request_params, request_seed
+from megarl.rollout.requests import Request, RequestParams
 from tests.support.cores import all_cores
 from tests.support.engines import (
     PROMPTS,
@@ -204,17 +204,16 @@ def test_samples_are_independent_of_replica_count(
 
 def as_vllm_generates(engine: Any) -> list[tuple[list[int], list[float]]]:
     """Return the tokens and log-probabilities of `LLM.generate` for the samples of the first prompt in step 0."""
-    section, index = engine._section, PROMPTS[0].index
-    params = [
-        request_params(
-            SAMPLED,
-            seed=request_seed(section.seed, step=0, prompt_index=index, sample=sample),
-            max_tokens=RESPONSE,
-            stop=(),
-            log_probs=True,
-        )
-        for sample in range(SAMPLED.n)
-    ]
+    shared = RequestParams(
+        sampling=SAMPLED,
+        max_tokens=RESPONSE,
+        max_model_len=engine.max_model_len,
+        seed=engine._section.seed,
+        stop=(),
+        log_probs=True,
+    )
+    begun = Group.new(PROMPTS[0], range(SAMPLED.n), started=0).samples
+    params = [shared.of(Request(PROMPTS[0], 0, sample)) for sample in begun]
     prompts = [{"prompt_token_ids": list(PROMPTS[0].token_ids)}] * SAMPLED.n
     with patches.random_state_kept(), patches.compilation(allowed=False):
         outputs = [request.outputs[0] for request in engine._llm.generate(prompts, params, use_tqdm=False)]

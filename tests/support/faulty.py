@@ -153,7 +153,7 @@ def lose_patience(faults: Faults, number: int, patience_s: float) -> None:
     while not faults.is_met(number):
         time.sleep(0.1)
     if watchdog._watchdog:
-        watchdog._watchdog._timeout_s = watchdog._watchdog._grace_s = patience_s
+        watchdog._watchdog.timeout_s = watchdog._watchdog.grace_s = patience_s
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
