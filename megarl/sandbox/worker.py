@@ -99,7 +99,8 @@ def end_lines() -> None:
     """End and send what this process has printed without the end of a line, so that no other text continues it."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # code of users may have replaced or closed it
-            print(file=stream, flush=True)
+            stream.write("\n")
+            stream.flush()
 
 
 def _as_reply(outcome: Outcome) -> dict[str, object]:
