@@ -99,6 +99,8 @@ class Inputs:
         source = Source.read(policy.model)
         tokenizer = make_tokenizer(config.data, policy.model, source, now=template_time(trainer))
         prompts = training_prompts(config, tokenizer)
+        if not trainer.val_only:
+            prompts.require(config.num_drawn)  # the files may have had enough before long prompts were left out
         last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
         inputs = cls(
             source=source,

@@ -127,7 +127,7 @@ def require_a_batch(config: RunConfig) -> None:
     """
     with fault_of("data.train_files"):
         num_rows = len(Rows(config.data.train_files, columns=[]))
-    wanted = config.data.train_batch_size
+    wanted = config.num_drawn if isinstance(config, Config) else config.data.train_batch_size
     if wanted > num_rows:
         message = f"{wanted:,} rows a step, but data.train_files has {num_rows:,}: lower it or give more data"
         raise ConfigError([Fault("data.train_batch_size", message)])

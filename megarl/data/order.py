@@ -36,7 +36,7 @@ class Order:
     @property
     def steps_per_epoch(self) -> int:
         """Full batches in one pass. Raises UserError if there is none."""
-        self._require(self.batch_size)
+        self.require(self.batch_size)
         return self.num_rows // self.batch_size
 
     def position_of(self, step: int) -> Position:
@@ -51,7 +51,7 @@ class Order:
         are dropped. Raises UserError if an epoch has fewer than `count` rows.
         """
         count = self.batch_size if count is None else count
-        self._require(count)
+        self.require(count)
         epoch = position.epoch
         start = position.offset
         if start + count > self.num_rows:
@@ -81,9 +81,11 @@ class Order:
         """Return the order of all rows in an epoch."""
         return np.random.default_rng(key).permutation(self.num_rows)
 
-    def _require(self, count: int) -> None:
+    def require(self, count: int) -> None:
+        """Raise UserError if an epoch has fewer than `count` rows."""
         if count > self.num_rows:
+            at_once = "" if count == self.batch_size else f", so that a step draws {count} prompts"
             raise UserError(
-                f"data.train_batch_size is {count}, but the training files have {self.num_rows} rows: "
-                "lower it or give more data"
+                f"data.train_batch_size is {self.batch_size}{at_once}, but the training files have {self.num_rows} "
+                "rows: lower it or give more data"
             )

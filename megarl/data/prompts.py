@@ -194,6 +194,10 @@ class PromptStream:
         """Return the position after `step` batches."""
         return self._order.position_of(step)
 
+    def require(self, count: int) -> None:
+        """Raise UserError if an epoch has fewer than `count` prompts."""
+        self._order.require(count)
+
     def take(self, position: Position, count: int | None = None) -> tuple[Prompts, Position]:
         """Return the next `count` prompts (None: a batch), all of one epoch, and the position after them.
 

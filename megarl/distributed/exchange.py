@@ -3,7 +3,7 @@
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -269,5 +269,8 @@ def _portable(result: T | _Failure) -> T | _Failure:
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
     except Exception:  # classes vary: some cannot be pickled, some cannot be unpickled
-        return _Failure(RuntimeError(f"{type(error).__name__}: {error}"))
+        words = type(error).__name__
+        with suppress(Exception):  # the text of a user's exception may raise
+            words = f"{words}: {error}"
+        return _Failure(RuntimeError(words))
     return result

@@ -47,6 +47,13 @@ class LockedError(Exception):
         self.handle = lambda: None
 
 
+class SilentError(LockedError):
+    """An error without a text, which cannot be pickled either."""
+
+    def __str__(self) -> str:
+        raise self
+
+
 def told(faulty: dict[int, Exception], share: Callable[[Callable[[], int]], object] = together) -> tuple[str, str]:
     """Return type and message of the error that `share` raises if the given ranks fail."""
 
@@ -69,6 +76,13 @@ def two_parts() -> Any:
 
 def locked() -> Any:
     return told({1: LockedError("in use")})
+
+
+def silent() -> Any:
+    try:
+        return told({1: SilentError("in use")})
+    except SilentError:  # the rank's own error, which has no text
+        return "its own"
 
 
 def results_of_each_rank() -> tuple[int, int]:
@@ -210,6 +224,11 @@ def test_an_error_that_cannot_travel_arrives_in_words(pool: RankPool) -> None:
     assert pool.run(3, two_parts) == [there, ("TwoPartError", "disk: full"), there]
     there = ("RuntimeError", "LockedError: in use")
     assert pool.run(3, locked) == [there, ("LockedError", "in use"), there]
+
+
+def test_error_without_text_reaches_all_ranks(pool: RankPool) -> None:
+    there = ("RuntimeError", "SilentError")
+    assert pool.run(3, silent) == [there, "its own", there]
 
 
 def test_numbers_are_reduced_along_rings(pool: RankPool) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config, load_sft_config
-from megarl.config.trial import _rows, find_models, find_sources, try_reward
+from megarl.config.trial import _rows, find_models, find_sources, require_a_batch, try_reward
 from megarl.rewards.config import RulesSection
 from tests.support.places import without_places
 
@@ -53,6 +53,20 @@ def test_model_missing_from_hub_faults_its_key(monkeypatch: pytest.MonkeyPatch) 
     find_models(elsewhere)  # is looked for with the weights
     with pytest.raises(ConfigError, match=r"data.tokenizer: org/reader is no local directory"):
         find_models(replace(elsewhere, data=replace(elsewhere.data, tokenizer="org/reader")))
+
+
+def test_prompts_that_continue_need_their_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    keys = ("rollout.partial.enable=true", "rollout.n=8", "actor.ppo_mini_batch_size=1")
+    own = [f"actor_rollout_ref.{key}" for key in keys]
+    own += ["algorithm.rollout_correction.rollout_is=token", f"data.train_files={tmp_path / 'rows.jsonl'}"]
+    few, many = (
+        load_config([*MINIMAL, *own, f"data.train_batch_size={size}"], world_size=None, check_paths=False)
+        for size in (9, 10)
+    )
+    require_a_batch(few)
+    with pytest.raises(ConfigError, match="data.train_batch_size: 13 rows a step, but data.train_files has 12"):
+        require_a_batch(many)
 
 
 @pytest.mark.parametrize(

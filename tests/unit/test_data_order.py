@@ -35,7 +35,7 @@ def test_positions_by_hand() -> None:
 
 
 def test_more_rows_than_an_epoch_has() -> None:
-    with pytest.raises(ValueError, match="data.train_batch_size is 11, but the training files have 10 rows"):
+    with pytest.raises(ValueError, match="is 4, so that a step draws 11 prompts, but the training files have 10 rows"):
         order(10, 4).take(Position(), 11)
     with pytest.raises(ValueError, match="data.train_batch_size is 11, but the training files have 10 rows"):
         _ = order(10, 11).steps_per_epoch
