@@ -272,8 +272,8 @@ def test_run_ends_with_killed_sweep(here: Path) -> None:
 
 
 def test_sweep_refuses_a_launcher(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert main(["run.yaml", "--seeds", "2"]) == 1
     assert "start megarl sweep without a launcher" in capsys.readouterr().err
 
