@@ -70,8 +70,9 @@ def _place(environ: Mapping[str, str], *names: str) -> Launch:
         given = ", ".join(f"{name}={environ[name]}" for name in names)
         raise UserError(f"no rank of a job has {given}: a rank is below the number of ranks, on its host and in all")
     port = environ.get("MASTER_PORT", "1")
-    if not (port.isdecimal() and 0 < int(port) < MAX_PORT):
-        raise UserError(f"MASTER_PORT={port!r} is no port: give a number from 1 to {MAX_PORT - 1}, or unset it")
+    least = 0 if world_size == 1 else 1  # 0 is any free port, which other ranks would not find
+    if not (port.isdecimal() and least <= int(port) < MAX_PORT):
+        raise UserError(f"MASTER_PORT={port!r} is no port: give a number from {least} to {MAX_PORT - 1}, or unset it")
     return Launch(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
 
 

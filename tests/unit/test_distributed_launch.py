@@ -82,12 +82,18 @@ def test_incomplete_torchrun_variables_are_named(name: str) -> None:
         ({"LOCAL_WORLD_SIZE": "16"}, "no rank of a job has .*LOCAL_WORLD_SIZE=16"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is no port"),
         ({"MASTER_PORT": ""}, "MASTER_PORT='' is no port"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT='0' is no port: give a number from 1"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT='65536' is no port: give a number from 1 to 65535"),
     ],
 )
 def test_variables_that_do_not_fit_are_named(variables: dict[str, str], fault: str) -> None:
     with pytest.raises(UserError, match=fault):
         detect({**TORCHRUN, **variables})
+
+
+def test_rank_that_is_alone_may_take_any_port() -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
+    assert detect(alone) == Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
 @pytest.mark.parametrize(("given", "threads"), [("3", 3), (" 4,2", 4)])
