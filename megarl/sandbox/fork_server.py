@@ -27,7 +27,6 @@ from megarl.sandbox.wire import Inbox, encode
 from megarl.sandbox.worker import answer, arguments_of, end_lines, load
 
 _KEPT = os.O_RDONLY | os.O_WRONLY | os.O_RDWR | os.O_APPEND  # other flags belong to the creation of a file
-
 _NUM_REHEARSALS = 4
 _REPLY = 1 << 12
 
@@ -37,7 +36,7 @@ def serve_forks(
 ) -> NoReturn:
     """Load the rules, and fork a worker for each socket and pipe that the process `supervisor` sends.
 
-    The supervisor learns how each worker ended before it asks for the next. The worker itself tells its number.
+    The supervisor learns the number of each worker, and how it ended, before it asks for the next.
     """
     stage = socket.socketpair()  # the user's file may replace what makes it
     reward = load(connection, output, rules, limits=limits, supervisor=supervisor)
