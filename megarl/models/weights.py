@@ -75,7 +75,7 @@ def _rows(full_shape: Shape, first: int, end: int) -> Box:
 
 @dataclass(frozen=True)
 class Sliced(CutRule):
-    """A parameter of which rank `t` holds the `t`-th slice of one dimension, or that every rank holds complete."""
+    """A parameter that is cut along one dimension (rank `t` holds slice `t`), or that every rank holds complete."""
 
     name: str
     dimension: int | None  # that is cut; None: none is

@@ -141,9 +141,10 @@ class Pool:
 
     def _is_due(self) -> bool:
         """Return whether waiting responses are to be scored now."""
-        if not self._waiting or self._awaited_since is not None:
-            return bool(self._waiting)
-        return len(self._waiting) * self._seconds_of_one >= self._held_s
+        if not self._waiting:
+            return False
+        work_s = len(self._waiting) * self._seconds_of_one
+        return self._awaited_since is not None or work_s >= self._held_s
 
     def _work(self) -> None:
         supervisor = None
