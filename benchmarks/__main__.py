@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from benchmarks.options import PARSERS, parser
-from megarl.platform.quiet import silence_imports
+from megarl.platform.imports import silence_imports
 from megarl.platform.secrets import guard_output
 
 HELP = ("-h", "--help")

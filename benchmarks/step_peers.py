@@ -16,8 +16,8 @@ import torch
 
 from megarl.models.flops import Tokens
 from megarl.platform.device import local_device
+from megarl.platform.imports import silence_imports
 from megarl.platform.peaks import measure
-from megarl.platform.quiet import silence_imports
 
 WARM_UP = 1
 ROW_TOKENS = 16384  # of a micro-batch with its padding: the default budget of the trainer

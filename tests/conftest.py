@@ -38,13 +38,14 @@ def log_as_before() -> Iterator[None]:
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
     """Decide the device before the first test module asks. The process that only distributes tests imports no torch."""
+    gc.disable()
     if isinstance(collector, pytest.Session):
         import_module("megarl.platform.device").decide_device("cpu")
 
 
 def pytest_collection_finish() -> None:
     """Search all memory for garbage less often: it has a million objects of imports."""
-    gc.collect()
+    gc.enable()
     gc.freeze()
     newest, middle, _ = gc.get_threshold()
     gc.set_threshold(newest, middle, COLLECTIONS_BEFORE_ALL)

@@ -3,6 +3,7 @@
 The configuration is read before torch is imported, so that its faults are reported at once.
 """
 
+import gc
 import logging
 import os
 import shlex
@@ -23,8 +24,8 @@ from megarl.platform.detached import CONSOLE, start_detached
 from megarl.platform.errors import UserError
 from megarl.platform.forking import end, run_in_child
 from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
+from megarl.platform.imports import IMPORTING, import_modules, silence_imports
 from megarl.platform.log import keep_in, show_on_console
-from megarl.platform.quiet import IMPORTING, silence_imports
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import COMMAND, ignore_broken_pipe, print_message, visible
 from megarl.platform.versions import installed_versions
@@ -118,10 +119,11 @@ def run(program: JobProgram[C], argv: Sequence[str]) -> None:
     with EndCommand(config.trainer.on_end if program.keeps_log and launch.rank == 0 else None, directory) as at_end:
         code = _work(program, config, launch)
         at_end.ending = "stopped" if code else "finished"
+    if launched is None:
+        end(code)
+    gc.unfreeze()  # otherwise nanobind reports what an interpreter that unloads does not free
     if code:
         sys.exit(code)
-    if launched is None:
-        end()
 
 
 def _prepare_process() -> None:
@@ -231,6 +233,7 @@ def _run_watched(program: JobProgram[C], config: C, launch: Launch) -> int:
     reports = Path(trainer.default_local_dir) / name
     timeout_s = trainer.phase_timeout_s
     with watching(reports, rank=launch.rank, world_size=launch.world_size, timeout_s=timeout_s):
+        import_modules(program.imports)
         try:
             program.body(config, launch)
         except signals.Stopped as stopped:

@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from importlib import import_module
 
 import torch
 from torch.distributed import TCPStore
@@ -23,8 +22,8 @@ from megarl.distributed.place import Launch
 from megarl.distributed.signals import EXIT_CODE, SIGNALS, forward
 from megarl.platform.device import decide_device
 from megarl.platform.forking import as_shell, flush, fork
+from megarl.platform.imports import IMPORTING, import_modules
 from megarl.platform.processes import die_with_parent
-from megarl.platform.quiet import IMPORTING
 from megarl.platform.terminal import print_message
 
 PATIENCE_S = 30.0
@@ -47,8 +46,7 @@ def fork_ranks(num_ranks: int, imports: Sequence[str], *, threads: int) -> Launc
     decide_device("cpu")
     if imports:
         logger.info(IMPORTING)
-    for name in imports:
-        import_module(name)
+    import_modules(imports)
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
     sizes = {name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}

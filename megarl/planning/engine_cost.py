@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.planning.machine import EngineCost
 from megarl.platform.errors import UserError
-from megarl.platform.quiet import silence_imports
+from megarl.platform.imports import silence_imports
 
 LAYERS = (1, 17)
 SAMPLES = (1, 128)

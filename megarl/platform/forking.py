@@ -54,11 +54,11 @@ def flush() -> None:
             stream.flush()
 
 
-def end() -> NoReturn:
-    """End this process with code 0 after the functions of `atexit`: to unload what was imported takes seconds."""
+def end(code: int = 0) -> NoReturn:
+    """End this process after the functions of `atexit`: to unload what was imported takes seconds."""
     atexit._run_exitfuncs()
     flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def as_shell(code: int) -> int:

@@ -5,7 +5,6 @@ each other. The engine starts without weights and receives them by a sync before
 Invariant: no token is generated from weights or cached keys of an earlier sync.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -113,8 +112,6 @@ class RolloutEngine:
             sequences = min(section.max_num_seqs, max_sequences or section.max_num_seqs)
             cache = cpu_arguments(section, architecture, num_sequences=sequences, max_model_len=max_model_len)
             arguments = cache | arguments
-        if not gc.get_freeze_count():
-            gc.freeze()  # vLLM collects garbage several times as it starts, each time among everything ever imported
         self._routes: RouteStore | None = None
 
         def keep_routes(worker: Any) -> None:
@@ -299,7 +296,6 @@ class RolloutEngine:
         with patches.frozen():
             self._llm.llm_engine.engine_core.shutdown()
         destroy_model_parallel()
-        gc.unfreeze()  # otherwise nanobind reports what an interpreter that unloads does not free
 
     def _room(self) -> int:
         cache = self._llm.llm_engine.vllm_config.cache_config

@@ -4,13 +4,16 @@ Without a decision for the CPU, the first question for the device would ask CUDA
 """
 
 import gc
-from contextlib import suppress
-from functools import cache
-from importlib import import_module
 
-import torch
+gc.disable()  # until all is imported: nothing of it becomes garbage
 
-from megarl.platform.device import decide_device
+from contextlib import suppress  # noqa: E402
+from functools import cache  # noqa: E402
+from importlib import import_module  # noqa: E402
+
+import torch  # noqa: E402
+
+from megarl.platform.device import decide_device  # noqa: E402
 
 torch.set_num_threads(1)  # a thread would not survive the fork
 decide_device("cpu")
@@ -45,5 +48,5 @@ if current_platform.is_cpu() and (register := current_platform.register_triton_k
     # Each engine registers the same kernels, and searches all modules for them.
     current_platform.register_triton_kernel_overrides = cache(register)
     current_platform.register_triton_kernel_overrides()
-gc.collect()
+gc.enable()
 gc.freeze()  # a rank that collects garbage need not look at what is never garbage

@@ -1,0 +1,34 @@
+"""Imports of large libraries: silent, and without a search for garbage."""
+
+import gc
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+
+IMPORTING = "starting: import of torch, Megatron-Core and vLLM"
+"""The record of a start that imports these libraries, which takes seconds."""
+
+
+def silence_imports() -> None:
+    """Silence Megatron and vLLM, which list at import what they lack. `megarl doctor` reports that instead."""
+    warnings.filterwarnings("ignore", module=r"(megatron|vllm|torch)\b")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import modules, and exempt everything that this process has by now from all searches for garbage.
+
+    Libraries consist of a million objects that live as long as the process. The searches among them would take a
+    quarter of the time of the imports, and would make each process that is forked later copy them.
+    """
+    gc.disable()  # D438
+    try:
+        for name in names:
+            import_module(name)
+    finally:
+        gc.enable()
+        gc.freeze()

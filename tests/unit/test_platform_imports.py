@@ -1,0 +1,33 @@
+"""Imports search for no garbage, and later searches skip what they left."""
+
+import gc
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from megarl.platform.imports import import_modules
+
+MANY_OBJECTS = """
+import gc
+is_searching = gc.isenabled()
+kept = [[] for _ in range(1000)]
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise ImportError('broken')"])
+def test_imported_objects_are_exempt_from_garbage_searches(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("many_objects", MANY_OBJECTS), ("last_module", end)):
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="broken") if end else nullcontext():
+        import_modules(["many_objects", "last_module"])
+    module = sys.modules["many_objects"]
+    assert not module.is_searching
+    assert gc.isenabled()
+    searched = {id(one) for one in gc.get_objects()}
+    assert not any(id(one) in searched for one in module.kept)
