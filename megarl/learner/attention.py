@@ -4,12 +4,11 @@ A micro-batch is one row of tokens, sequence after sequence; no token attends be
 variable-length kernel (half precision only), the CPU scaled-dot-product attention. Context-parallel ranks, which
 share the row (see `packed.py`), gather the keys and values of all ranks and compute the outputs of their own tokens.
 
-The call takes a grid of equal lengths, so the CPU makes one call for each group of sequences of similar lengths. Zeros
-pad the shorter ones, and the causal mask hides the zeros.
+The call takes a grid of equal lengths, so the CPU makes one call for each group of sequences of similar lengths.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
 
@@ -23,10 +22,11 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megarl.learner.context import Context
 from megarl.learner.norm import RMSNorm, RowSharded
 from megarl.learner.packed import Bounds, places_of
 from megarl.learner.per_tensor import PerTensor
-from megarl.learner.shared_rows import gather_row, permuted
+from megarl.learner.shared_rows import gather_row, selected
 from megarl.learner.sinks import attention_with_sinks, varlen_with_sinks
 from megarl.models.rotary import QueryScaling
 from megarl.platform.device import to_device
@@ -149,51 +149,6 @@ class SinkAttention(RowSharded, PackedAttention):
         return self.softmax_offset
 
 
-class PaddedRows:
-    """A [sequences, longest] grid for tokens that lie end to end, sequence after sequence."""
-
-    def __init__(self, lengths: Tensor, device: torch.device) -> None:
-        """Lay out sequences of `lengths` [S] int64, a tensor of the host, on `device`."""
-        self._shape = len(lengths), int(lengths.max())
-        inside = torch.arange(self._shape[1]) < lengths[:, None]
-        self._cells = None if inside.all() else to_device(inside.flatten().nonzero()[:, 0], device)
-
-    def spread(self, tokens: Tensor) -> Tensor:
-        """Return [sequences, heads, longest, head_dim] of [n, heads, head_dim], zero behind the end of a sequence."""
-        if self._cells is not None:
-            room = tokens.new_zeros(self._shape[0] * self._shape[1], *tokens.shape[1:])
-            tokens = room.index_copy(0, self._cells, tokens)
-        return tokens.unflatten(0, self._shape).transpose(1, 2)
-
-    def collect(self, grid: Tensor) -> Tensor:
-        """Return [n, heads, head_dim] of [sequences, heads, longest, head_dim]."""
-        tokens = grid.transpose(1, 2).flatten(0, 1)
-        return tokens if self._cells is None else tokens.index_select(0, self._cells)
-
-
-@dataclass(frozen=True)
-class AttentionGroup:
-    """Sequences of similar lengths."""
-
-    queries: PaddedRows  # this rank's tokens
-    keys: PaddedRows  # all tokens
-    positions: Tensor  # [n] int64, of the queries in their sequences
-    longest: int  # number of keys
-    has_all_queries: bool
-    _visible: dict[int | None, Tensor] = field(default_factory=dict)  # by the window
-
-    def visible(self, window: int | None) -> Tensor | None:
-        """Return the keys that a query sees, [sequences, 1, longest, longest] bool; None: those up to its own place."""
-        if window is None and self.has_all_queries:
-            return None
-        if window not in self._visible:
-            places = self.queries.spread(self.positions[:, None, None])
-            behind = places - torch.arange(self.longest, device=places.device)
-            is_near = behind < (window or self.longest)
-            self._visible[window] = (behind >= 0) & is_near
-        return self._visible[window]
-
-
 class Groups:
     """The sequences of a packed row, by length, in groups that one call computes."""
 
@@ -208,17 +163,12 @@ class Groups:
         cp_size = cp_group.size()
         lengths = lengths[lengths > 0]  # torch's kernel divides by the length of a group: none may be empty
         order = lengths.argsort(descending=True, stable=True)
-        counts = similar(lengths[order].tolist())
-        shares = lengths // cp_size
-        self._queries = _Order(shares, order, counts, device)
-        self._keys = _Order(lengths, order, counts, device)
-        self._groups = []
-        sizes = self._queries.sizes
-        positions = to_device(places_of(lengths[order], cp_group.rank(), cp_size)[1], device).split(sizes)
-        for chosen, of_queries in zip(order.split(counts), positions, strict=True):
-            queries = PaddedRows(shares[chosen], device)
-            keys = PaddedRows(lengths[chosen], device)
-            self._groups.append(AttentionGroup(queries, keys, of_queries, int(lengths[chosen].max()), cp_size == 1))
+        groups = order.split(similar(lengths[order].tolist()))
+        self._keys = Grids(lengths, groups, device)
+        self._queries = self._keys if cp_size == 1 else Grids(lengths // cp_size, groups, device)
+        self._has_all_queries = cp_size == 1
+        self._positions = to_device(places_of(lengths, cp_group.rank(), cp_size)[1], device)  # of this rank's tokens
+        self._masks = dict[int | None, list[Tensor]]()  # by the window
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, sinks: Tensor | None = None
@@ -236,49 +186,118 @@ class Groups:
         Returns:
             [N / cp_size, heads, head_dim]
         """
-        parts = zip(
-            self._groups, self._queries.split(query), self._keys.split(key), self._keys.split(value), strict=True
-        )
         attention: Callable[..., Tensor] = scaled_dot_product_attention
         if sinks is not None:
             attention = partial(attention_with_sinks, sinks=sinks)
+        queries = self._queries.spread(query)
+        keys = self._keys.spread(key)
+        values = self._keys.spread(value)
         outs = [
-            group.queries.collect(
-                attention(
-                    group.queries.spread(q),
-                    group.keys.spread(k),
-                    group.keys.spread(v),
-                    attn_mask=group.visible(window),
-                    is_causal=group.visible(window) is None,
-                    scale=scale,
-                    enable_gqa=query.shape[1] != key.shape[1],
-                )
+            attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
             )
-            for group, q, k, v in parts
+            for q, k, v, mask in zip(queries, keys, values, self._visible(window), strict=True)
         ]
-        return self._queries.join(outs)
+        return self._queries.collect(outs)
+
+    def _visible(self, window: int | None) -> Sequence[Tensor | None]:
+        """Return for each group the keys that a query sees, [sequences, 1, longest share, longest] bool.
+
+        None stands for those up to the query's own place.
+        """
+        if window is None and self._has_all_queries:
+            return [None] * len(self._keys.shapes)
+        if window not in self._masks:
+            positions = self._queries.spread(self._positions[:, None, None])
+            self._masks[window] = [
+                _is_seen(of_group, num_keys, window)
+                for of_group, (_, num_keys) in zip(positions, self._keys.shapes, strict=True)
+            ]
+        return self._masks[window]
 
 
-class _Order:
-    """Tokens of a row, brought into the order of the groups and back."""
+def _is_seen(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """Return whether queries at `positions` [..., n, 1] see each of the first keys, [..., n, num_keys] bool."""
+    behind = positions - torch.arange(num_keys, device=positions.device)
+    return (behind >= 0) & (behind < (window or num_keys))
 
-    def __init__(self, lengths: Tensor, order: Tensor, counts: Sequence[int], device: torch.device) -> None:
-        self.sizes = [int(part.sum()) for part in lengths[order].split(list(counts))]
-        tokens = torch.arange(int(lengths.sum())).split(lengths.tolist())
-        places = torch.cat([tokens[sequence] for sequence in order.tolist()])
-        is_sorted = bool((places.diff() == 1).all())
-        self._orders = None if is_sorted else (to_device(places, device), to_device(places.argsort(), device))
 
-    def split(self, row: Tensor) -> tuple[Tensor, ...]:
-        """Return the tokens of each group."""
-        if self._orders:
-            row = permuted(row, *self._orders)
-        return row.split(self.sizes)
+class Grids:
+    """A [sequences, longest] grid for each group of the sequences of a row, which lie there end to end.
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the row of the tokens of each group."""
-        row = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-        return permuted(row, *reversed(self._orders)) if self._orders else row
+    Behind the end of a sequence its last token is repeated. No token before sees the repeats, and their outputs are
+    dropped, so their gradients are zero.
+    """
+
+    def __init__(self, lengths: Tensor, groups: Sequence[Tensor], device: torch.device) -> None:
+        """Lay out sequences of `lengths` [S] int64, all positive, on `device`.
+
+        `groups` have the numbers of their sequences, int64. All tensors are those of the host.
+        """
+        starts = lengths.cumsum(0) - lengths
+        self.shapes = [(len(group), int(lengths[group].max())) for group in groups]
+        tokens = []
+        repeats = []
+        for group, (_, longest) in zip(groups, self.shapes, strict=True):
+            place = torch.arange(longest)
+            last = lengths[group, None] - 1
+            tokens.append((starts[group, None] + place.minimum(last)).flatten())
+            repeats.append((place > last).flatten())
+        token_of = torch.cat(tokens)
+        is_repeat = torch.cat(repeats)
+        firsts = (~is_repeat).nonzero()[:, 0]
+        self._cells: _Cells | None = None  # the grids are the row
+        if not torch.equal(token_of, torch.arange(int(lengths.sum()))):
+            self._cells = _Cells(
+                token_of=to_device(token_of, device),
+                cell_of=to_device(firsts[token_of[firsts].argsort()], device),
+                repeats=to_device(is_repeat.nonzero()[:, 0], device),
+            )
+
+    def spread(self, row: Tensor) -> list[Tensor]:
+        """Return [sequences, heads, longest, head_dim] of each group, of a row of tokens, [n, heads, head_dim]."""
+        if self._cells:
+            row = selected(row, self._cells.token_of, self._cells.cell_of)
+        parts = row.split([num * longest for num, longest in self.shapes])
+        return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def collect(self, grids: Sequence[Tensor]) -> Tensor:
+        """Return the row of tokens, [n, heads, head_dim], of [sequences, heads, longest, head_dim] of each group."""
+        parts = [grid.transpose(1, 2).flatten(0, 1) for grid in grids]
+        cells = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if self._cells is None:
+            return cells
+        row: Tensor = _Collection.apply(cells, self._cells)
+        return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cells:
+    """The cells of the grids of a row, one grid after the other; all tensors are int64."""
+
+    token_of: Tensor  # [cells], the place in the row of the token of each cell
+    cell_of: Tensor  # [n], the first cell of each token
+    repeats: Tensor  # [cells - n], the cells that repeat a token
+
+
+class _Collection(torch.autograd.Function):
+    """The tokens of grids in the order of the row. Torch's gradient of a selection would add row to row."""
+
+    @staticmethod
+    def forward(ctx: Context[_Cells], grids: Tensor, cells: _Cells) -> Tensor:
+        ctx.settings = cells
+        return grids.index_select(0, cells.cell_of)
+
+    @staticmethod
+    def backward(ctx: Context[_Cells], gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cells = ctx.settings
+        return gradient.index_select(0, cells.token_of).index_fill_(0, cells.repeats, 0.0), None
 
 
 def similar(lengths: Sequence[int]) -> list[int]:

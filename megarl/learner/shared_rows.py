@@ -27,7 +27,7 @@ def gather_row(part: Tensor, bounds: Bounds, group: dist.ProcessGroup) -> Tensor
     if group.size() == 1:
         return part
     order = _order(bounds, group, part.device)
-    return permuted(gather_from_sequence_parallel_region(part, group=group), order.in_row, order.by_rank)
+    return selected(gather_from_sequence_parallel_region(part, group=group), order.in_row, order.by_rank)
 
 
 def tokens_for_heads(part: Tensor, bounds: Bounds, group: dist.ProcessGroup) -> Tensor:
@@ -39,7 +39,7 @@ def tokens_for_heads(part: Tensor, bounds: Bounds, group: dist.ProcessGroup) -> 
         return part
     order = _order(bounds, group, part.device)
     by_heads = part.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1)
-    return permuted(all_to_all(group, by_heads.contiguous()), order.in_row, order.by_rank)
+    return selected(all_to_all(group, by_heads.contiguous()), order.in_row, order.by_rank)
 
 
 def heads_for_tokens(part: Tensor, bounds: Bounds, group: dist.ProcessGroup) -> Tensor:
@@ -47,7 +47,7 @@ def heads_for_tokens(part: Tensor, bounds: Bounds, group: dist.ProcessGroup) -> 
     if group.size() == 1:
         return part
     order = _order(bounds, group, part.device)
-    received: Tensor = all_to_all(group, permuted(part, order.by_rank, order.in_row))
+    received: Tensor = all_to_all(group, selected(part, order.by_rank, order.in_row))
     return received.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
 
 
@@ -64,9 +64,7 @@ def _order(bounds: Bounds, group: dist.ProcessGroup, device: torch.device) -> _R
     return _orders.get(bounds.cu_seqlens_q, partial(_RowOrder, bounds.lengths, group.size(), device))
 
 
-class _Permutation(torch.autograd.Function):
-    """A permutation of rows, whose gradient is a permutation too, and not the sum that indexing needs."""
-
+class _Selection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context[None], rows: Tensor, places: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
@@ -77,7 +75,14 @@ class _Permutation(torch.autograd.Function):
         return gradient.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def permuted(rows: Tensor, places: Tensor, back: Tensor) -> Tensor:
-    """Return `rows[places]`. Both are [N] int64: `places` is a permutation, and `back` its inverse."""
-    out: Tensor = _Permutation.apply(rows, places, back)
+def selected(rows: Tensor, places: Tensor, back: Tensor) -> Tensor:
+    """Return `rows[places]`, whose gradient is a selection too, and not the sum that torch computes.
+
+    Args:
+        rows: [n, ...].
+        places: [m] int64; contains the number of each row.
+        back: [n] int64, a place of each row in `places`. The row gets the gradient of this one: if `places` repeats a
+            row, the gradients of its other places must be zero.
+    """
+    out: Tensor = _Selection.apply(rows, places, back)
     return out
