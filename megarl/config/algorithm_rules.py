@@ -170,17 +170,20 @@ def _keeping(config: Config) -> Iterator[Fault]:
         "environment.name": config.environment.name,
     }
     if config.actor_rollout_ref.rollout.keep_complete:
-        for key in (key for key, is_on in others.items() if is_on):
-            yield Fault(
-                f"{ROLLOUT}.keep_complete",
-                f"{key} decides by counted engine steps what a step draws, and kept responses take none: write false",
-            )
+        for key, is_on in others.items():
+            if is_on:
+                yield Fault(
+                    f"{ROLLOUT}.keep_complete",
+                    f"{key} decides by counted engine steps what a step draws, and kept responses take none: write "
+                    "false",
+                )
 
 
 @rule(RULES, "algorithm.adv_estimator", f"{ACTOR}.use_kl_loss", f"{ACTOR}.ptx_coef")
 def _teaches(config: Config) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor
-    if config.algorithm.adv_estimator == "none" and not (actor.use_kl_loss or actor.ptx_coef):
+    learns_otherwise = actor.use_kl_loss or actor.ptx_coef
+    if config.algorithm.adv_estimator == "none" and not learns_otherwise:
         yield Fault(
             "algorithm.adv_estimator",
             f"without advantages the actor would learn nothing: write {ACTOR}.use_kl_loss=true to learn from a "

@@ -19,15 +19,17 @@ class Fault:
     about: str | None = None  # another key that was probably meant
     missing: bool = False  # whether megarl lacks what the key asks for, so that no other value helps
 
+    def __str__(self) -> str:
+        origin = f" [{self.origin}]" if self.origin else ""
+        return f"{self.path}{origin}: {self.message}"
+
 
 class ConfigError(UserError):
     """All faults of a configuration, in the order of its keys; its text has neither secrets nor control characters."""
 
     def __init__(self, faults: Sequence[Fault]):
         self.faults = tuple(sorted(faults, key=lambda fault: fault.path))
-        lines = [
-            f"  {fault.path}{f' [{fault.origin}]' if fault.origin else ''}: {fault.message}" for fault in self.faults
-        ]
+        lines = [f"  {fault}" for fault in self.faults]
         count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
         super().__init__(visible(redact("\n".join([f"{count} in the configuration:", *lines]))))
 

@@ -90,13 +90,15 @@ class Remark:
     def answer(self, values: Mapping[str, object]) -> str | None:
         """Return the answer to a value that the `values` of other keys forbid."""
         row = self.row
-        if not (row and row.least) or not isinstance(self.value, int):
+        if row is None or not row.least or not isinstance(self.value, int):
             return None
         sizes = [values.get(key) for key in row.least]
         numbers = [size for size in sizes if isinstance(size, int)]
         least = sum(numbers)
         does = (values.get(row.unless) or self.value == least) if row.unless else self.value >= least
-        return None if does or len(numbers) < len(sizes) else row.answer.format(least=least)
+        if does or len(numbers) < len(sizes):
+            return None
+        return row.answer.format(least=least)
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ def read_key(written: str, value: object, known: Schema) -> Reading:
         why = (fixed.why or "changes nothing here").format(owner=owner_of(written), value=value)
         return Reading(remark=Remark(written, value, None, why, fixed))
     renamed = _first(RENAMES, written)
-    if renamed and renamed.target(written) in known and not (fixed and fixed.answer):
+    has_answer = fixed is not None and fixed.answer
+    if renamed and renamed.target(written) in known and not has_answer:
         target = renamed.target(written)
         ours = renamed.value_here(value)
         why = renamed.why if ours != value or renamed.also else ""
@@ -167,14 +170,18 @@ def _read_value(key: str, value: object, reading: Reading) -> Reading:
 
 def _read_mapping(key: str, value: dict[str, object], remark: Remark | None) -> Reading:
     """Return a mapping without the keys that change nothing, and the engine's without the level of its name."""
-    others = [name for name in value if name in ENGINES] if key == ENGINE_KWARGS else []
-    if others:
+    others = [name for name in value if name in ENGINES]
+    if key == ENGINE_KWARGS and others:
         of_vllm = value.get("vllm")
         own = {name: one for name, one in value.items() if name not in ENGINES}
         own |= of_vllm if isinstance(of_vllm, dict) else {}
         why = f"the engine is vLLM: {', '.join(others)} is no level here, and arguments of other engines are dropped"
         return Reading({key: own}, Remark(key, value, key, why))
-    idle = {name: row for name in value if (row := _first(FIXED, f"{key}.{name}")) and row.drops(value[name])}
+    idle = dict[str, ForeignRow]()
+    for name, one in value.items():
+        row = _first(FIXED, f"{key}.{name}")
+        if row and row.drops(one):
+            idle[name] = row
     if idle:
         why = next(iter(idle.values())).why
         remark = Remark(", ".join(f"{key}.{name}" for name in idle), value, None, why)
@@ -202,7 +209,11 @@ def _two_bounds(key: str, value: str) -> Reading:
 
 def defaults_beside(remarks: Iterable[Remark]) -> dict[str, object]:
     """Return verl's defaults that train differently from those of megarl, for a run with the keys of `remarks`."""
-    return {**DEFAULTS, **{key: value for one in remarks if one.row for key, value in one.row.defaults.items()}}
+    defaults = dict(DEFAULTS)
+    for remark in remarks:
+        if remark.row:
+            defaults |= remark.row.defaults
+    return defaults
 
 
 def _answer(path: str, value: object, fixed: ForeignRow | None) -> Reading:

@@ -108,7 +108,8 @@ def _no_sections(leaves: dict[str, object], schema: Schema) -> Iterator[Fault]:
     for path, value in leaves.items():
         link = LINK.fullmatch(value) if isinstance(value, str) else None
         follows = link and link["key"] in schema.sections
-        if path in schema.sections and not (value is None or value == {} or follows):
+        is_left = value is None or value == {} or follows
+        if path in schema.sections and not is_left:
             yield Fault(path, f"is a section with keys of its own, not a value: {value!r}")
 
 

@@ -122,7 +122,7 @@ def follow(path: str, values: Mapping[str, object], trail: tuple[str, ...] = ())
         raise UserError(f"{key} has no value")
     found = _fill(values[key], values, (*trail, key))
     for part in filter(None, path[len(key) :].split(".")):
-        if not (isinstance(found, dict) and part in found):
+        if not isinstance(found, dict) or part not in found:
             raise UserError(f"there is no key {path}")
         found = found[part]
     return found

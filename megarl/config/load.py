@@ -284,7 +284,9 @@ def _validate(root: type[C], values: Mapping[str, object], schema: Schema) -> tu
         if _counts(written.get(path), found):
             messages.setdefault(schema.leaf(path), ["should be a number"])
     faults = [Fault(path, f"{', or '.join(found)}, not {values[path]!r}") for path, found in messages.items()]
-    return (checked.validate_python(nest(_sound(values, messages, schema))) if faults else config), faults
+    if faults:
+        config = checked.validate_python(nest(_sound(values, messages, schema)))
+    return config, faults
 
 
 def _sound(values: Mapping[str, object], faulty: Container[str], schema: Schema) -> dict[str, object]:

@@ -91,7 +91,8 @@ def stage_faults(num_layers: int, model: str, megatron: MegatronSection, where: 
     given = [override[key] for key in (FIRST, LAST) if override.get(key) is not None]
     rest = num_layers - sum(given)
     between = stages - len(given)
-    if given and (rest != 0 if between == 0 else rest < between or rest % between):
+    is_even = rest == 0 if between == 0 else rest >= between and rest % between == 0
+    if given and not is_even:
         yield Fault(
             f"{where}.override_transformer_config",
             f"first and last stage leave {rest} of the {num_layers} layers of {model} for {between} stages: "

@@ -87,7 +87,10 @@ def _place_faults(
 
 def tokenizer_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
     """Yield why there is no tokenizer at a local path or a URI; the hub checks a Hugging Face id."""
-    if not path or not (is_uri(path) or path.startswith(("/", ".")) or Path(path).exists()):
+    if not path:
+        return
+    is_place = is_uri(path) or path.startswith(("/", ".")) or Path(path).exists()
+    if not is_place:
         return
     try:
         place = local_path(path)

@@ -68,10 +68,15 @@ def _rows(config: Config, context: CheckContext) -> Iterator[Fault]:
     needs = needs_of(config)
     columns = PromptColumns(section=config.data, needs=needs)
     for key, value in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
-        # what is not there or has no scheme that is known is a fault already
-        there = [file for file in listed(value) if ("://" in file and not why_unopened(file)) or Path(file).is_file()]
+        there = [file for file in listed(value) if _may_be_opened(file)]  # other rules report the others
         if there:
             yield from (Fault(f"data.{key}", fault) for fault in first_faults(columns, there))
+
+
+def _may_be_opened(file: str) -> bool:
+    if "://" in file and not why_unopened(file):
+        return True
+    return Path(file).is_file()
 
 
 @rule(RULES, "data.apply_chat_template", VARIABLES)
@@ -157,25 +162,26 @@ def _one_mesh(config: Config) -> Iterator[Fault]:
 
 
 @rule(RULES, POLICY, "critic.model", *MESH, LAYERS, "critic.megatron", "algorithm.adv_estimator")
-def _critic_cut(config: Config) -> Iterator[Fault]:
+def _critic_stages(config: Config) -> Iterator[Fault]:
     if config.has_critic:
-        yield from follower_cut(config, config.critic.model, config.critic.megatron, "critic")
+        yield from follower_faults(config, config.critic.model, config.critic.megatron, "critic")
 
 
 @rule(RULES, POLICY, TEACHER, TEACHERS, *MESH, LAYERS, f"{REF}.megatron", *KL_KEYS)
-def _teacher_cut(config: Config) -> Iterator[Fault]:
+def _teacher_stages(config: Config) -> Iterator[Fault]:
     for teacher in config.teachers.values():
-        yield from follower_cut(config, teacher, config.actor_rollout_ref.ref.megatron, REF)
+        yield from follower_faults(config, teacher, config.actor_rollout_ref.ref.megatron, REF)
 
 
-def follower_cut(config: Config, model: CheckpointSection, megatron: MegatronSection, where: str) -> Iterator[Fault]:
-    """As `partition_faults`, of a model that is cut as the actor's is; what the actor's own check says is left out."""
+def follower_faults(config: Config, model: CheckpointSection, megatron: MegatronSection, where: str) -> Iterator[Fault]:
+    """Yield the `partition_faults` of a model that is sharded as the actor is, except those of the actor itself."""
     policy = config.actor_rollout_ref
     sizes = read_sizes(model)
     known = read_sizes(policy.model)
+    is_alike = sizes and known and sizes.with_scalar_head() == known.with_scalar_head()
     if megatron.override_transformer_config != policy.actor.megatron.override_transformer_config:
         yield from partition_faults(model, f"{where}.model", megatron, f"{where}.megatron")
-    elif sizes and not (known and sizes.with_scalar_head() == known.with_scalar_head()):
+    elif sizes and not is_alike:
         # The mesh is the actor's (`_one_mesh`), so that is the place to correct.
         yield from partition_faults(model, f"{where}.model", policy.actor.megatron, f"{ACTOR}.megatron")
 
@@ -313,7 +319,8 @@ def _validation(config: Config) -> Iterator[Fault]:
 @rule(RULES, f"{ROLLOUT}.val_kwargs")
 def _val_sampling(config: Config) -> Iterator[Fault]:
     sampling = config.actor_rollout_ref.rollout.val_kwargs
-    if sampling.n > 1 and not (sampling.do_sample and sampling.temperature):
+    is_random = sampling.do_sample and sampling.temperature
+    if sampling.n > 1 and not is_random:
         key, remedy = ("temperature", "1.0") if sampling.do_sample else ("do_sample", "true, and a temperature")
         yield Fault(
             f"{ROLLOUT}.val_kwargs.{key}",

@@ -123,8 +123,10 @@ def custom_code(config: Config | SupervisedConfig) -> dict[str, str]:
 
 def _models(leaves: Mapping[str, Any], section: str) -> list[str]:
     """Return the checkpoints that a section of a model names; that of the reference also has the teachers."""
-    teachers = [path for key, path in leaves.items() if key.startswith(TEACHERS)] if section == REFERENCE else []
-    return list(dict.fromkeys(path for path in (leaves.get(f"{section}.path"), *teachers) if path))
+    paths = [leaves.get(f"{section}.path")]
+    if section == REFERENCE:
+        paths += [path for key, path in leaves.items() if key.startswith(TEACHERS)]
+    return list(dict.fromkeys(path for path in paths if path))
 
 
 def _modules(value: object) -> str:

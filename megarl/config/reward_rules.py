@@ -10,7 +10,7 @@ from megarl.config.checks import length_faults, path_faults, reward_faults
 from megarl.config.faults import Fault
 from megarl.config.keys import LAYERS, MESH, POLICY, REWARD, ROLLOUT
 from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
-from megarl.config.ppo_rules import follower_cut
+from megarl.config.ppo_rules import follower_faults
 from megarl.config.root import MODEL_SCORE, Config, RewardModelSection
 from megarl.config.rule import CheckContext, Rule, rule, rule_in_context
 from megarl.environments.host import BUILT_IN
@@ -134,7 +134,7 @@ def _reward_checkpoint_faults(section: RewardModelSection, policy_path: str, *, 
 @rule(RULES, POLICY, f"{REWARD}.model", *MESH, LAYERS, f"{REWARD}.megatron", f"{REWARD}.enable")
 def _reward_model_cut(config: Config) -> Iterator[Fault]:
     if config.reward_model.enable:
-        yield from follower_cut(config, config.reward_model.model, config.reward_model.megatron, REWARD)
+        yield from follower_faults(config, config.reward_model.model, config.reward_model.megatron, REWARD)
 
 
 @rule_in_context(RULES, SECTION)

@@ -185,7 +185,7 @@ class Config:
         )
         model = self.actor_rollout_ref.model
         has_dropout = actor.megatron.has_dropout or (model.has_adapters and model.lora_dropout > 0.0)
-        return takes_one_step and not (is_needed or has_dropout or algorithm.mask_truncated_completions)
+        return takes_one_step and not is_needed and not has_dropout and not algorithm.mask_truncated_completions
 
     @property
     def has_token_budget(self) -> bool:

@@ -15,8 +15,6 @@ from megarl.rewards.config import RulesSection
 from megarl.section import listed
 
 NUM_SHOWN = 3
-STOPS: tuple[Kind, ...] = ("column", "truth")
-"""The rows that a run does not start with: any that it cannot read, and too many that it cannot score."""
 
 
 def check_rows(config: Config) -> Iterator[str]:
@@ -32,13 +30,13 @@ def check_rows(config: Config) -> Iterator[str]:
     columns = PromptColumns(section=config.data, needs=Needs.of(config.rules, config.custom_reward_function))
     with fault_of("data.train_files"):
         found = _look(config, columns)
-    faults = [
-        Fault(key, f"{message}. {_remedy(config, key, kind)}")
-        for key, findings in found.items()
-        for kind in STOPS
-        if kind == "column" or stops(section, findings.counts.get("truth", 0), findings.num_rows)
-        for message in _messages(kind, findings)
-    ]
+    faults = []
+    for key, findings in found.items():
+        kinds: list[Kind] = ["column"]
+        if stops(section, findings.counts.get("truth", 0), findings.num_rows):
+            kinds.append("truth")
+        for kind in kinds:
+            faults += [Fault(key, f"{message}. {_remedy(config, key, kind)}") for message in _messages(kind, findings)]
     if faults:
         raise ConfigError(faults)
     for key, findings in found.items():
@@ -72,7 +70,8 @@ def _look_at_responses(data: SFTDataSection | PreferenceDataSection, names: str 
     for index, row in enumerate(rows):
         place = rows.place(index)
         faults = [f"{data.prompt_key}: {fault}" for fault in prompt_faults(row[data.prompt_key])]
-        faults += [f"{key}: {fault}" for key in keys for fault in text_faults(row[key], may_be_empty=len(keys) == 1)]
+        for key in keys:
+            faults += [f"{key}: {fault}" for fault in text_faults(row[key], may_be_empty=len(keys) == 1)]
         for fault in faults:
             findings.add("column", fault, place)
         responses = [] if faults else [row[key].strip() for key in keys]

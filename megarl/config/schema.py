@@ -34,7 +34,8 @@ class Schema:
             path = prefix + key.name
             kind = hints[key.name]
             default = getattr(section, key.name) if isinstance(section, cls) else _default(key)
-            conditions = (*outer, *(one.at(prefix, path) for one in key.metadata.get("read_if", ())))
+            own = (one.at(prefix, path) for one in key.metadata.get("read_if", ()))
+            conditions = (*outer, *own)
             self.read_if[path] = tuple(one for one in conditions if one.concerns(path))
             is_section = is_dataclass(kind)  # a variable, because mypy takes the call for a test of the type
             if is_section:

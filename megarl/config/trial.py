@@ -217,7 +217,7 @@ def _reward_key(config: Config) -> str:
 
 
 def _rows(config: Config, section: RulesSection, *, takes_ids: bool) -> Iterator[_Row]:
-    """Yield rows of each file, as many of each, with the arguments of a reward, whose response has no tokens."""
+    """Yield equally many rows of each file, with the arguments of a reward, whose response has no tokens."""
     data = config.data
     columns = PromptColumns(section=data, needs=Needs.of(section, config.custom_reward_function))
     rows = columns.open(data.train_files)
@@ -243,7 +243,8 @@ def _rows(config: Config, section: RulesSection, *, takes_ids: bool) -> Iterator
 def _spread(number: int, starts: Sequence[int]) -> list[int]:
     """Return the numbers of `number` rows, or of all: of each file the first ones. `starts` has the end of the last."""
     rounds = zip_longest(*(range(first, end) for first, end in pairwise(starts)))
-    return sorted(islice((index for rows in rounds for index in rows if index is not None), number))
+    in_turn = (index for rows in rounds for index in rows if index is not None)
+    return sorted(islice(in_turn, number))
 
 
 def _results(pool: Pool, section: RulesSection, rows: Sequence[_Row]) -> list[ScoringResult | None]:
@@ -261,7 +262,7 @@ def _results(pool: Pool, section: RulesSection, rows: Sequence[_Row]) -> list[Sc
 
 
 def _stops(section: RulesSection, failed: Sequence[ScoringResult], num_rows: int) -> bool:
-    """Return whether so many failures among the responses of a step would stop a run."""
+    """Return whether these failures among the responses of a step would stop a run."""
     return stops(section, len(failed), num_rows, only_errors=all(result.fault == "error" for result in failed))
 
 

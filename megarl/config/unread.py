@@ -44,12 +44,13 @@ def holds(condition: Condition, config: object) -> bool:
     value = reduce(getattr, condition.fact.split("."), config)
     if not condition.values:
         return bool(value)
-    return any(item in condition.values for item in (value if isinstance(value, list) else [value]))
+    items = value if isinstance(value, list) else [value]
+    return any(item in condition.values for item in items)
 
 
 def in_words(condition: Condition) -> str:
     """Return a condition in words; empty if it never holds."""
     if condition.words or not condition.fact:
         return condition.words
-    *most, last = (f"`{shown(value)}`" for value in condition.values) if condition.values else ("set",)
+    *most, last = [f"`{shown(value)}`" for value in condition.values] or ["set"]
     return f"`{condition.fact}` is {', '.join(most)}{' or ' if most else ''}{last}"

@@ -86,15 +86,18 @@ class _Composition:
             missed = cls({}, []).missed(rules, values)
             kept = {character for key in missed for character in key[1:] if character in rules}
             hidden = dict(zip(sorted(kept), _STAND_INS, strict=False))
-            composition = cls(hidden, cls(hidden, []).missed(rules, values) if hidden else missed)
+            if hidden:
+                missed = cls(hidden, []).missed(rules, values)
+            composition = cls(hidden, missed)
         results = CUT.join(rules[key] for key in composition.exceptions)
-        written = CUT.join([results, *_CHARACTERS]).translate(values)
-        if (
-            len(composition.exceptions) > _MOST_EXCEPTIONS
-            or results.translate(values) != results
-            or (not composition.is_needed and {key[0] for key in whole} & {each for key in whole for each in key[1:]})
-            or (composition.is_needed and _nfc(written) != written)
-        ):
+        if composition.is_needed:
+            written = CUT.join([results, *_CHARACTERS]).translate(values)
+            is_exact = _nfc(written) == written
+        else:
+            later = {character for key in whole for character in key[1:]}
+            is_exact = later.isdisjoint(key[0] for key in whole)
+        is_final = results.translate(values) == results
+        if len(composition.exceptions) > _MOST_EXCEPTIONS or not is_final or not is_exact:
             raise UserError(
                 "its normalisation has rules of several characters that a fast tokenizer cannot express; train it with "
                 "one of SentencePiece's own rules (normalization_rule_name), or with rules of single characters"

@@ -57,7 +57,9 @@ class PromptColumns:
     def open(self, files: str | Sequence[str]) -> Rows:
         """Open data files. Raises UserError as `Rows` does."""
         data = self.section
-        source = {data.reward_fn_key: self.needs.source, REWARD_MODEL: self.needs.ground_truth}
+        of_scoring = {data.reward_fn_key: self.needs.source, REWARD_MODEL: self.needs.ground_truth}
+        needed = [name for name, is_needed in of_scoring.items() if is_needed]
+        optional = [name for name, is_needed in of_scoring.items() if not is_needed]
         named = [data.prompt_id_key] if data.prompt_id_key else []
         remedies = {
             data.prompt_key: "data.prompt_key names another",
@@ -66,8 +68,8 @@ class PromptColumns:
         }
         return Rows(
             files,
-            columns=[data.prompt_key, *(name for name, needed in source.items() if needed), *named],
-            optional=[*(name for name, needed in source.items() if not needed), EXTRA_INFO],
+            columns=[data.prompt_key, *needed, *named],
+            optional=[*optional, EXTRA_INFO],
             remedies=remedies | dict.fromkeys(named, "data.prompt_id_key names another"),
         )
 

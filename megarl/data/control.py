@@ -44,10 +44,14 @@ class ControlTokens:
         self._tokenizer = tokenizer
         self._source = source
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+
+        def is_of_template(name: str) -> bool:
+            return any(name in text for text in written) and not _is_tag(name, added)
+
         named = {
             token.content: number
             for number, token in tokenizer.added_tokens_decoder.items()
-            if token.special or (not _is_tag(token.content, added) and any(token.content in text for text in written))
+            if token.special or is_of_template(token.content)
         }
         named |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         # A character that the vocabulary lacks becomes the unknown token, too.
@@ -144,7 +148,9 @@ class ControlTokens:
             return self._broken(value)
         if isinstance(value, dict):
             return {self._guarded(key): self._guarded(part) for key, part in value.items()}
-        return [self._guarded(part) for part in value] if isinstance(value, list | tuple) else value
+        if isinstance(value, list | tuple):
+            return [self._guarded(part) for part in value]
+        return value
 
     def _broken(self, text: str) -> str:
         """Return a text with a guard in place of a character of each name of a special token.

@@ -128,16 +128,24 @@ def encode_once(rows: Rows, encode: Encode, census: Census, *, digest: str | Non
         _remove_abandoned(directory)
     kept = directory / digest if digest else None
     exists = kept is not None and kept.is_dir()
-    part = (directory if kept and _is_writable(directory) else Path(tempfile.gettempdir())) / f".{host.name}.part"
+    parent = directory if kept and _is_writable(directory) else Path(tempfile.gettempdir())
+    part = parent / f".{host.name}.part"
+
+    def encode_share() -> tuple[str, RowFaults]:
+        return host.name, RowFaults() if exists else _write(part, rows, encode, census, host)
+
+    def opened() -> EncodedPrompts:
+        return EncodedPrompts(kept if kept and kept.is_dir() else part)
+
     try:
-        of_ranks = together(lambda: (host.name, RowFaults() if exists else _write(part, rows, encode, census, host)))
+        of_ranks = together(encode_share)
         for name in dict.fromkeys(name for name, _ in of_ranks):  # each host encodes all rows
             raise_faults(faults for of_host, faults in of_ranks if of_host == name)
         if kept and host.rank == 0 and not exists:
             with suppress(OSError):  # another job has published the same, or the cache is not writable
                 part.rename(kept)
         together(lambda: None)  # it is published
-        return on_each_rank(lambda: EncodedPrompts(kept if kept and kept.is_dir() else part))
+        return on_each_rank(opened)
     finally:
         if host.rank == 0:
             shutil.rmtree(part, ignore_errors=True)  # what is mapped stays readable

@@ -13,8 +13,9 @@ a unigram model a symbol is a piece with a very good score.
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, NormalizerSpec, TrainerSpec
@@ -52,11 +53,11 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     _check(model, table, path)
 
     pieces = [piece.piece for piece in model.pieces]
-    special = {
-        f"{role}_token": pieces[index]
-        for role in ("bos", "eos", "pad", "unk")
-        if (index := getattr(model.trainer_spec, f"{role}_id")) >= 0
-    }
+    special = {}
+    for role in ("bos", "eos", "pad", "unk"):
+        index = getattr(model.trainer_spec, f"{role}_id")
+        if index >= 0:
+            special[f"{role}_token"] = pieces[index]
     is_unigram = model.trainer_spec.model_type == TrainerSpec.UNIGRAM
     fast = FastTokenizer(_unigram(model) if is_unigram else _bpe(model, path))
     fast.normalizer = _normalizer(model, table)
@@ -146,15 +147,16 @@ def _is_rewritten(symbol: str, model: ModelProto, table: normalizers.Normalizer)
 
 def _overlapping(model: ModelProto) -> list[str]:
     """Return the user-defined symbols with a beginning or an end in common with the other side of a symbol."""
-    escapes = model.normalizer_spec.escape_whitespaces  # then no symbol with a blank is found in a text
-    symbols = [symbol for symbol in _pieces(model, Piece.USER_DEFINED) if not (escapes and " " in symbol)]
+    symbols = _pieces(model, Piece.USER_DEFINED)
+    if model.normalizer_spec.escape_whitespaces:  # no symbol with a blank is found in a text
+        symbols = [symbol for symbol in symbols if " " not in symbol]
     starts = {symbol[:cut] for symbol in symbols for cut in range(1, len(symbol))}
     ends = {symbol[cut:] for symbol in symbols for cut in range(1, len(symbol))}
-    return [
-        symbol
-        for symbol in symbols
-        if any(symbol[:cut] in ends or symbol[-cut:] in starts for cut in range(1, len(symbol)))
-    ]
+
+    def overlaps(symbol: str) -> bool:
+        return any(symbol[:cut] in ends or symbol[-cut:] in starts for cut in range(1, len(symbol)))
+
+    return [symbol for symbol in symbols if overlaps(symbol)]
 
 
 def _is_cut(symbol: str) -> bool:
@@ -163,11 +165,13 @@ def _is_cut(symbol: str) -> bool:
 
 def _unigram(model: ModelProto) -> models.Unigram:
     best = max(0.0, *(piece.score for piece in model.pieces if piece.type == Piece.NORMAL))
-    vocab = [
-        # SentencePiece prefers a user-defined symbol to its parts
-        (piece.piece, len(piece.piece.encode()) * best - 0.1 if piece.type == Piece.USER_DEFINED else piece.score)
-        for piece in model.pieces
-    ]
+
+    def score(piece: Any) -> float:
+        if piece.type == Piece.USER_DEFINED:  # SentencePiece prefers it to its parts
+            return len(piece.piece.encode()) * best - 0.1
+        return float(piece.score)
+
+    vocab = [(piece.piece, score(piece)) for piece in model.pieces]
     return models.Unigram(vocab, unk_id=model.trainer_spec.unk_id, byte_fallback=model.trainer_spec.byte_fallback)
 
 
@@ -180,12 +184,8 @@ def _bpe(model: ModelProto, path: Path) -> models.BPE:
     ids = {piece.piece: index for index, piece in enumerate(model.pieces)}
     normal = set(_pieces(model, Piece.NORMAL))
     by_score = sorted((piece for piece in model.pieces if piece.type == Piece.NORMAL), key=lambda piece: -piece.score)
-    merges = [
-        (left, right)
-        for piece in by_score
-        for cut in range(1, len(piece.piece))
-        if (left := piece.piece[:cut]) in normal and (right := piece.piece[cut:]) in normal
-    ]
+    splits = ((piece.piece[:cut], piece.piece[cut:]) for piece in by_score for cut in range(1, len(piece.piece)))
+    merges = [(left, right) for left, right in splits if left in normal and right in normal]
     bpe = models.BPE(
         ids,
         merges,
@@ -229,8 +229,12 @@ def _ranked_otherwise(model: ModelProto, bpe: models.BPE, merged: set[str]) -> s
         NormalizerSpec(name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False)
     )
     library = SentencePieceProcessor(model_proto=plain.SerializeToString())
-    texts = (text for pieces in tied for pair in product(pieces, pieces) for text in _overlaps(*pair))
-    return next((text for text in texts if library.encode(text) != [token.id for token in bpe.tokenize(text)]), "")
+    pairs = chain.from_iterable(product(pieces, repeat=2) for pieces in tied)
+    for first, second in pairs:
+        for text in _overlaps(first, second):
+            if library.encode(text) != [token.id for token in bpe.tokenize(text)]:
+                return text
+    return ""
 
 
 def _overlaps(first: str, second: str) -> list[str]:

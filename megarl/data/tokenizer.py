@@ -370,7 +370,8 @@ def _compare(tokenizer: Any, model: Path, *, named: str) -> None:
     """Warn if transformers converted a SentencePiece model to a tokenizer that gives other ids."""
     ids = [tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in PROBES]
     found = first_difference(model, ids)
-    if found and not (dist.is_initialized() and dist.get_rank()):
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if found and is_first:
         _warn(
             f"the tokenizer of transformers in {redact(named)} gives other ids than its tokenizer.model: {found}. Use "
             "those that the model was trained with: for the library's ids set "

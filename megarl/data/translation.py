@@ -6,6 +6,7 @@ judges.
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -67,6 +68,9 @@ def _have_same_samples(one: Rollouts, other: Rollouts) -> bool:
         torch.equal(one.responses, other.responses)
         and torch.equal(one.num_tokens, other.num_tokens)
         and torch.equal(one.groups, other.groups)
-        and [(prompt.index, prompt.token_ids) for prompt in one.prompts]
-        == [(prompt.index, prompt.token_ids) for prompt in other.prompts]
+        and _read_prompts(one) == _read_prompts(other)
     )
+
+
+def _read_prompts(batch: Rollouts) -> list[tuple[int, Sequence[int]]]:
+    return [(prompt.index, prompt.token_ids) for prompt in batch.prompts]

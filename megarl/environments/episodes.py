@@ -60,7 +60,8 @@ def proceed(generation: Generation, answer: Answer, section: EnvironmentSection,
     start = start_of_turn(generation)
     end = len(generation.token_ids)
     num_observed = len(answer.observation)
-    if not (answer.fault or generation.truncated or _is_sum_finite(generation, answer.reward)):
+    is_rewarded = not answer.fault and not generation.truncated
+    if is_rewarded and not _is_sum_finite(generation, answer.reward):
         answer = _failed(StopReason.FAILED, "the rewards of its turns add up to more than float32 can hold")
     reward = answer.reward
     reason = answer.fault
@@ -93,7 +94,10 @@ def proceed(generation: Generation, answer: Answer, section: EnvironmentSection,
 
 def start_of_turn(generation: Generation) -> int:
     """Return the place of the first token of an episode's last turn, which has no answer yet."""
-    return generation.turns[-1].end + generation.turns[-1].num_observed if generation.turns else 0
+    if not generation.turns:
+        return 0
+    last = generation.turns[-1]
+    return last.end + last.num_observed
 
 
 def _is_sum_finite(generation: Generation, reward: float) -> bool:
@@ -300,7 +304,8 @@ class Episodes:
     def _read(self, key: Key, result: ScoringResult) -> Answer:
         """Return the answer in a result."""
         if result.fault:
-            return _failed(StopReason.TIMEOUT if result.fault == "timeout" else StopReason.FAILED, result.detail)
+            reason = StopReason.TIMEOUT if result.fault == "timeout" else StopReason.FAILED
+            return _failed(reason, result.detail)
         reward = result.numbers["score"]
         if result.pred is None:
             return Answer(reward=reward, done=bool(result.numbers[DONE]))

@@ -57,8 +57,13 @@ class OpenEnv:
 
     def reset(self, row: Row) -> Observation:
         """Begin an episode: the observation of the server's reset, or the row's prompt if the server says none."""
-        known = {**row.extra_info, **{name: getattr(row, name) for name in ("prompt", "ground_truth", "data_source")}}
-        known["index"] = row.index
+        known = {
+            **row.extra_info,
+            "prompt": row.prompt,
+            "ground_truth": row.ground_truth,
+            "data_source": row.data_source,
+            "index": row.index,
+        }
         missing = [place for place in self._fields.values() if place not in known]
         if missing:
             raise UserError(f"{KEY}.reset names {', '.join(missing)}, which the row does not have")

@@ -2,9 +2,9 @@
 
 Counted are the products of matrices: the weights that a token meets (of the experts only the chosen ones), queries with
 keys and probabilities with values (each token with itself and the tokens before it, as far as the window of the layer
-reaches), tokens with the memories of linear attention, and the head. Norms, rotations,
-activations and the optimizer are left out, and so is what recomputation repeats: the count does not depend on how a
-model is run, and is that of model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B).
+reaches), tokens with the memories of linear attention, and the head. Norms, rotations, activations and the optimizer
+are left out, and so is what recomputation repeats: the count does not depend on how a model is run, and is that of
+model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B).
 """
 
 from collections import Counter
@@ -104,15 +104,13 @@ def active_weights(architecture: Architecture, *, left_out: tuple[str, ...] = ()
 
     A convolution counts as a matrix. Matrices whose names in Llama contain a part of `left_out` are not counted.
     """
-    outside = (EMBEDDING, HEAD, SCORE)
-    return _active(
-        architecture,
-        {
-            name: shape
-            for name, shape in llama_shapes(architecture).items()
-            if len(shape) > 1 and name not in outside and not any(part in name for part in left_out)
-        },
-    )
+
+    def is_counted(name: str) -> bool:
+        return name not in (EMBEDDING, HEAD, SCORE) and not any(part in name for part in left_out)
+
+    shapes = llama_shapes(architecture)
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1 and is_counted(name)}
+    return _active(architecture, matrices)
 
 
 @cache

@@ -85,7 +85,8 @@ def read_linear(config: Fields, family: Family) -> LinearAttention | None:
 def _layers(config: Fields) -> tuple[int, ...]:
     num_layers = config.size("num_hidden_layers", most=MOST_LAYERS)
     every = config.size("full_attention_interval", 4)
-    kinds = config.items("layer_types") or [LINEAR if (layer + 1) % every else FULL for layer in range(num_layers)]
+    usual = [LINEAR if (layer + 1) % every else FULL for layer in range(num_layers)]
+    kinds = config.items("layer_types") or usual
     if len(kinds) != num_layers or FULL not in kinds or not {*map(str, kinds)} <= {LINEAR, FULL}:
         remedy = f"must have {LINEAR} or {FULL} for each of the {num_layers} layers, and at least one {FULL}"
         raise wrong("layer_types", kinds, remedy)

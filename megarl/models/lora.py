@@ -223,10 +223,11 @@ def require_targets(architecture: Architecture, lora: Lora) -> None:
             f"target_modules: {ALL_LINEAR} means the projections of linear attention too, which have no adapters here: "
             f"name some of {', '.join(_ends(known))}"
         )
+    known_names = [name for pair in known for name in pair]
     for key, names in (("target_modules", lora.targets), ("exclude_modules", lora.excluded)):
         for one in [names] if isinstance(names, str) else [(name,) for name in names]:
             is_all = one == ALL_LINEAR and key == "target_modules"
-            if not is_all and not any(_selects(one, name) for names in known for name in names):
+            if not is_all and not any(_selects(one, name) for name in known_names):
                 written = one if isinstance(one, str) else one[0]
                 found = ", ".join(_ends(known))
                 raise UserError(f"{key}: {written} selects no projection of the model, which has {found}")

@@ -100,9 +100,11 @@ def read_adapters(directory: Path, *, base: str | None = None) -> Lora:
     alpha = config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
         raise UserError(f"{path}: r={rank!r}, lora_alpha={alpha!r}: adapters need a rank and a scale")
+    if config.get("use_rslora"):  # divides by the root of the rank
+        alpha *= math.sqrt(rank)
     return Lora(
         rank=rank,
-        alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha),  # divides by the root of the rank
+        alpha=float(alpha),
         targets=_names(config.get("target_modules") or ALL_LINEAR),
         excluded=_names(config.get("exclude_modules")),
         dropout=float(config.get("lora_dropout") or 0.0),
@@ -114,7 +116,9 @@ def _base_of(config: Mapping[str, Any]) -> str:
     """Return the model that an `adapter_config.json` names; '' if it names none."""
     name = str(config.get("base_model_name_or_path") or "")
     revision = config.get("revision")
-    return f"{SCHEME}{name}@{quote(revision, safe='')}" if revision and not Path(name).exists() else name
+    if not revision or Path(name).exists():
+        return name
+    return f"{SCHEME}{name}@{quote(revision, safe='')}"
 
 
 def require_known(directory: Path, names: Collection[str], known: Collection[str]) -> None:

@@ -1,6 +1,7 @@
 """The step from the holdings of a layer's cuts to the holdings of the ranks that have these cuts."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from megarl.reshard.layout import PlacedBox, Placement, ShardedBoxes
 
@@ -13,10 +14,10 @@ def placed(cuts: Placement, ranks: Sequence[Sequence[int]]) -> dict[str, Sharded
     known: dict[ShardedBoxes, ShardedBoxes] = {}
     for boxes in cuts.values():
         if boxes not in known:
-            places = (
-                PlacedBox(place.box, tuple(sorted(rank for cut in place.ranks for rank in ranks[cut])))
-                for place in boxes.places
-            )
+            places = []
+            for place in boxes.places:
+                of_cuts = chain.from_iterable(ranks[cut] for cut in place.ranks)
+                places.append(PlacedBox(place.box, tuple(sorted(of_cuts))))
             known[boxes] = ShardedBoxes(tuple(places), boxes.dtype)
     return {name: known[boxes] for name, boxes in cuts.items()}
 

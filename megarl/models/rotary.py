@@ -97,7 +97,8 @@ def rope_parameters(config: Fields, family: Family) -> Fields:
             raise UserError(f"config.json: partial_rotary_factor is not {fraction}, as rotary_dim says: keep one")
     old = _settings(config, "rope_scaling")
     new = _of_full_layers(config) if family.local_rope_theta else _settings(config, "rope_parameters")
-    if old and new and old != {key: value for key, value in new.items() if key in old or key != "rope_theta"}:
+    comparable = {key: value for key, value in new.items() if key in old or key != "rope_theta"}
+    if old and new and old != comparable:
         raise UserError("config.json: rope_scaling and rope_parameters differ: keep rope_parameters alone")
     settings = old | new
     for key, value in outside.items():
@@ -108,12 +109,12 @@ def rope_parameters(config: Fields, family: Family) -> Fields:
 
 def _of_text(config: Fields) -> Fields:
     """Return the fields without the settings that place images: the three positions of a token of text are equal."""
-    tables = {table: config.table(table).values for table in ("rope_scaling", "rope_parameters") if table in config}
-    of_text = {
-        table: {key: value for key, value in settings.items() if key not in OF_IMAGES}
-        for table, settings in tables.items()
-    }
-    return Fields({**config.values, **of_text})
+    values = dict(config.values)
+    for table in ("rope_scaling", "rope_parameters"):
+        if table in config:
+            settings = config.table(table).values
+            values[table] = {key: value for key, value in settings.items() if key not in OF_IMAGES}
+    return Fields(values)
 
 
 def rotary_fraction(rope: Fields, family: Family, head_dim: int) -> float:

@@ -124,10 +124,11 @@ class Source:
     def _generation_config(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the checkpoint's own generation config; every token that ends a response in training ends it."""
         file = self.directory / GENERATION
-        special = {name: self.hf_config.get(name) for name in ("bos_token_id", "pad_token_id")}
-        own = (
-            read_json(file) if file.exists() else {name: token for name, token in special.items() if token is not None}
-        )
+        if file.exists():
+            own = read_json(file)
+        else:
+            special = {name: self.hf_config.get(name) for name in ("bos_token_id", "pad_token_id")}
+            own = {name: token for name, token in special.items() if token is not None}
         stops = stop_token_ids(self.directory, tokenizer.eos_token_id)
         return own | {"eos_token_id": stops if len(stops) > 1 else stops[0]}
 

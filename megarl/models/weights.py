@@ -86,7 +86,8 @@ class Sliced(CutRule):
         shape = shard.full_shape(self.name)
         lo = [0] * len(shape)
         hi = list(shape)
-        if self.dimension is not None and not (self.may_be_whole and shard.shape == shape):
+        is_whole = self.may_be_whole and shard.shape == shape
+        if self.dimension is not None and not is_whole:
             lo[self.dimension], hi[self.dimension] = shard.slice_of(shape[self.dimension])
         yield Region(self.name, Box(tuple(lo), tuple(hi)), 0)
 

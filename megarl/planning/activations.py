@@ -77,7 +77,9 @@ def training_bytes(
         kept = complete
     in_flight = chunks_in_flight(grid, stage=stage, num_micro_batches=work.num_micro_batches) / len(chunks)
     # The gradients of a layer, and what is computed again; a layer that is computed again has its input a second time.
-    again = complete if work.recompute is True else [x - y for x, y in zip(complete, kept, strict=True)]
+    again = complete
+    if work.recompute is not True:
+        again = [of_layer - of_kept for of_layer, of_kept in zip(complete, kept, strict=True)]
     working = max(map(sum, zip(complete, again, strict=True)), default=0)
     if stage == grid.pp - 1:
         working = max(working, head_bytes(architecture, section, work=work, training=True))
@@ -89,9 +91,8 @@ def inference_bytes(
 ) -> int:
     """Return the peak bytes of a pass without gradients on a pipeline stage: of one layer or of the head."""
     layers = [layer for chunk in grid.layers(stage, architecture.num_layers) for layer in chunk]
-    working = max(
-        (layer_bytes(architecture, section, layer=layer, num_tokens=work.num_tokens) for layer in layers), default=0
-    )
+    sizes = (layer_bytes(architecture, section, layer=layer, num_tokens=work.num_tokens) for layer in layers)
+    working = max(sizes, default=0)
     if stage == grid.pp - 1:
         working = max(working, head_bytes(architecture, section, work=work, training=False))
     return working

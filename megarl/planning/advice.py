@@ -206,8 +206,10 @@ def _choose(changes: Iterator[str], limits: MemoryLimits, trial: Trial, *, now: 
         return enough
     best: Remedy | None = None
     for remedy in helpful.values():
-        tried = _attempt((*(best.overrides if best else ()), *remedy.overrides), limits, trial)
-        if tried and tried.missing < (best.missing if best else now):
+        overrides = (*best.overrides, *remedy.overrides) if best else remedy.overrides
+        least = best.missing if best else now
+        tried = _attempt(overrides, limits, trial)
+        if tried and tried.missing < least:
             best = tried
         if best and not best.missing:
             break
@@ -245,7 +247,7 @@ def candidates(workload: Workload, memory: RankMemory, device_bytes: int) -> Ite
 
 
 def _splits(workload: Workload) -> Iterator[str]:
-    """Yield cuts of the trainer's models in twice as many parts."""
+    """Yield splits of the trainer's models into twice as many parts."""
     megatron = workload.config.actor_rollout_ref.actor.megatron
     yield f"{ACTOR}.megatron.tensor_model_parallel_size={2 * megatron.tensor_model_parallel_size}"
     yield f"{ACTOR}.megatron.pipeline_model_parallel_size={2 * megatron.pipeline_model_parallel_size}"

@@ -43,7 +43,8 @@ def choose_device(wanted: str, trainer: TrainerSection, dtype: str) -> Device:
         return GPUS[wanted]
     num_gpus = 0 if trainer.device == "cpu" else torch.cuda.device_count()
     has_one_rank = trainer.nnodes * trainer.n_gpus_per_node == 1 and trainer.device != "cuda"
-    if wanted == AUTO and not (trainer.device == "cpu" or num_gpus or has_one_rank):
+    is_for_here = trainer.device == "cpu" or num_gpus > 0 or has_one_rank
+    if wanted == AUTO and not is_for_here:
         return H100
     type_of_weights = getattr(torch, dtype)
     return _gpu_of_here(type_of_weights) if num_gpus else _cpu_of_here(trainer, type_of_weights)

@@ -1,6 +1,7 @@
 """The least time in which an engine replica draws its samples, and what bounds it."""
 
 from dataclasses import dataclass
+from math import ceil
 
 from megarl.models.architecture import Architecture
 from megarl.models.flops import Tokens, active_weights, forward_flops
@@ -43,10 +44,8 @@ def generation_time(workload: Workload, memory: RankMemory, machine: Machine, le
     a = workload.policy
     rollout = config.actor_rollout_ref.rollout
     tp = rollout.tensor_model_parallel_size
-    share, wanted = (
-        -(-num_prompts * rollout.n * tp // workload.grid.num_ranks)
-        for num_prompts in (config.data.train_batch_size, config.num_drawn)
-    )
+    share = ceil(config.data.train_batch_size * rollout.n * tp / workload.grid.num_ranks)
+    wanted = ceil(config.num_drawn * rollout.n * tp / workload.grid.num_ranks)
     full = lengths.prompt + lengths.response
     slots = min(wanted, rollout.max_num_seqs)
     at_once = max(1, min(slots, memory.engine.num_tokens // full))

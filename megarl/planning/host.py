@@ -88,7 +88,8 @@ def record_bytes(config: Config, *, num_shares: int) -> int:
     drawn = num_prompts * (collected + TEXT_BYTES) + config.num_in_flight * IN_FLIGHT_TOKEN_BYTES
     responses = drawn // num_replicas + num_prompts * learning // num_shares
     prompts = num_prompts + config.num_in_flight
-    if not (config.num_in_flight or config.algorithm.filter_groups.enable or config.environment.name):
+    needs_all = config.num_in_flight or config.algorithm.filter_groups.enable or config.environment.name
+    if not needs_all:
         prompts = min(prompts, ceil(num_prompts / num_replicas) + ceil(num_prompts / num_shares))
     return responses * rollout.n * rollout.response_length + prompts * PROMPT_TOKEN_BYTES * rollout.prompt_length
 

@@ -61,10 +61,11 @@ class RankMemory:
     @cached_property
     def fullest(self) -> dict[Phase, Moment]:
         """Return the fullest moment of each phase."""
-        return {
-            phase: max((moment for moment in self.moments if moment.phase == phase), key=lambda moment: moment.total)
-            for phase in PHASES
-        }
+        fullest: dict[Phase, Moment] = {}
+        for phase in PHASES:
+            moments = [moment for moment in self.moments if moment.phase == phase]
+            fullest[phase] = max(moments, key=lambda moment: moment.total)
+        return fullest
 
     @property
     def peak(self) -> int:
@@ -75,7 +76,7 @@ class RankMemory:
 def fullest_rank(workload: Workload, *, device_bytes: int, bucket_bytes: int) -> RankMemory:
     """Return the memory of the rank with the fullest moment. The ranks of a stage are alike; the stages differ.
 
-    Of several, the one that is fuller in all phases together.
+    Of several such ranks, it is the one that is fuller in all phases together.
     `bucket_bytes` is the size of one of the sync's buckets.
     """
     engine = engine_memory(
@@ -85,7 +86,11 @@ def fullest_rank(workload: Workload, *, device_bytes: int, bucket_bytes: int) ->
         device_bytes=device_bytes,
     )
     memories = [rank_memory(workload, stage, engine, bucket_bytes=bucket_bytes) for stage in range(workload.grid.pp)]
-    return max(memories, key=lambda memory: (memory.peak, sum(moment.total for moment in memory.fullest.values())))
+
+    def fullness(memory: RankMemory) -> tuple[int, int]:
+        return memory.peak, sum(moment.total for moment in memory.fullest.values())
+
+    return max(memories, key=fullness)
 
 
 def rank_memory(workload: Workload, stage: int, engine: EngineMemory, *, bucket_bytes: int) -> RankMemory:
@@ -93,15 +98,12 @@ def rank_memory(workload: Workload, stage: int, engine: EngineMemory, *, bucket_
     rank = stage * (workload.grid.num_ranks // workload.grid.pp)
     states = {model.name: model_states(workload, model, rank) for model in workload.models}
     moments = tuple(_moments(workload, stage, states, engine, bucket_bytes=bucket_bytes))
-    host_copies = (
-        sum(
-            copied_bytes(model.learning_shapes(workload.grid, rank), model.section, workload.grid)
-            for model in workload.models
-            if model.updates
-        )
-        if workload.config.trainer.async_save
-        else 0
-    )
+    host_copies = 0
+    if workload.config.trainer.async_save:
+        for model in workload.models:
+            if model.updates:
+                learning = model.learning_shapes(workload.grid, rank)
+                host_copies += copied_bytes(learning, model.section, workload.grid)
     return RankMemory(rank=rank, stage=stage, states=states, engine=engine, moments=moments, host_copies=host_copies)
 
 

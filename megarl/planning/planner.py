@@ -107,7 +107,9 @@ class Planner:
         missing = shortfalls(workload, memory, self.device.num_bytes)
         host = host_memory(workload, memory)
         host_bytes = self.host_bytes or _host_bytes_here(workload.config.trainer)
-        lacks_host = host_bytes is not None and host.total > host_bytes
+        host_remedies = list[Remedy]()
+        if host_bytes and host.total > host_bytes:
+            host_remedies = remedies(workload, memory, self.device.num_bytes, self._trial, host_bytes=host_bytes)
         return Plan(
             workload=workload,
             device=self.device,
@@ -121,9 +123,7 @@ class Planner:
             remedies=remedies(workload, memory, self.device.num_bytes, self._trial) if missing else [],
             host=host,
             host_bytes=host_bytes,
-            host_remedies=remedies(workload, memory, self.device.num_bytes, self._trial, host_bytes=host_bytes)
-            if host_bytes and lacks_host
-            else [],
+            host_remedies=host_remedies,
             savings=[] if missing else list(self._savings(workload, memory, traffic)),
         )
 

@@ -101,11 +101,10 @@ def show(plan: Plan, console: Screen) -> None:
     if not plan.shortfalls:
         free = _gb(plan.device.num_bytes - plan.memory.peak)
         verdict = "The devices have room" if plan.host_missing else "It fits"
-        others = "the CUDA context, the communication libraries and fragmentation"
-        text = (
-            f"{free} GB of {_gb(plan.device.num_bytes)} stay free at the fullest moment, for "
-            f"{others if plan.device.is_gpu else 'the imported libraries and other programs'}"
-        )
+        others = "the imported libraries and other programs"
+        if plan.device.is_gpu:
+            others = "the CUDA context, the communication libraries and fragmentation"
+        text = f"{free} GB of {_gb(plan.device.num_bytes)} stay free at the fullest moment, for {others}"
         console.print(labelled(f"{verdict}:", text, "green"))
 
 
@@ -135,8 +134,10 @@ def _show_host(plan: Plan, console: Screen) -> None:
 def _show_remedies(remedies: list[Remedy], plan: Plan, console: Screen) -> None:
     for remedy in remedies:
         effect = f"leaves {_gb(remedy.missing)} GB missing" if remedy.missing else "is enough"
+        cost = ""
         more = remedy.host_bytes - plan.host.total
-        cost = f"{_gb(abs(more))} GB {'more' if more > 0 else 'less'}, " if more else ""
+        if more:
+            cost = f"{_gb(abs(more))} GB {'more' if more > 0 else 'less'}, "
         host = f"host memory of a node: {cost}{_gb(remedy.host_bytes)} GB in all"
         console.print(f"  {' '.join(remedy.overrides)} {effect} ({host})", highlight=False)
 
@@ -146,11 +147,11 @@ def _memory_table(plan: Plan) -> Table:
     table = Table("", title=f"GB on rank {memory.rank} (stage {memory.stage}), the fullest, at its fullest moments")
     moments = [memory.fullest[phase] for phase in PHASES]
     for moment in moments:
-        table.add_column(
-            moment.phase if moment.worker == "engine" else f"{moment.phase} {moment.worker}", justify="right"
-        )
+        title = moment.phase if moment.worker == "engine" else f"{moment.phase} {moment.worker}"
+        table.add_column(title, justify="right")
     for part in _parts(memory):
-        table.add_row(part, *(_gb(moment.parts[part]) if part in moment.parts else "" for moment in moments))
+        cells = (_gb(moment.parts[part]) if part in moment.parts else "" for moment in moments)
+        table.add_row(part, *cells)
     table.add_section()
     table.add_row("total", *(_gb(moment.total) for moment in moments))
     room = plan.device.num_bytes
@@ -163,9 +164,8 @@ def _adapters(plan: Plan) -> Iterator[str]:
     for model in plan.workload.models:
         if model.lora:
             states = plan.memory.states[model.name]
-            with_adapters, without = (
-                optimizer_on_all_ranks(plan.workload, one) for one in (model, replace(model, lora=None))
-            )
+            with_adapters = optimizer_on_all_ranks(plan.workload, model)
+            without = optimizer_on_all_ranks(plan.workload, replace(model, lora=None))
             yield (
                 f"{model.name}: adapters of rank {model.lora.rank} learn, {_gb(states.weights - states.frozen)} of "
                 f"{_gb(states.weights)} GB of its weights; gradients and optimizer take {_gb(with_adapters)} GB on all "

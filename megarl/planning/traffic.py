@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from megarl.models.architecture import hf_shapes
 from megarl.models.grid import Grid
+from megarl.models.placing import placed
 from megarl.planning.states import held_bytes
 from megarl.planning.workload import Workload
-from megarl.reshard.layout import PlacedBox, Placement, ShardedBoxes
 from megarl.reshard.planner import TransferSchedule
 from megarl.weight_sync.plan import actor_placement, sampler_placement
 
@@ -59,7 +59,7 @@ def sync_traffic(workload: Workload, *, ranks_per_node: int, links: Links, data_
     source = actor_placement(workload.policy, policy.actor.megatron, num_ranks=world)
     destination = sampler_placement(workload.policy, rollout, num_ranks=world)
     if data_last:
-        source = _renumbered(source, _ranks_with_data_last(grid))
+        source = placed(source, [[rank] for rank in _ranks_with_data_last(grid)])
     traffic = TransferSchedule(
         source,
         destination,
@@ -90,11 +90,3 @@ def _ranks_with_data_last(grid: Grid) -> list[int]:
         (rank // inner % grid.dp * grid.pp + rank // (inner * grid.dp)) * inner + rank % inner
         for rank in range(grid.num_ranks)
     ]
-
-
-def _renumbered(placement: Placement, number: list[int]) -> Placement:
-    renumbered = dict[ShardedBoxes, ShardedBoxes]()
-    for boxes in dict.fromkeys(placement.values()):
-        places = [PlacedBox(place.box, tuple(sorted(number[rank] for rank in place.ranks))) for place in boxes.places]
-        renumbered[boxes] = ShardedBoxes(tuple(places), boxes.dtype)
-    return {name: renumbered[boxes] for name, boxes in placement.items()}

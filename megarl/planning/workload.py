@@ -55,12 +55,12 @@ class TrainerModel:
         if self.lora is None:
             return 0
         adapters = {name: shape for chunk in self.learning_shapes(grid, rank) for name, shape in chunk.items()}
-        sizes = (
-            prod(adapters[f"{name.removesuffix('a')}b"][-3:-1]) * shape[-1]
-            for name, shape in adapters.items()
-            if name.endswith("lora_a")
-        )
-        return 2 * FLOAT32 * max(sizes, default=0)
+        largest = 0
+        for name, shape in adapters.items():
+            if name.endswith("lora_a"):
+                other = adapters[f"{name.removesuffix('a')}b"]
+                largest = max(largest, prod(other[-3:-1]) * shape[-1])
+        return 2 * FLOAT32 * largest
 
     @property
     def is_reference(self) -> bool:

@@ -172,10 +172,10 @@ def _copy_files(remote: RemoteDirectory, files: Sequence[Described], part: Path,
     has_sums = _copy_file(remote, smallest, part, report, md5=None) == _sum_of(smallest)
     _note(smallest, part, record)
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        copies = {
-            pool.submit(_copy_file, remote, file, part, report, md5=_sum_of(file) if has_sums else None): file
-            for file in others
-        }
+        copies = {}
+        for file in others:
+            md5 = _sum_of(file) if has_sums else None
+            copies[pool.submit(_copy_file, remote, file, part, report, md5=md5)] = file
         try:
             for copy in as_completed(copies):
                 copy.result()

@@ -30,7 +30,7 @@ def definition_in(path: Path, name: str) -> ast.stmt | None:
         raise UserError(f"{path} fails to load: {type(error).__name__}: {error}") from error
     found = list(bindings(tree.body))
     definitions = [node for bound, node in found if bound == name]
-    if not definitions and not _hides_names(tree):
+    if not definitions and not any(map(_hides_names, ast.walk(tree))):
         own = [bound for bound, node in found if not isinstance(node, ast.Import | ast.ImportFrom)]
         raise UserError(missing(path, name, own))
     if len(definitions) != 1:
@@ -137,21 +137,20 @@ def bindings(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
         waiting += reversed(list(ast.iter_child_nodes(node)))
 
 
-def _hides_names(tree: ast.Module) -> bool:
-    """Return whether the file may have names that its text does not show."""
-    return any(
-        (isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names))
-        or (isinstance(node, ast.Name) and node.id in _MAKES_NAMES)
-        or (isinstance(node, ast.FunctionDef) and node.name in _MAKES_NAMES)
-        for node in ast.walk(tree)
-    )
+def _hides_names(node: ast.AST) -> bool:
+    """Return whether a node may give the module names that its text does not show."""
+    match node:
+        case ast.ImportFrom():
+            return any(alias.name == "*" for alias in node.names)
+        case ast.Name(id=name) | ast.FunctionDef(name=name):
+            return name in _MAKES_NAMES
+    return False
 
 
 def _signature(arguments: ast.arguments) -> Signature:
     """Return the signature that these parameters make."""
-    kinds = {argument.arg: Parameter.POSITIONAL_ONLY for argument in arguments.posonlyargs} | {
-        argument.arg: Parameter.POSITIONAL_OR_KEYWORD for argument in arguments.args
-    }
+    kinds: dict[str, Any] = {argument.arg: Parameter.POSITIONAL_ONLY for argument in arguments.posonlyargs}
+    kinds |= {argument.arg: Parameter.POSITIONAL_OR_KEYWORD for argument in arguments.args}
     first_default = len(kinds) - len(arguments.defaults)
     parameters = [
         Parameter(name, kind, default=Parameter.empty if place < first_default else None)

@@ -141,8 +141,9 @@ def _without_value(match: re.Match[str]) -> str:
 
 def _looks_random(text: str) -> bool:
     """Return whether a piece of the text mixes letters and digits, or is longer than a word."""
-    return any(
-        (len(piece) >= 20 and not {"/", "\\"} & set(piece))
-        or (len(piece) >= 8 and any(map(str.isdigit, piece)) and any(map(str.isalpha, piece)))
-        for piece in _PIECE.findall(text)
-    )
+    for piece in _PIECE.findall(text):
+        is_path = "/" in piece or "\\" in piece
+        is_mixed = any(map(str.isdigit, piece)) and any(map(str.isalpha, piece))
+        if (len(piece) >= 20 and not is_path) or (len(piece) >= 8 and is_mixed):
+            return True
+    return False

@@ -16,9 +16,19 @@ MIN_VALUE = 8  # D103
 
 _MIN_LINE = 20
 _NUM_ESCAPES = 2  # a message may quote a message
-_HEX = re.compile(r"\\u[0-9a-f]{4}")
+_HEX = re.compile(r"\\u([0-9a-f]{4})")
 _MARKUP = re.compile("[<>&]")
 _PERCENT = re.compile(r"%[0-9A-F]{2}")
+
+
+def _json_with_capital_digits(text: str) -> str:
+    return _HEX.sub(lambda found: f"\\u{found[1].upper()}", json.dumps(text)[1:-1])
+
+
+def _json_without_markup(text: str) -> str:
+    return _MARKUP.sub(lambda sign: f"\\u{ord(sign[0]):04x}", json.dumps(text, ensure_ascii=False)[1:-1])
+
+
 _ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: repr(text)[1:-1],
     lambda text: repr(f"{text}'\"")[1:-4],  # quotes of both kinds make repr escape one
@@ -26,9 +36,9 @@ _ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: json.dumps(text)[1:-1],
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     lambda text: ascii(text)[1:-1],
-    lambda text: _HEX.sub(lambda found: found[0][:2] + found[0][2:].upper(), json.dumps(text)[1:-1]),
+    _json_with_capital_digits,
     lambda text: json.dumps(text)[1:-1].replace("/", "\\/"),
-    lambda text: _MARKUP.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False)[1:-1]),
+    _json_without_markup,
     html.escape,
 )
 """Python's forms, and those of JSON in several languages: PHP escapes the slash, and Go the signs of HTML."""

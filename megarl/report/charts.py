@@ -38,12 +38,13 @@ class Chart:
         """Return the metrics of the chart that a run has; `is_alone`: there is no other run."""
         if self.total and not is_alone:
             return [self.total] if run.points(self.total) else []
-        return [
-            name
-            for wanted in self.metrics
-            for name in run.names()
-            if (name == wanted or (wanted.endswith("/") and name.startswith(wanted))) and name not in self.left_out
-        ]
+        found = list[str]()
+        for wanted in self.metrics:
+            for name in run.names():
+                is_wanted = name == wanted or (wanted.endswith("/") and name.startswith(wanted))
+                if is_wanted and name not in self.left_out:
+                    found.append(name)
+        return found
 
 
 CHARTS = [
@@ -88,17 +89,24 @@ def running_mean(points: Points) -> Points:
 
 def _traces(chart: Chart, run: Run, number: int, num_runs: int) -> Iterator[Figure]:
     """Yield the lines of one run: a colour for each metric, or for each run if there are several."""
-    for place, name in enumerate(chart.names(run, is_alone=num_runs == 1)):
+    is_alone = num_runs == 1
+    for place, name in enumerate(chart.names(run, is_alone=is_alone)):
         points = run.points(name)
-        title = name.removeprefix(TIMING) if num_runs == 1 else f"{run.name}: {name.removeprefix(TIMING)}"
-        colour = COLOURS[(place if num_runs == 1 else number) % len(COLOURS)]
-        dash = "solid" if num_runs == 1 else DASHES[place % len(DASHES)]
+        title = name.removeprefix(TIMING)
+        colour = COLOURS[place % len(COLOURS)]
+        dash = "solid"
+        if not is_alone:
+            title = f"{run.name}: {title}"
+            colour = COLOURS[number % len(COLOURS)]
+            dash = DASHES[place % len(DASHES)]
         if chart.smooth and len(points) >= LEAST_SMOOTHED:
             yield _line(points, f"{title}, each step", colour, dash) | {"opacity": 0.35, "showlegend": False}
             points = running_mean(points)
             title = f"{title}, running mean"
         line = _line(points, title, colour, dash)
-        yield line | ({"stackgroup": f"{number}", "mode": "lines"} if chart.stacked and num_runs == 1 else {})
+        if chart.stacked and is_alone:
+            line |= {"stackgroup": f"{number}", "mode": "lines"}
+        yield line
 
 
 def _line(points: Points, title: str, colour: str, dash: str) -> Figure:

@@ -49,7 +49,8 @@ def between(configs: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
     that name a run.
     """
     flat = [_values(config) for config in configs]
-    common = [key for key in flat[0] if key not in OWN_KEYS and all(key in config for config in flat)]
+    shared = set(flat[0]).intersection(*flat)
+    common = [key for key in flat[0] if key in shared and key not in OWN_KEYS]
     values = {key: [config[key] for config in flat] for key in common}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 

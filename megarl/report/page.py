@@ -111,4 +111,8 @@ def _event(row: Row) -> dict[str, str]:
 
 def _versions(run: Run) -> Mapping[str, str]:
     """Return the versions of the newest process of the run."""
-    return next((row["versions"] for row in reversed(run.history) if isinstance(row.get("versions"), dict)), {})
+    for row in reversed(run.history):
+        versions = row.get("versions")
+        if isinstance(versions, dict):
+            return versions
+    return {}

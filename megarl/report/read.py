@@ -81,6 +81,7 @@ class RunReader:
             self._samples.setdefault(row["step"], []).append(row)
         for step in sorted(self._samples)[1:-1]:
             del self._samples[step]
+        skips = map(read_mapping, sorted((directory / NONFINITE).glob("*.json")))
         return Run(
             directory=directory,
             curves=self._curves,
@@ -88,7 +89,7 @@ class RunReader:
             samples=self._samples,
             config=read_mapping(directory / CONFIG_FILE),
             history=_lines(directory / HISTORY_FILE),
-            skips=list(filter(None, map(read_mapping, sorted((directory / NONFINITE).glob("*.json"))))),
+            skips=[skip for skip in skips if skip],
             hangs=sorted(path.name for path in directory.glob("hang-*")),
         )
 

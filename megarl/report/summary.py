@@ -103,7 +103,8 @@ def notes(run: Run) -> Iterator[str]:
         lost = abs(score.best[1] - score.last)
         if lost > abs(score.best[1] - score.first) / 5:
             yield f"The {score.title} is worse than at step {score.best[0]}: prefer a checkpoint of that step."
-    least, most = ([value for _, value in run.points(f"critic/score/{name}")][-ALIKE:] for name in ("min", "max"))
+    least = [value for _, value in run.points("critic/score/min")][-ALIKE:]
+    most = [value for _, value in run.points("critic/score/max")][-ALIKE:]
     if len(least) == ALIKE and {*least} == {*most} == {least[0]}:
         yield (
             f"Every response of the latest {ALIKE} steps has the score {least[0]:.4g}, so there is nothing to learn "

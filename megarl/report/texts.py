@@ -37,7 +37,8 @@ def text_notes(run: Run) -> Iterator[str]:
     repetitive = _share_of_repetitive(last)
     if repetitive >= REPETITIVE and repetitive > 2 * _share_of_repetitive(first):
         yield f"{repetitive:.0%} of the latest validation responses repeat a few words over and over."
-    before, now = (fmean(len(row["response"]) for row in rows) for rows in (first, last))
+    before = fmean(len(row["response"]) for row in first)
+    now = fmean(len(row["response"]) for row in last)
     if before and now >= LONGER * before and not _is_paid_less(first, last):
         yield f"The validation responses are {now / before:.1f} times as long as at first: does the reward pay length?"
 
@@ -64,5 +65,6 @@ def _share_of_repetitive(rows: Sequence[Row]) -> float:
 
 def _is_paid_less(first: Sequence[Row], last: Sequence[Row]) -> bool:
     """Return whether the later texts have no higher score, so that their length is not what was paid."""
-    before, now = (fmean(row["score"] or 0.0 for row in rows) for rows in (first, last))
+    before = fmean(row["score"] or 0.0 for row in first)
+    now = fmean(row["score"] or 0.0 for row in last)
     return now <= before

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.reshard.checksums import ChecksumLog
-from megarl.reshard.layout import Layout, Piece, row_major
+from megarl.reshard.layout import Integers, Layout, Piece, row_major
 from megarl.reshard.plan import Copy, RankPlan, Transfer, aligned
 from megarl.reshard.proof import disagreement
 
@@ -121,11 +121,13 @@ class Reshard:
         self._plan = plan
         self._group = group
         self._device = device
-        # Odd and even waves use separate buckets, each no larger than necessary.
-        self._send_buckets, self._receive_buckets = (
-            [torch.empty(int(sizes[parity::2].max(initial=0)), dtype=torch.uint8, device=device) for parity in (0, 1)]
-            for sizes in plan.bucket_sizes()
-        )
+
+        def buckets(sizes: Integers) -> list[Tensor]:
+            # Odd and even waves use separate buckets, each no larger than necessary.
+            largest = [int(sizes[parity::2].max(initial=0)) for parity in (0, 1)]
+            return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in largest]
+
+        self._send_buckets, self._receive_buckets = map(buckets, plan.bucket_sizes())
         self._to_open, self._to_close = plan.lifetimes()
         self._to_read, self._to_release = plan.source_lifetimes()
         self._wave_buffers: list[WaveBuffers | None] = [None] * plan.num_waves  # filled on first use

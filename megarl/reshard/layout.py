@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import sub
+from operator import ge, le, lt, sub
 
 import numpy as np
 import numpy.typing as npt
@@ -44,19 +44,19 @@ class Box:
 
     def contains(self, other: "Box") -> bool:
         """Return whether every index of `other` is in this box."""
-        return all(mine <= low for mine, low in zip(self.lo, other.lo, strict=True)) and all(
-            high <= mine for high, mine in zip(other.hi, self.hi, strict=True)
-        )
+        return all(map(le, self.lo, other.lo)) and all(map(ge, self.hi, other.hi))
 
     def lowered(self, rows: int) -> "Box":
-        """Return the box of the same shape that many rows further down."""
-        return Box((self.lo[0] + rows, *self.lo[1:]), (self.hi[0] + rows, *self.hi[1:])) if rows else self
+        """Return the box of the same shape that is `rows` rows further down."""
+        if not rows:
+            return self
+        return Box((self.lo[0] + rows, *self.lo[1:]), (self.hi[0] + rows, *self.hi[1:]))
 
     def intersect(self, other: "Box") -> "Box | None":
         """Return the common part of two boxes of the same tensor; None if there is none."""
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
-        return Box(lo, hi) if all(low < high for low, high in zip(lo, hi, strict=True)) else None
+        return Box(lo, hi) if all(map(lt, lo, hi)) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +118,8 @@ class ShardedBoxes:
     @cached_property
     def bounds(self) -> tuple[Integers, Integers]:
         """The low and the high ends of the boxes, both [num_places, num_dims]."""
-        num_dims = len(self.places[0].box.lo)
-        lo, hi = (
-            np.array([getattr(place.box, end) for place in self.places], dtype=np.int64).reshape(-1, num_dims)
-            if num_dims
-            else np.zeros((len(self.places), 0), dtype=np.int64)
-            for end in ("lo", "hi")
-        )
+        lo = np.array([place.box.lo for place in self.places], dtype=np.int64)
+        hi = np.array([place.box.hi for place in self.places], dtype=np.int64)
         return lo, hi
 
     @cached_property

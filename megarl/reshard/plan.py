@@ -14,9 +14,8 @@ import torch
 
 from megarl.reshard.layout import Box, Integers, Layout, Piece
 
-ALIGNMENT = (
-    16  # bytes; the begin of a box in a bucket is a multiple, so that any dtype can be viewed and copied in wide words
-)
+ALIGNMENT = 16
+"""Bytes: each box in a bucket begins at a multiple, so that any dtype can be viewed and copied in wide words."""
 DELAY = 2  # waves before received data can be forwarded: while a wave travels the next wave is already packed
 
 Choice = npt.NDArray[np.bool_]
@@ -24,7 +23,7 @@ IntOrColumn = TypeVar("IntOrColumn", int, Integers)
 
 
 def aligned(num_bytes: IntOrColumn) -> IntOrColumn:
-    """Return the space in a bucket that boxes of so many bytes take."""
+    """Return the bytes of a bucket that a box of `num_bytes` takes."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -156,8 +155,12 @@ class RankPlan:
     def bucket_sizes(self) -> Integers:
         """Return [2, num_waves]: the bytes of bucket that each wave needs to send, and to receive."""
         space = aligned(self._num_bytes())
-        sizes = [np.concatenate([[0], np.cumsum(space * steps)])[self.ends] for steps in (self.sent(), self.received())]
-        return np.diff(np.stack(sizes), prepend=0)
+
+        def total_after_waves(chosen: Choice) -> Integers:
+            total: Integers = np.concatenate([[0], np.cumsum(space * chosen)])
+            return total[self.ends]
+
+        return np.diff(np.stack([total_after_waves(self.sent()), total_after_waves(self.received())]), prepend=0)
 
     def lifetimes(self) -> tuple[list[list[str]], list[list[str]]]:
         """Return for each wave the local tensors of the destination that it is the first, and the last, to write."""

@@ -7,7 +7,7 @@ that it needs and does not hold, and in no wave does a rank send or write more t
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -111,9 +111,10 @@ def lower_bound(source: Placement, destination: Placement, *, rank: int) -> int:
         if kind not in known:
             held = [supply.places[place].box for place in _places_of(rank, supply)]
             needed = [demand.places[place].box for place in _places_of(rank, demand)]
-            missing = sum(
-                box.numel - union_numel([part for own in held if (part := own.intersect(box))]) for box in needed
-            )
+            missing = 0
+            for box in needed:
+                parts = [own.intersect(box) for own in held]
+                missing += box.numel - union_numel([part for part in parts if part])
             known[kind] = missing * _wire_dtype(supply, demand).itemsize
     return sum(known[source[name], demand] for name, demand in destination.items())
 
@@ -179,11 +180,10 @@ class TransferSchedule:
                     ranks_per_node=self._ranks_per_node,
                     sent_before=sent,
                 )
-                for part in (
-                    two_hops(routes, ranks_per_node=self._ranks_per_node, bucket_bytes=bucket_bytes)
-                    if two_level
-                    else ((fitting,) for fitting in routes.fit(bucket_bytes))
-                ):
+                parts: Iterable[tuple[Routes, ...]] = ((fitting,) for fitting in routes.fit(bucket_bytes))
+                if two_level:
+                    parts = two_hops(routes, ranks_per_node=self._ranks_per_node, bucket_bytes=bucket_bytes)
+                for part in parts:
                     self._kind_of_part.append(kind)
                     for hop, hop_routes in zip(self.hops, part, strict=True):
                         hop.append(hop_routes)
@@ -206,9 +206,9 @@ class TransferSchedule:
         return param[order], (np.repeat(first_part, num_parts) + number)[order]
 
     def traffic(self, *, domain: int | None = None) -> Traffic:
-        """Return what travels in all waves together, and what of it crosses from a domain of so many ranks to another.
+        """Return the traffic of all waves together, and the part of it that crosses from one domain to another.
 
-        `domain` None: a node.
+        `domain`: the ranks of a domain; None: those of a node.
         """
         domain = domain or self._ranks_per_node
         total = np.zeros((3, self.world_size), dtype=np.int64)
@@ -284,12 +284,9 @@ class TransferSchedule:
             if forwarded:
                 ordinals.append((-1, needed.ordinal(kind, source if sends else destination)))
             else:
-                ordinals.append(
-                    (
-                        held.ordinal(kind, source) if sends else -1,
-                        needed.ordinal(kind, destination) if reader == rank else -1,
-                    )
-                )
+                held_piece = held.ordinal(kind, source) if sends else -1
+                needed_piece = needed.ordinal(kind, destination) if reader == rank else -1
+                ordinals.append((held_piece, needed_piece))
 
 
 class _OwnPieces:

@@ -50,9 +50,11 @@ def _check_tiled(plan: RankPlan) -> None:
 
 def _check_forwarded(plan: RankPlan) -> None:
     """Raise ValueError unless every forwarded box has arrived in time, in a box that contains it."""
+    if not plan.forwarded().any():
+        return
     wave = np.searchsorted(plan.ends, np.arange(len(plan.steps)), side="right").tolist()
     arrived: dict[int, list[tuple[int, Box]]] = defaultdict(list)
-    for row in np.flatnonzero(plan.received()).tolist() if plan.forwarded().any() else ():
+    for row in np.flatnonzero(plan.received()).tolist():
         _, piece, template = plan.steps[row].tolist()
         arrived[piece].append((wave[row], plan.templates[template].box))
     for row in np.flatnonzero(plan.forwarded()).tolist():
@@ -120,7 +122,8 @@ def disagreement(plan: RankPlan) -> Integers:
     peers = np.array([template.peer for template in plan.templates], dtype=np.int64)
     boxes = _hashes([f"{template.box} {template.dtype}" for template in plan.templates])
     wave = np.searchsorted(plan.ends, np.arange(len(plan.steps)), side="right")
-    sources, destinations = (_hashes([piece.name for piece in layout]) for layout in (plan.held, plan.needed))
+    sources = _hashes([piece.name for piece in plan.held])
+    destinations = _hashes([piece.name for piece in plan.needed])
     for side, chosen in enumerate((plan.sent(), plan.received())):
         rows = np.flatnonzero(chosen)
         template = plan.steps[rows, 2]
@@ -150,7 +153,7 @@ def _hashes(texts: Sequence[str]) -> npt.NDArray[np.uint64]:
 
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A step of splitmix64 (Steele, Lea and Flood 2014): every bit of a value changes half the bits of the result."""
+    """Apply a step of splitmix64 (Steele, Lea and Flood 2014): a bit of a value changes half the bits of its result."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

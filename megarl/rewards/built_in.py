@@ -119,7 +119,8 @@ def warm_up(names: Iterable[str]) -> None:
     """Import the modules that the rules of data sources import at their first call: no response should pay for that."""
     names = list(names)
     with suppress(ImportError):  # the rule itself reports the missing package
-        if "math_verify" not in sys.modules and any((name_of_rule(name) or "").startswith("math") for name in names):
+        has_math = any((name_of_rule(name) or "").startswith("math") for name in names)
+        if has_math and "math_verify" not in sys.modules:
             math_equal.equal("\\frac{1}{2}", "x+1")
         if any(name.startswith(reasoning_gym.SOURCE_PREFIX) for name in names):
             importlib.import_module("reasoning_gym")

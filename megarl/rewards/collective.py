@@ -80,7 +80,8 @@ def gather(
             if num_new:
                 watchdog.note_progress()
                 arrived(num_new)
-                found |= {key: value for part in together(new.copy, group=group) for key, value in part.items()}
+                for part in together(new.copy, group=group):
+                    found |= part
             num -= num_new
     return found
 
@@ -96,8 +97,9 @@ def report_failures(
     if num and on_failure == "stop":
         raise RewardError(f"{'; '.join(messages)} ({section}.on_failure=stop)")
     if dist.get_rank() == 0:
-        ignored = f"training ignores it ({section}.on_failure=mask)"
-        fate = f"it gets {section}.default_score={default_score}" if on_failure == "score" else ignored
+        fate = f"training ignores it ({section}.on_failure=mask)"
+        if on_failure == "score":
+            fate = f"it gets {section}.default_score={default_score}"
         for message in messages:
             logger.warning("%s; %s", message, fate)
         if num > len(messages):

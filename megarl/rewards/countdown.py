@@ -139,7 +139,8 @@ def _score(answer: str, target: float, given: list[int]) -> float:
     except ValueError:
         return WELL_FORMED
     is_glued = _DECIMALS.search(expression)  # 6.5 would be two of the numbers
-    return CORRECT if not is_glued and sorted(numbers) == given and _is_near(value, target) else WELL_FORMED
+    is_correct = not is_glued and sorted(numbers) == given and _is_near(value, target)
+    return CORRECT if is_correct else WELL_FORMED
 
 
 def _is_near(value: Number, target: float) -> bool:

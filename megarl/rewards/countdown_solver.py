@@ -26,9 +26,10 @@ def solve(numbers: Sequence[int], target: float) -> str | None:
                     found[subset].setdefault(round(value, _DIGITS), (value, text))
     if complete in found:
         return next((text for value, text in found[complete].values() if abs(value - target) < _TOLERANCE), None)
-    return next(
-        (text for part, rest in _splits(complete) for text in _reaching(target, found[part], found[rest])), None
-    )
+    for part, rest in _splits(complete):
+        for text in _reaching(target, found[part], found[rest]):
+            return text
+    return None
 
 
 def _splits(subset: int) -> Iterator[tuple[int, int]]:

@@ -57,8 +57,8 @@ def compute_score(
     found = _stated(words, names)
     if found == truth:
         return CORRECT
-    well_formed = tagged and len(found) == len(truth) and {name for name, _ in found} == {name for name, _ in truth}
-    return WELL_FORMED if well_formed else 0.0
+    has_all_names = {name for name, _ in found} == {name for name, _ in truth}
+    return WELL_FORMED if tagged and has_all_names and len(found) == len(truth) else 0.0
 
 
 def right_answer(ground_truth: object) -> str:
@@ -85,7 +85,8 @@ def _pairs(truth: Any) -> tuple[tuple[str, bool], ...]:
         knights = truth["is_knight"]
     except (KeyError, TypeError, IndexError) as error:
         raise UserError(f"the ground truth {truth!r} is not {{names, is_knight}}") from error
-    if not all(isinstance(values, list | tuple) for values in (names, knights)) or len(names) != len(knights):
+    are_lists = isinstance(names, list | tuple) and isinstance(knights, list | tuple)
+    if not are_lists or len(names) != len(knights):
         raise UserError(f"the ground truth {truth!r} has other names or roles than two lists of the same length")
     if not names or any(not isinstance(name, str) for name in names):
         raise UserError(f"the ground truth {truth!r} has no names, or a name that is no text")
@@ -111,7 +112,8 @@ def _readable(roles: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, ...], Rol
 def _stated(words: str, names: tuple[str, ...]) -> Roles:
     """Return the roles that an answer states, of any names if `names` is empty; none if it is not derived."""
     plain = without_markup(words.translate(_APOSTROPHE)).replace(GAP, " ")
-    text = "\n".join(line for line in (" ".join(line.split()) for line in plain.splitlines()) if line)
+    lines = (" ".join(line.split()) for line in plain.splitlines())
+    text = "\n".join(line for line in lines if line)
     statement = _statement_of(names)
     roles = set[tuple[str, bool]]()
     found = _next(text, 0, _OPENINGS, statement)

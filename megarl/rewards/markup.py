@@ -72,14 +72,16 @@ def _may_open(text: str, mark: re.Match[str]) -> bool:
     if mark[0][0] not in _BESIDE_WORDS:
         return True
     before, after = _beside(text, mark)
-    return not (before.isalnum() or before == ")") and after.strip() != ""
+    follows_word = before.isalnum() or before == ")"
+    return not follows_word and after.strip() != ""
 
 
 def _may_close(text: str, mark: re.Match[str]) -> bool:
     if mark[0][0] not in _BESIDE_WORDS:
         return True
     before, after = _beside(text, mark)
-    return not (after.isalnum() or after == "(") and before.strip() != ""
+    precedes_word = after.isalnum() or after == "("
+    return not precedes_word and before.strip() != ""
 
 
 def _beside(text: str, mark: re.Match[str]) -> tuple[str, str]:

@@ -118,7 +118,7 @@ def last_boxed(text: str) -> str | None:
     first = len(text)
     for box in reversed(list(_BOX.finditer(text))):
         content, end = _boxed(text, box, closings, first)
-        if found and not (end <= first and _NEIGHBOURS.fullmatch(text, end, first)):
+        if found and (end > first or not _NEIGHBOURS.fullmatch(text, end, first)):
             break
         if content:
             found.append(content)
@@ -165,10 +165,10 @@ def _foreign_part(truth: str) -> str | None:
     plain = forms.plain(truth)
     if forms.letters(plain):
         return None
-    is_incomplete = not all(side for member in forms.members(plain) for side in forms.sides(member))
     if "\n" in truth.strip() and "\\begin" not in truth:
         return "a line break"
-    part = "an empty side of an equation" if is_incomplete else foreign_part(plain)
+    sides = [side for member in forms.members(plain) for side in forms.sides(member)]
+    part = foreign_part(plain) if all(sides) else "an empty side of an equation"
     numbers = _NUMBER.findall(plain)
     if part and len(numbers) == 1:
         with _in_time():
@@ -205,8 +205,14 @@ def _closings(text: str) -> dict[int, int]:
 
 def _plain(latex: str) -> str:
     latex = _THOUSANDS.sub("", latex).replace("~", " ")
-    latex = _NEUTRAL.sub(lambda match: "\\frac" if match["frac"] else " " * bool(match["space"]), latex)
+    latex = _NEUTRAL.sub(_meaning, latex)
     return _SPACE.sub("", " ".join(latex.split())).rstrip(".")
+
+
+def _meaning(command: re.Match[str]) -> str:
+    if command["frac"]:
+        return "\\frac"
+    return " " if command["space"] else ""
 
 
 @contextmanager

@@ -36,11 +36,10 @@ def equal(answer: str, truth: str) -> bool:
         return False
     gold, _ = forms.estimate(gold)
     parts = [forms.estimate(part) for part in forms.members(found)]
-    if not all(exact for exact, _ in parts):
+    values = [exact for exact, _ in parts]
+    if not all(values):
         return False
-    return all(_is_sound(exact, rounded, gold) for exact, rounded in parts) and _same(
-        [exact for exact, _ in parts], gold
-    )
+    return all(_is_sound(exact, rounded, gold) for exact, rounded in parts) and _same(values, gold)
 
 
 def _is_point(gold: str, ends: list[str]) -> bool:
@@ -57,10 +56,12 @@ def _is_bare_point(found: str, gold: str) -> bool:
 def _is_sound(exact: str, rounded: str | None, gold: str) -> bool:
     """Return whether the grammar derives all values of an answer, and its `\\approx` rounds the last of them."""
     first, *others = forms.sides(exact)
-    if not (all(others) and (first or exact.startswith("="))):
+    lacks_first = not first and not exact.startswith("=")  # an answer may begin with `=`
+    if lacks_first or not all(others):
         return False
     sides = [side for side in (first, *others) if side]
-    if not all(derives(side, gold) or (len(sides) > 1 and is_name(side)) for side in sides):
+    is_equation = len(sides) > 1
+    if not all(derives(side, gold) or (is_equation and is_name(side)) for side in sides):
         return False
     return rounded is None or _rounds(sides[-1], rounded)
 
@@ -70,7 +71,9 @@ def _same(parts: list[str], gold: str) -> bool:
         return _sides_equal(parts[0], gold) if len(forms.members(gold)) == 1 else _verified(parts[0], gold)
     is_equation = len(forms.members(gold)) == 1 and len(forms.sides(gold)) > 1
     is_list = not is_equation and _verified(", ".join(parts), gold)
-    return all(map(_is_consistent, parts)) and (is_list or all(_sides_equal(part, gold) for part in parts))
+    if not all(map(_is_consistent, parts)):
+        return False
+    return is_list or all(_sides_equal(part, gold) for part in parts)
 
 
 def _is_consistent(part: str) -> bool:
@@ -90,9 +93,9 @@ def _sides_equal(found: str, gold: str) -> bool:
     if len(sides) == 1:
         return _verified(sides[0], gold)
     values = [side for side in sides if not is_name(side)] or sides[-1:]
-    return all(_verified(side, value) for side in values) or (
-        len(sides) == len(gold_sides) and gold_sides[0] in found and _verified(found, gold)
-    )
+    if all(_verified(side, value) for side in values):
+        return True
+    return len(sides) == len(gold_sides) and gold_sides[0] in found and _verified(found, gold)
 
 
 def _verified(answer: str, truth: str) -> bool:

@@ -102,8 +102,8 @@ def quantities(latex: str) -> Quantities:
     for pattern, sign in _SIGNS_OF_UNITS:
         text = pattern.sub(sign, text)
     is_bare = bool(_BARE_QUANTITY.fullmatch(text))
-    words = _COMMAND.sub(" 0 ", _TEXT.sub(lambda found: f" {found[1]} ", text) if is_bare else _TEXT.sub(_quoted, text))
-    return quantities_of(words, single_letters=is_bare)
+    words = _TEXT.sub(r" \1 " if is_bare else _quoted, text)
+    return quantities_of(_COMMAND.sub(" 0 ", words), single_letters=is_bare)
 
 
 def _quoted(words: re.Match[str]) -> str:
@@ -153,7 +153,9 @@ def members(latex: str) -> list[str]:
 def estimate(latex: str) -> tuple[str, str | None]:
     r"""Return the parts of an answer before and after its first `\approx`; the second is None if there is none."""
     parts = _split(latex, _ESTIMATE)
-    return (parts[0], "\\approx".join(parts[1:])) if len(parts) > 1 and parts[0] else (latex, None)
+    if len(parts) == 1 or not parts[0]:
+        return latex, None
+    return parts[0], "\\approx".join(parts[1:])
 
 
 def decimal(latex: str) -> Decimal | None:

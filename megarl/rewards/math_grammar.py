@@ -130,7 +130,9 @@ def _is_known(token: re.Match[str], known: frozenset[str]) -> bool:
 
 def _are_known_letters(letters: str, known: frozenset[str]) -> bool:
     is_word = len(letters) > 1 and (letters in _FUNCTIONS or is_unit(letters) or letters.lower() in known)
-    return is_word or letters in ("and", "or") or all(letter in known or letter in _CONSTANTS for letter in letters)
+    if is_word or letters in ("and", "or"):
+        return True
+    return all(letter in known or letter in _CONSTANTS for letter in letters)
 
 
 def _is_known_text(text: str, known: frozenset[str]) -> bool:

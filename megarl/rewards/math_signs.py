@@ -4,6 +4,7 @@ A mark becomes a blank. Between digits it stays a sign that no grammar knows: `1
 """
 
 import re
+import unicodedata
 
 MARK = "\x01"
 """The place of a mark that is gone, between digits."""
@@ -14,16 +15,20 @@ _COMMANDS = (
     " Delta Theta Lambda Xi Pi Sigma Phi Psi Omega phi times div pm mp pi infty le ge neq cup cap in lfloor rfloor"
     " lceil rceil angle triangle emptyset implies to approx",
 )
-_FRACTIONS = ("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒", "12 13 23 14 34 15 25 35 45 16 56 17 18 38 58 78 19 1{10}")
+
+
+def _as_fraction(sign: str) -> str:
+    """Return the command of LaTeX for the sign of a fraction, such as `½`."""
+    numerator, denominator = unicodedata.normalize("NFKC", sign).split("\N{FRACTION SLASH}")
+    return f"\\frac{{{numerator}}}{{{denominator}}}"
+
+
 _AS_LATEX = {
     **dict.fromkeys("−–‒‑‐﹣－", "-"),
     **dict.fromkeys("⁄∕", "/"),
     **dict.fromkeys("·⋅∙", "\\cdot "),
     **{sign: f"\\{name} " for sign, name in zip(_COMMANDS[0], _COMMANDS[1].split(), strict=True)},
-    **{
-        sign: f"\\frac{{{of[0]}}}{{{of[1:].strip('{}')}}}"
-        for sign, of in zip(_FRACTIONS[0], _FRACTIONS[1].split(), strict=True)
-    },
+    **{sign: _as_fraction(sign) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"},
     **{letter: f"\\mathbb{{{plain}}}" for letter, plain in zip("ℝℤℚℕℂ", "RZQNC", strict=True)},
     "°": "^\\circ ",
     **dict.fromkeys("✓✔✅", MARK),
@@ -62,10 +67,20 @@ def without_delimiters(text: str) -> str:
     inner = text.strip()
     while len(inner) > 1 and _QUOTES.get(inner[0]) == inner[-1] and inner.count(inner[-1]) <= 2:
         inner = inner[1:-1].strip()
-    inner = _FORMULA.sub(lambda found: found[1] or f"{MARK}{found[2] or found[3] or ''}{MARK}", inner)
-    return _DOLLAR.sub(MARK, inner)
+    return _DOLLAR.sub(MARK, _FORMULA.sub(_undelimited, inner))
+
+
+def _undelimited(formula: re.Match[str]) -> str:
+    """Return the content of a formula between two marks; a double backslash, which begins none, stays."""
+    return formula[1] or f"{MARK}{formula[2] or formula[3] or ''}{MARK}"
 
 
 def without_marks(text: str) -> str:
     """Return an answer with a blank for each mark, and with `MARK` for marks between digits."""
-    return _MARKS.sub(lambda found: (found[1] or "") + (MARK if found[1] and found[3] else " "), text).strip()
+    return _MARKS.sub(_plain_mark, text).strip()
+
+
+def _plain_mark(marks: re.Match[str]) -> str:
+    before = marks[1] or ""
+    is_between_digits = before and marks[3]
+    return before + (MARK if is_between_digits else " ")

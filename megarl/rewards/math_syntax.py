@@ -5,6 +5,7 @@ Math-verify takes the last number of a text that it cannot parse: to it, `/ 42` 
 
 import re
 from functools import lru_cache
+from itertools import pairwise
 
 from megarl.rewards.units import is_unit, is_unit_phrase, words_of
 
@@ -33,6 +34,9 @@ _CLOSING = {
     "\\vert": frozenset(["\\vert"]),
 }
 _CLOSERS = frozenset[str]().union(*_CLOSING.values())
+_SIZES = ("\\left", "\\right")
+_SIZED = (_CLOSING.keys() | _CLOSERS) - {"{", "}"}
+"""The brackets whose size `\\left` and `\\right` set; the commands before them are left out."""
 _NUM_ARGUMENTS = {**dict.fromkeys(words_of(r"\frac \dfrac \tfrac \cfrac \binom \dbinom \tbinom"), 2), "\\sqrt": 1}
 _FUNCTIONS = words_of(
     r"\log \ln \lg \exp \sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan \sinh \cosh \tanh \sum \prod \int \lim"
@@ -42,7 +46,7 @@ _POSTFIXES = words_of(r"! % \% \$ \degree '")
 _DEGREES = frozenset(["\\circ", "\\degree"])
 _AFTER_COMMAND = re.compile(r"(\\[a-zA-Z]+)\x1f(?=[a-zA-Z])")
 _DEGREES_IN_BRACES = tuple(["{", degree, "}"] for degree in _DEGREES)
-_NO_OPERANDS = _FUNCTIONS | _BINARY | _CLOSERS | _DEGREES | {"\\left", "\\right"}
+_NO_OPERANDS = _FUNCTIONS | _BINARY | _CLOSERS | _DEGREES | {*_SIZES}
 _DIGIT = re.compile("[0-9]")
 _CONJUNCTION = re.compile(r"\\text\{[, ]*(?:and|or)[, ]*\}")
 
@@ -75,11 +79,8 @@ class _Reader:
 
     def __init__(self, tokens: list[str], known: frozenset[str]) -> None:
         visible = [token for token in tokens if token not in _SKIPPED]
-        sized = ("\\left", "\\right")  # belong to the bracket after them
         self._tokens = [
-            token
-            for token, after in zip(visible, [*visible, ""][1:], strict=True)
-            if token not in sized or after in "{}" or (after not in _CLOSING and after not in _CLOSERS)
+            token for token, after in pairwise([*visible, ""]) if token not in _SIZES or after not in _SIZED
         ]
         self._place = 0
         self._known = known
@@ -97,7 +98,8 @@ class _Reader:
         self._term(depth)
         while self.next in _BINARY or _CONJUNCTION.fullmatch(self.next) or (has_cells and self.next in _CELLS):
             separator = self._take()
-            if not (separator in _CELLS and (self.next in _CELLS or self.next.startswith("\\end"))):
+            is_empty_cell = separator in _CELLS and (self.next in _CELLS or self.next.startswith("\\end"))
+            if not is_empty_cell:
                 self._term(depth)
 
     def _term(self, depth: int) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from importlib import import_module
+from itertools import product
+from operator import floordiv
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -83,16 +85,14 @@ def nearly_equal(answer: str, truth: str) -> bool:
     real numbers, points or sets of them are not compared here.
     """
     texts = [text.replace("\\%", "").replace("%", "") for text in (answer, truth)]
-    factors = (1, 100) if (texts[0] == answer) != (texts[1] == truth) else (1,)
+    only_one_has_percent = (texts[0] == answer) != (texts[1] == truth)
+    factors = (1, 100) if only_one_has_percent else (1,)
     with bounded():
         found, gold = (_numbers(next(iter(parsed(text)), None)) for text in texts)
     if found is None or gold is None or len(found) != len(gold):
         return True
-    return any(
-        all(_is_near(one * a, other * b) for one, other in zip(found, gold, strict=True))
-        for a in factors
-        for b in factors
-    )
+    pairs = list(zip(found, gold, strict=True))
+    return any(all(_is_near(one * a, other * b) for one, other in pairs) for a, b in product(factors, repeat=2))
 
 
 def _is_near(one: "Number", other: "Number") -> bool:
@@ -106,10 +106,13 @@ def _numbers(value: object) -> "list[Number] | None":
     import sympy
 
     if isinstance(value, sympy.FiniteSet | sympy.Tuple | sympy.Interval):
-        parts = [_numbers(part) for part in value.args[: 2 if isinstance(value, sympy.Interval) else None]]
-        if any(part is None for part in parts):
-            return None
-        numbers = [number for part in parts for number in part or ()]
+        members = value.args[:2] if isinstance(value, sympy.Interval) else value.args  # an interval has flags too
+        numbers: list[Number] = []
+        for member in members:
+            part = _numbers(member)
+            if part is None:
+                return None
+            numbers += part
         return sorted(numbers) if isinstance(value, sympy.FiniteSet) else numbers
     if not isinstance(value, sympy.Expr) or value.free_symbols:
         return None
@@ -166,21 +169,21 @@ def term(text: str, *arguments: object, evaluate: bool | None = None, **options:
 
     add, multiply, power = (partial(make, evaluate=evaluate is not False) for make in (sympy.Add, sympy.Mul, sympy.Pow))
 
+    def number(numeral: str) -> "Expr":
+        return sympy.Integer(int(numeral)) if numeral.isdigit() else sympy.Float(numeral)
+
     def minus(term: "Expr") -> "Expr":
         return -term if term.is_Number else multiply(-1, term)
 
-    return read(
-        text,
-        Operations(
-            number=lambda digits: sympy.Integer(int(digits)) if digits.isdigit() else sympy.Float(digits),
-            unary={"+": lambda term: term, "-": minus},
-            binary={
-                "+": add,
-                "-": lambda left, right: add(left, minus(right)),
-                "*": multiply,
-                "/": lambda left, right: multiply(left, power(right, -1)),
-                "//": lambda left, right: left // right,
-                "**": power,
-            },
-        ),
+    def subtract(left: "Expr", right: "Expr") -> "Expr":
+        return add(left, minus(right))
+
+    def divide(left: "Expr", right: "Expr") -> "Expr":
+        return multiply(left, power(right, -1))
+
+    operations = Operations(
+        number=number,
+        unary={"+": lambda term: term, "-": minus},
+        binary={"+": add, "-": subtract, "*": multiply, "/": divide, "//": floordiv, "**": power},
     )
+    return read(text, operations)

@@ -66,7 +66,9 @@ def _read(answer: str) -> tuple[int, bool] | None:
     if sides and not sides[0]:  # an answer may begin with `=`
         sides = sides[1:]
     values = [_value(side) for side in sides if not is_name(side)]
-    return None if None in values else (number, all(value == number for value in values))
+    if None in values:
+        return None
+    return number, all(value == number for value in values)
 
 
 def _value(side: str) -> Number | None:

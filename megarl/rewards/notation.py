@@ -46,7 +46,7 @@ def exact_number(value: object) -> Decimal:
     text = join_thousands(str(value).strip()).removeprefix("$")
     is_text = isinstance(value, str) and _NUMBER.fullmatch(text) and len(text) <= MAX_DIGITS
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool) and Decimal(value).is_finite()
-    if not (is_text or is_number):
+    if not is_text and not is_number:
         raise UserError(f"the ground truth {value!r} is not one number")
     number = Decimal(text)
     if abs(number.adjusted()) >= MAX_DIGITS:

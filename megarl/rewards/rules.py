@@ -66,7 +66,9 @@ class Rules:
 
     def warm_up(self, data_source: str) -> None:
         """Import the modules that built-in rules import at their first call: no response should pay for that."""
-        names = {*(self.weights or ()), *([data_source] if self.reads_data_source() else ())}
+        names = set(self.weights or ())
+        if self.reads_data_source():
+            names.add(data_source)
         if names:
             from megarl.rewards import built_in
 
@@ -84,7 +86,9 @@ class Rules:
 
     def reads_data_source(self) -> bool:
         """Return whether the row's data source picks a rule."""
-        return not (self.path or self.judge) if self.weights is None else DATA_SOURCE in self.weights
+        if self.weights is None:
+            return not self.path and not self.judge
+        return DATA_SOURCE in self.weights
 
     def _sum(self, parts: Mapping[str, Outcome]) -> Outcome:
         """Return the weighted sum for a response, or the first error of its parts."""
@@ -104,4 +108,5 @@ class Rules:
             "score": score,
             "acc": first.get("acc", first["score"]),
         }
-        return RuleResult(numbers, next((part.pred for part in found.values() if part.pred is not None), None))
+        preds = (part.pred for part in found.values() if part.pred is not None)
+        return RuleResult(numbers, next(preds, None))

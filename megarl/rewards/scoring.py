@@ -100,16 +100,14 @@ class RuleScorer:
         """
         share = samples.share
         if self.rules.reads_data_source():
-            on_each_rank(
-                lambda: [known_data_source(share.prompts[place].data_source) for place in set(share.groups.tolist())]
-            )
+            data_sources = [share.prompts[place].data_source for place in set(share.groups.tolist())]
+            on_each_rank(lambda: [known_data_source(name) for name in data_sources])
         found = self._results(share, samples.shares.group)
-        on_each_rank(lambda: self._require_unchanged([result for _, result in found]))
         results = [result for _, result in found]
+        on_each_rank(lambda: self._require_unchanged(results))
         is_masked = self._section.on_failure == "mask"
-        scores = [
-            result.numbers.get("score", math.nan if is_masked else self._section.default_score) for result in results
-        ]
+        score_of_failure = math.nan if is_masked else self._section.default_score
+        scores = [result.numbers.get("score", score_of_failure) for result in results]
         accuracies = [result.numbers.get("acc", score) for result, score in zip(results, scores, strict=True)]
         scored = share.extend(
             Scored,
@@ -129,10 +127,8 @@ class RuleScorer:
         by_sample = self._gather({sample: found for sample, found in begun.items() if found}, group)
         rest = [sample for sample in range(len(share)) if sample not in by_sample]
         mine = rest[dist.get_rank(group) :: dist.get_world_size(group)]
-        by_sample |= self._gather(
-            {sample: self._submit(share.prompt_of(sample), share.response_ids(sample).tolist()) for sample in mine},
-            group,
-        )
+        late = {sample: self._submit(share.prompt_of(sample), share.response_ids(sample).tolist()) for sample in mine}
+        by_sample |= self._gather(late, group)
         return [by_sample[sample] for sample in range(len(share))]
 
     def _submit(self, prompt: Prompt, token_ids: list[int]) -> PendingResponse:
@@ -225,15 +221,12 @@ def metrics_of(samples: Sharded[Rollouts], results: Sequence[ScoringResult]) -> 
     `results` are those of this rank's share.
     """
     names = _reported_names(samples, results)
-    columns = [
-        [
-            result.seconds,
-            *(result.fault == fault for fault in ("timeout", "error")),
-            *(result.numbers.get(name, math.nan) for name in names),
-        ]
+    rows = [
+        [result.seconds, result.fault == "timeout", result.fault == "error"]
+        + [result.numbers.get(name, math.nan) for name in names]
         for result in results
     ]
-    numbers = torch.tensor(columns, dtype=torch.float64).view(-1, 3 + len(names))
+    numbers = torch.tensor(rows, dtype=torch.float64).view(-1, 3 + len(names))
     slowest, _ = samples.extremes(numbers[:, 0])
     is_given = ~numbers.isnan()
     found = samples.sum(torch.stack([numbers.where(is_given, 0.0), is_given.double()], dim=1)).T.tolist()

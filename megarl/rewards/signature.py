@@ -92,10 +92,8 @@ def fault_of(reward: object, path: Path, name: str, kwargs: Collection[str] = ()
     call = _signature_of(getattr(reward, method))
     if call and isinstance(inspect.getattr_static(reward, method), FunctionType):
         call = _without_self(call)
-    constructor = _signature_of(reward)
-    return _fault_of_construction(constructor, path, name, kwargs) or _fault_of_call(
-        call, f"{path}: {name}.{method}", method
-    )
+    fault = _fault_of_construction(_signature_of(reward), path, name, kwargs)
+    return fault or _fault_of_call(call, f"{path}: {name}.{method}", method)
 
 
 def _fault_of_call(signature: Signature | None, place: str, name: str, kwargs: Collection[str] = ()) -> str | None:
@@ -133,11 +131,9 @@ def _fault_of_class_text(cls: ast.ClassDef, path: Path, kwargs: Collection[str])
     method = next((name for name in METHODS if name in bound), None)
     if method is None:
         return _no_method(path, cls.name)
-    constructor = written(bound["__init__"]) if "__init__" in bound else Signature([Parameter("self", _BY_KEYWORD[0])])
-    call = written(bound[method])
-    return _fault_of_construction(constructor and _without_self(constructor), path, cls.name, kwargs) or _fault_of_call(
-        call and _without_self(call), f"{path}: {cls.name}.{method}", method
-    )
+    constructor = _written_without_self(bound["__init__"]) if "__init__" in bound else Signature()
+    fault = _fault_of_construction(constructor, path, cls.name, kwargs)
+    return fault or _fault_of_call(_written_without_self(bound[method]), f"{path}: {cls.name}.{method}", method)
 
 
 def _no_method(path: Path, name: str) -> str:
@@ -162,6 +158,11 @@ def _signature_of(called: Any) -> Signature | None:
         return inspect.signature(called)
     except (TypeError, ValueError):  # C code
         return None
+
+
+def _written_without_self(method: ast.AST) -> Signature | None:
+    signature = written(method)
+    return _without_self(signature) if signature else None
 
 
 def _without_self(signature: Signature) -> Signature:

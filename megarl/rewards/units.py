@@ -151,9 +151,10 @@ def is_unit_phrase(text: str, *, of_money: bool = False) -> bool:
     num_signs = sum(part in SYMBOLS and not part.isalpha() for part in known)
     if num_signs > 1 or ("m" in known and has_money):
         return False
-    is_short = len(known) <= _MAX_WORDS and "//" not in phrase.replace(" ", "")
+    if len(known) > _MAX_WORDS or "//" in phrase.replace(" ", ""):
+        return False
     has_unit = any(is_unit(part) or part.lower() in _ALONE for part in known)
-    return is_short and has_unit and all(is_unit(part) or part.lower() in _JOINING for part in known)
+    return has_unit and all(is_unit(part) or part.lower() in _JOINING for part in known)
 
 
 Quantities = frozenset[tuple[str, int]]
@@ -191,7 +192,10 @@ def quantities_of(text: str, *, single_letters: bool) -> Quantities:
             factor = 1
             is_open = True
         elif part != "'":
-            sign, factor, is_open = (1, 1, False) if part.isdigit() else (sign, factor, False)
+            is_open = False
+            if part.isdigit():
+                sign = 1
+                factor = 1
         before = part
     return frozenset(found)
 
@@ -204,11 +208,16 @@ def exclude(some: Quantities, others: Quantities) -> bool:
     """
     if not some or not others or some == others:
         return False
-    first, second = ({unit for unit in units if unit != ("degree", 1)} for units in (some, others))
+    degree = {("degree", 1)}
+    first = some - degree
+    second = others - degree
     if not first or not second:
-        return not (("degree", 1) in some and ("degree", 1) in others)
-    if any(name in _MONEY for name, _ in first) and any(name in _MONEY for name, _ in second):
-        first, second = ({unit for unit in units if unit[0] in _MONEY} for units in (first, second))
+        both_have_degrees = degree <= some and degree <= others
+        return not both_have_degrees
+    prices = {unit for unit in first if unit[0] in _MONEY}
+    other_prices = {unit for unit in second if unit[0] in _MONEY}
+    if prices and other_prices:
+        return prices != other_prices
     return first != second
 
 

@@ -102,17 +102,7 @@ def to_bytes(groups: Mapping[int, Group], shares: Shares) -> bytes:
     The first share has samples without tokens too.
     """
     rows = [
-        {
-            "group": number,
-            "row": group.prompt.index,
-            "num_prompt_tokens": len(group.prompt.token_ids),
-            "prompt_digest": _digest(group.prompt),
-            "begun": group.started,
-            **{name: getattr(sample, name) for name in OF_SAMPLE},
-            **{name: _numbers(getattr(sample, name)) for name in NUMBERS},
-            "routes": None if sample.routes is None else array_bytes(sample.routes),
-            "turns": [asdict(turn) for turn in sample.turns],
-        }
+        _row(number, group, sample)
         for number, group in groups.items()
         for sample in group.samples
         if isinstance(sample, Generation) and (sample.num_tokens or shares.here == 0)
@@ -121,6 +111,21 @@ def to_bytes(groups: Mapping[int, Group], shares: Shares) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.table(columns, schema=SCHEMA), file, compression="zstd", write_page_checksum=True)
     return file.getvalue()
+
+
+def _row(number: int, group: Group, sample: Generation) -> dict[str, object]:
+    """Return the cells of a sample, by column."""
+    return {
+        "group": number,
+        "row": group.prompt.index,
+        "num_prompt_tokens": len(group.prompt.token_ids),
+        "prompt_digest": _digest(group.prompt),
+        "begun": group.started,
+        **{name: getattr(sample, name) for name in OF_SAMPLE},
+        **{name: _numbers(getattr(sample, name)) for name in NUMBERS},
+        "routes": None if sample.routes is None else array_bytes(sample.routes),
+        "turns": [asdict(turn) for turn in sample.turns],
+    }
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,7 @@ def _digest(prompt: Prompt) -> int:
 
 
 def _sample(row: dict[str, Any]) -> Generation:
-    numbers = {name: row[name] if row[name] is None else of(row[name]) for name, of in NUMBERS.items()}
+    numbers = {name: of(row[name]) for name, of in NUMBERS.items() if row[name] is not None}
     numbers["routes"] = row["routes"] and array_from(row["routes"])
     sample = Generation(prompt=0, **{name: row[name] for name in OF_SAMPLE} | numbers)
     turns = tuple(Turn(**turn) for turn in row["turns"])

@@ -104,7 +104,8 @@ def _faults_of_values(table: pa.Table) -> Iterator[str]:
     for name, column in COLUMNS.items():
         values = table[name]
         num_null = table[name].null_count
-        if num_null and (column.null == "never" or (column.null == "in all rows or none" and num_null < len(table))):
+        is_partly_null = 0 < num_null < len(table)
+        if (column.null == "never" and num_null) or (column.null == "in all rows or none" and is_partly_null):
             yield f"column {name}: it is null in {num_null} of {len(table)} rows"
         if column.null == "if the reward failed" and not values.is_null().equals(failed):
             yield f"column {name}: a row has neither a number nor a failure, or both"

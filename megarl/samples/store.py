@@ -85,8 +85,9 @@ class SampleStore:
             if samples.shares.reports:
                 _write_share(unfinished, samples, baselines, step=step)
 
-        is_complete = all(together(lambda: attempt(write)))
-        return on_first_rank(lambda: is_complete and attempt(lambda: publish(unfinished, path)))
+        if not all(together(lambda: attempt(write))):
+            return False
+        return on_first_rank(lambda: attempt(lambda: publish(unfinished, path)))
 
     def _may_write(self, path: Path, unfinished: Path) -> bool:
         """Return whether `path` may be written. Remove what a job that was killed has left unfinished."""
@@ -322,12 +323,12 @@ def _lists(column: Tensor, num_tokens: Tensor) -> pa.ListArray:
 
 
 def _arrays(rows: Tensor, counts: Tensor) -> list[bytes]:
-    """Return the rows of each sample, which has so many, as bytes."""
+    """Return the rows of each sample, `counts` of them, as bytes."""
     return [array_bytes(part) for part in rows.split(counts.tolist())]
 
 
 def _routes(cells: pa.ChunkedArray, counts: Tensor) -> Tensor | None:
-    """Turn arrays of so many rows back into rows, end to end. None if a sample has no array.
+    """Turn the arrays of samples, of `counts` rows each, back into rows end to end. None if a sample has no array.
 
     Raises:
         ValueError: an array is damaged, or has another shape.

@@ -47,7 +47,7 @@ class Console:
         console: Screen | None = None,
         next_steps: NextSteps = lambda ending: (),
     ) -> None:
-        """Show a run of so many steps, and at its end the places and commands that `next_steps` returns."""
+        """Show a run of `total_steps`, and at its end the places and commands that `next_steps` returns."""
         self._console = console or Screen()
         self._next_steps = next_steps
         self._total_steps = total_steps
@@ -121,7 +121,8 @@ class Console:
         if not self._samples:
             return
         (first, before), (last, now) = self._samples[0], self._samples[-1]
-        changes = sorted(pairs(before, now), key=lambda pair: -abs(pair.change)) if last > first else []
+        changes = pairs(before, now) if last > first else []
+        changes.sort(key=lambda pair: -abs(pair.change))
         if changes:
             title = f"{GENERATIONS} at step {first} (before) and {last} (now)"
             self._console.print(_table(title, [pair.cells() for pair in changes[:most]]))
@@ -183,9 +184,10 @@ def describe(phase: progress.Phase, now: float) -> str:
     """Describe a phase in one line: what it does, how much of it is done, and the time left."""
     counted = f"  {phase.done:,} of {phase.expected:,} {phase.unit}" if phase.expected else ""
     left = phase.left(now)
-    return f"{PHASES.get(phase.name, phase.name)}{counted}  {timedelta(seconds=round(now - phase.since))}" + (
-        f", left {timedelta(seconds=round(left))}" if left is not None else ""
-    )
+    line = f"{PHASES.get(phase.name, phase.name)}{counted}  {timedelta(seconds=round(now - phase.since))}"
+    if left is not None:
+        line += f", left {timedelta(seconds=round(left))}"
+    return line
 
 
 def _score_line(title: str, source: str, scores: Sequence[float]) -> Text:
@@ -196,7 +198,9 @@ def _score_line(title: str, source: str, scores: Sequence[float]) -> Text:
     if len(scores) > 1 and last >= max(scores):
         style = "green"
     line = plain(f"{title}  validation  {source} ").append(f"{last:.4g}", style)
-    return line.append(f"  ({change:+.4g} since the first)", style) if len(scores) > 1 else line
+    if len(scores) > 1:
+        line.append(f"  ({change:+.4g} since the first)", style)
+    return line
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:

@@ -96,7 +96,9 @@ class Mlflow:
 
     def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Record how the run ended, with its files and the summary; wait until all is sent or a try fails."""
-        summary = "".join("  ".join(f"{key}={value}" for key, value in row.items()) + "\n" for row in summary_rows)
+        summary = ""
+        for row in summary_rows:
+            summary += "  ".join(f"{key}={value}" for key, value in row.items()) + "\n"
         self._end = int(time.time() * 1000), _STATUS[ending], summary
         self._closing.set()
         self._changed.set()
@@ -171,7 +173,8 @@ class Mlflow:
             yield
         except Exception as error:
             self._store.forget()
-            if not (isinstance(error, FAILURES) and is_refused(error)):
+            is_refusal = isinstance(error, FAILURES) and is_refused(error)
+            if not is_refusal:
                 raise
             logger.warning("MLflow refused a record, training continues: %s", error)
         if self._failing:

@@ -85,7 +85,8 @@ def log_inputs(client: MlflowClient, run: Run, params: Mapping[str, object]) -> 
         if datasets:
             client.log_inputs(run_id, datasets)
         known = client.get_run(run_id).inputs
-        if model and not (known and known.model_inputs):
+        has_model = known and known.model_inputs
+        if model and not has_model:
             name = Path(model.rstrip("/")).name.replace(":", "_") or "model"
             logged = client.create_logged_model(run.info.experiment_id, name, run_id, tags={"path": model})
             client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)

@@ -156,7 +156,9 @@ class Store:
         new = []
         rows = [row for row in rows if row["step"] >= self._first_step]
         numbers = list(map(values_of, rows))
-        lines = [*map(headlines, numbers), *([] if only_headlines else numbers)]
+        lines = list(map(headlines, numbers))
+        if not only_headlines:
+            lines += numbers
         for row, values in zip(cycle(rows), lines, strict=False):
             for name, value in values.items():
                 key = self._key(mlflow_key(name))

@@ -52,14 +52,17 @@ class TensorBoard:
     def log_table(self, name: str, rows: Sequence[Row], *, step: int) -> None:
         """Write the rows as one Markdown table."""
         if rows:
-            lines = [rows[0], dict.fromkeys(rows[0], "---"), *rows]
-            cells = [list(rows[0]), *([_cell(value) for value in line.values()] for line in lines[1:])]
-            self._writer.add_text(tensorboard_tag(name), "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+            columns = list(rows[0])
+            cells = [[_cell(value) for value in row.values()] for row in rows]
+            lines = [columns, ["---"] * len(columns), *cells]
+            self._writer.add_text(tensorboard_tag(name), "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
             self._writer.flush()
 
     def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Write how the run ended, with its summary, and close the file."""
-        lines = [f"run {ending}", *("  ".join(f"{key}={value}" for key, value in row.items()) for row in summary_rows)]
+        lines = [f"run {ending}"]
+        for row in summary_rows:
+            lines.append("  ".join(f"{key}={value}" for key, value in row.items()))
         self._writer.add_text(SUMMARY, _indented("\n".join(lines)))
         self._writer.close()
 

@@ -118,8 +118,10 @@ class Wandb:
 
     def _note(self, *, part: str | None) -> None:
         """Write the last step of finished processes, and the offline part of this process."""
-        rows = [{"kind": "finished", "step": self._finished}, {"kind": "part", "directory": part}]
-        lines = [f"{json.dumps(row)}\n" for row in rows[: 1 + bool(part)]]
+        rows: list[Row] = [{"kind": "finished", "step": self._finished}]
+        if part:
+            rows.append({"kind": "part", "directory": part})
+        lines = [f"{json.dumps(row)}\n" for row in rows]
         write_whole(self._run_dir / UNFINISHED_FILE, "".join(lines).encode())
 
     def _begin(self, run_id: str, run: TrackedRun) -> Any:
@@ -174,8 +176,9 @@ class Wandb:
 
         Raises the first error after the last row, so that a row that W&B refuses costs no other.
         """
-        found = [(name, rows) for name, rows in self._unread.tables()]
-        found += [("", [row]) for rows in self._unread.metrics() for row in rows]
+        found = list(self._unread.tables())
+        for rows in self._unread.metrics():
+            found += [("", [row]) for row in rows]
         errors = list[Exception]()
         for name, rows in sorted(found, key=lambda each: each[1][0]["step"]):
             step = rows[0]["step"]

@@ -1,9 +1,9 @@
 """Collects the samples of a step: its prompts, the responses to each prompt, and their scores.
 
 A step usually takes one batch of prompts. Dynamic sampling takes further prompts until it has a full batch of prompts
-whose responses differ in reward. ReMax (Li et al. 2024, algorithm 1) also draws
-one greedy response to each prompt; its reward is the baseline of the other responses. The engine stays awake, with the
-weights of one sync, until all samples are drawn.
+whose responses differ in reward. ReMax (Li et al. 2024, algorithm 1) also draws one greedy response to each prompt; its
+reward is the baseline of the other responses. The engine stays awake, with the weights of one sync, until all samples
+are drawn.
 
 Invariant: every rank has the same index of the samples, so every rank keeps the same prompts and stops after the same
 engine step. The samples are a pure function of the position in the data, the step and the actor's weights.

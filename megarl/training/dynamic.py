@@ -126,7 +126,7 @@ def draw_differing(
             may_refill = _may_refill(queue, found, section)
             if missing > queue.num_waiting and may_refill:
                 queue.refill()
-            elif not (queue.num_waiting or in_flight or may_refill):
+            elif not queue.num_waiting and not in_flight and not may_refill:
                 raise UserError(_not_enough(found, queue.num_batches, section))
             session.add(queue.take(missing))
         complete = session.advance()

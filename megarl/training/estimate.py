@@ -244,9 +244,11 @@ def _custom_advantages(
 
     scores = samples.gather(totals).to(torch.float32)
     tensors = {"token_rewards": rows(rewards), "scores": scores, "groups": index.groups}
-    tensors |= {"mask": rows(samples.share.mask)}
-    tensors |= {} if values is None else {"values": rows(values)}
-    tensors |= {} if baselines is None else {"baselines": baselines}
+    tensors["mask"] = rows(samples.share.mask)
+    if values is not None:
+        tensors["values"] = rows(values)
+    if baselines is not None:
+        tensors["baselines"] = baselines
     return [samples.share_of(flat(found, index.num_tokens)) for found in custom(tensors)]
 
 
@@ -256,8 +258,9 @@ def _correction(
     """Return `[n]` factors of the advantages that correct for the engine's probabilities, with metrics."""
     share = samples.share
     metrics = Metrics()
-    if not (section.rollout_is or section.rollout_rs):
-        return _constant(1.0, share.mask) if share.is_all_learnt else share.mask.to(torch.float32), metrics
+    if not section.rollout_is and not section.rollout_rs:
+        factors = _constant(1.0, share.mask) if share.is_all_learnt else share.mask.to(torch.float32)
+        return factors, metrics
     assert old_log_probs is not None and share.rollout_log_probs is not None, "a correction without log-probabilities"
     old_log_probs, rollout_log_probs, mask = map(share.rows, (old_log_probs, share.rollout_log_probs, share.mask))
     weights = mask.to(torch.float32)
@@ -277,8 +280,10 @@ def _correction(
     if section.rollout_rs:
         upper = section.largest_ratio
         lower = section.rollout_rs_threshold_lower
+        if lower is None:
+            lower = 1.0 / upper
         ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_rs)
-        kept = accepted(ratio, mask, lower=1.0 / upper if lower is None else lower, upper=upper)
+        kept = accepted(ratio, mask, lower=lower, upper=upper)
         weights = masked(weights, kept)
         metrics["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - mean(samples, share.flat(kept))
     return share.flat(weights), metrics

@@ -74,7 +74,10 @@ class Gate:
     def limit(self, healthy: Sequence[float]) -> float:
         """Return the highest allowed mismatch of a step, given the mismatches in `healthy`."""
         stop = self.limits.mismatch_stop
-        return min(stop, max(self.limits.mismatch_growth * median(healthy), LEAST * stop)) if healthy else stop
+        if not healthy:
+            return stop
+        usual = self.limits.mismatch_growth * median(healthy)
+        return min(stop, max(usual, LEAST * stop))
 
     def check(
         self, samples: Sharded[Rollouts], log_probs: Tensor, healthy: Sequence[float], *, step: int
@@ -171,8 +174,9 @@ def _report_blindness(samples: Sharded[Rollouts], log_probs: Tensor, sampled: Te
     """Raise MismatchError if none of the `sampled` tokens is finite on both sides; warn if there are no such tokens."""
     share = samples.share
     assert share.rollout_log_probs is not None
-    columns = [sampled, *(~numbers.isfinite() & sampled for numbers in (share.rollout_log_probs, log_probs))]
-    counts = samples.sum(torch.stack([share.sums(column) for column in columns], dim=-1))
+    of_engine = sampled & ~share.rollout_log_probs.isfinite()
+    of_trainer = sampled & ~log_probs.isfinite()
+    counts = samples.sum(torch.stack([share.sums(column) for column in (sampled, of_engine, of_trainer)], dim=-1))
     num_tokens, num_engine, num_trainer = map(int, counts)
     if num_tokens:
         raise MismatchError(
@@ -235,9 +239,8 @@ def _mean(samples: Sharded[Rollouts], mismatch: Tensor, totals: Tensor, kept: Te
     border = kth_largest(numbers, free, counts=samples.shares.reports)  # a mismatch of 0 changes it only to 0
     places = (numbers > border).numpy().nonzero()[0]
     owners = share.num_tokens.numpy().cumsum().searchsorted(places, side="right")
-    weights = (numbers.numpy()[places], None)
-    of_share = [torch.from_numpy(np.bincount(owners, each, minlength=len(share))).double() for each in weights]
-    above, num_above = of_share
+    above = torch.from_numpy(np.bincount(owners, numbers.numpy()[places], minlength=len(share)))
+    num_above = torch.from_numpy(np.bincount(owners, minlength=len(share))).double()
     below, num_free = samples.sum(torch.stack([(totals - above).where(kept, 0.0), num_above], dim=-1)).tolist()
     return max(below - border * (free - int(num_free)), 0.0) / (count - free)
 
@@ -259,4 +262,5 @@ def _rows(index: Index, samples: Tensor) -> str:
     """Name the rows of the data of the given samples, bool `[B]`."""
     asked = index.groups[samples.nonzero()[:, 0]].tolist()
     rows = list(dict.fromkeys(index.prompts[place].index for place in asked))
-    return f"rows {', '.join(map(str, rows[:MOST_NAMED]))}{' ...' if len(rows) > MOST_NAMED else ''} of the data"
+    others = " ..." if len(rows) > MOST_NAMED else ""
+    return f"rows {', '.join(map(str, rows[:MOST_NAMED]))}{others} of the data"

@@ -100,9 +100,11 @@ class RefAndValues:
 
     def of(self, samples: Sharded[Rewarded], rows: Tensor) -> "RefAndValues":
         """Return the outputs on the samples at `rows`, int64 `[k]`."""
-        columns = (self.ref_log_probs, self.values)
-        ref_log_probs, values = (x if x is None else samples.tokens_of(rows, x) for x in columns)
-        return RefAndValues(ref_log_probs=ref_log_probs, values=values)
+
+        def chosen(column: Tensor | None) -> Tensor | None:
+            return None if column is None else samples.tokens_of(rows, column)
+
+        return RefAndValues(ref_log_probs=chosen(self.ref_log_probs), values=chosen(self.values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,9 @@ def train(job: Job, progress: Progress) -> None:
         utilization = job.work.utilization(metrics["perf/tflop"], seconds)
         return {STEP_SECONDS: seconds, "perf/throughput": per_rank} | utilization
 
+    def is_best(finished: int) -> bool:
+        return progress.best is not None and progress.best.step == finished
+
     schedule = job.schedule
     if job.validation and schedule.validate_first:
         job.tracker.log(validate(schedule.first_step), step=schedule.first_step)
@@ -147,7 +152,7 @@ def train(job: Job, progress: Progress) -> None:
         state=lambda finished, metrics: progress.state(finished, metrics),
         tracker=job.tracker,
         checkpoints=job.checkpoints,
-        is_best=lambda finished: progress.best is not None and progress.best.step == finished,
+        is_best=is_best,
         summarize=throughput,
     )
 

@@ -95,12 +95,15 @@ def _renewed(in_flight: Sequence[Group], *, step: int, max_staleness: int) -> tu
 
     No group becomes too old in a run; a run that is resumed with smaller limits may have such groups.
     """
-    too_old = [step - group.started > max_staleness for group in in_flight]
-    num_lost = sum(group.num_tokens for group, is_old in zip(in_flight, too_old, strict=True) if is_old)
-    return [
-        Group.new(group.prompt, [sample.sample for sample in group.samples], started=step) if is_old else group
-        for group, is_old in zip(in_flight, too_old, strict=True)
-    ], num_lost
+    groups = list[Group]()
+    num_lost = 0
+    for group in in_flight:
+        if step - group.started <= max_staleness:
+            groups.append(group)
+        else:
+            num_lost += group.num_tokens
+            groups.append(Group.new(group.prompt, [sample.sample for sample in group.samples], started=step))
+    return groups, num_lost
 
 
 def _draw(session: Session, groups: Sequence[Group], partial: Partial, *, step: int) -> tuple[list[Group], list[Group]]:
@@ -109,9 +112,12 @@ def _draw(session: Session, groups: Sequence[Group], partial: Partial, *, step: 
     late = {number for number, group in enumerate(groups) if step - group.started >= partial.section.max_staleness}
     session.add({number: group for number, group in enumerate(groups) if number not in complete})
     num_exchanges = 0
-    while session.num_open and not (
-        late <= complete.keys() and partial.may_end(num_complete=len(complete), num_exchanges=num_exchanges)
-    ):
+
+    def may_end() -> bool:
+        is_enough = partial.may_end(num_complete=len(complete), num_exchanges=num_exchanges)
+        return is_enough and late <= complete.keys()
+
+    while session.num_open and not may_end():
         complete |= session.advance()
         num_exchanges += 1
     everything = complete | session.stop()

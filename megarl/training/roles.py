@@ -211,9 +211,11 @@ class EngineSampler:
         """Draw the training samples of a step."""
         session = self.open(step=step)
         groups = self.groups(prompts, step=step)
-        complete: Sequence[Group] = (
-            _finish_and_keep(session, groups, self.step_cache, step=step) if self.step_cache else session.draw(groups)
-        )
+        complete: Sequence[Group]
+        if self.step_cache:
+            complete = _finish_and_keep(session, groups, self.step_cache, step=step)
+        else:
+            complete = session.draw(groups)
         return self.record(complete), {"rollout/occupancy": session.occupancy()}
 
     def greedy(self, prompts: Prompts, *, step: int) -> Sharded[Rollouts]:
@@ -233,9 +235,9 @@ class EngineSampler:
         self, sampling: Sampling, *, step: int, final_only: bool = True, with_routes: bool = False
     ) -> SamplingSession:
         max_tokens = self.section.response_length
-        episodes = (
-            self.environments.begin(max_tokens=max_tokens, group=self.engine.host_group) if self.environments else None
-        )
+        episodes = None
+        if self.environments:
+            episodes = self.environments.begin(max_tokens=max_tokens, group=self.engine.host_group)
         queue = self.engine.open_queue(
             sampling,
             max_tokens=max_tokens,

@@ -22,10 +22,8 @@ class Tally:
 
     def metrics(self) -> Metrics:
         """Return the mean of each metric over the mini-batches with a finite gradient, and the counts of the others."""
-        means = {
-            name: sum(metrics[name] for metrics in self.learned) / len(self.learned)
-            for name in (self.learned[0] if self.learned else ())
-        }
+        names = self.learned[0] if self.learned else ()
+        means = {name: sum(metrics[name] for metrics in self.learned) / len(self.learned) for name in names}
         counts = {"skipped_updates": self.skipped, "empty_minibatches": self.empty, "idle_minibatches": self.idle}
         return means | {name: float(count) for name, count in counts.items()}
 

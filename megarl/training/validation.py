@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import isnan
 from operator import itemgetter
 from typing import Any
 
@@ -82,7 +83,9 @@ def scores_by_source(scored: Sharded[Scored]) -> Metrics:
         samples[int(scored.index.groups[sample])].append(sample)
     by_source: dict[str, list[list[int]]] = defaultdict(list)
     for prompt, of_prompt in zip(prompts, samples, strict=True):
-        by_source[prompt.data_source] += [of_prompt] if of_prompt else []
+        of_source = by_source[prompt.data_source]
+        if of_prompt:
+            of_source.append(of_prompt)
     metrics = {}
     for source, of_source in by_source.items():
         if not of_source:
@@ -125,16 +128,11 @@ def _shown(scored: Sharded[Scored], count: int) -> list[Mapping[str, Any]]:
     share = scored.share
     have_ids = any(prompt.prompt_id is not None for prompt in share.prompts)
     chosen = (scored.mine < count).nonzero()[:, 0].tolist() if scored.shares.reports else []
-    rows: list[tuple[int, Mapping[str, Any]]] = [
-        (
-            int(scored.mine[sample]),
-            ({"prompt_id": share.prompt_of(sample).prompt_id} if have_ids else {})
-            | {
-                "prompt": share.prompt_of(sample).text,
-                "response": share.texts[sample],
-                "score": None if share.scores[sample].isnan() else float(share.scores[sample]),
-            },
-        )
-        for sample in chosen
-    ]
+    rows = list[tuple[int, Mapping[str, Any]]]()
+    for sample in chosen:
+        prompt = share.prompt_of(sample)
+        score = float(share.scores[sample])
+        row: dict[str, Any] = {"prompt_id": prompt.prompt_id} if have_ids else {}
+        row |= {"prompt": prompt.text, "response": share.texts[sample], "score": None if isnan(score) else score}
+        rows.append((int(scored.mine[sample]), row))
     return [row for _, row in sorted(to_first_rank(rows), key=itemgetter(0))]

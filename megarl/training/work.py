@@ -35,18 +35,16 @@ class Work:
         lengths, outputs = samples.share.lengths(), samples.share.num_learnt()
 
         def forward(models: PerDataSource[Architecture]) -> int:
-            return sum(
-                forward_flops(
-                    architecture, Tokens(lengths=lengths[chosen].numpy(), num_outputs=int(outputs[chosen].sum()))
-                )
-                for architecture, chosen in models.shares(samples.share)
-            )
+            num_flops = 0
+            for architecture, chosen in models.shares(samples.share):
+                tokens = Tokens(lengths=lengths[chosen].numpy(), num_outputs=int(outputs[chosen].sum()))
+                num_flops += forward_flops(architecture, tokens)
+            return num_flops
 
-        of_share = {
-            phase: sum(num_passes * forward(models) for models, num_passes in passes)
-            for phase, passes in self.passes.items()
-            if TIMING + phase in timing
-        }
+        of_share = dict[str, int]()
+        for phase, passes in self.passes.items():
+            if TIMING + phase in timing:
+                of_share[phase] = sum(num_passes * forward(models) for models, num_passes in passes)
         flops = dict(zip(of_share, _sums(samples, [*of_share.values()]), strict=True))
         found = {"perf/tflop": sum(flops.values()) / TERA}
         if self.peak:

@@ -100,10 +100,10 @@ def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
     }
     if sft:
         num_careless = round(arguments.careless / (1.0 - arguments.careless) * len(sft))
-        shown = [*sft, *(careless(problem, arguments.operators[-1]) for problem in islice(cycle(sft), num_careless))]
+        wrong = (careless(problem, arguments.operators[-1]) for problem in islice(cycle(sft), num_careless))
         splits["sft"] = [
             {"prompt": prompt(problem, arguments.template), "response": response(problem, arguments.template)}
-            for problem in shown
+            for problem in (*sft, *wrong)
         ]
     return splits
 
@@ -146,8 +146,9 @@ def draw(rng: random.Random, *, num_numbers: int, max_number: int, operators: st
         rank = _PRECEDENCE[operator]
         first = left[1] if left[2] >= rank else f"({left[1]})"
         # a - (b + c) and a / (b * c) need their parentheses, a + (b + c) does not
-        bare = right[2] > rank or (right[2] == rank and operator in "+*")
-        pool.append((value, f"{first}{operator}{right[1] if bare else f'({right[1]})'}", rank))
+        is_bare = right[2] > rank or (right[2] == rank and operator in "+*")
+        second = right[1] if is_bare else f"({right[1]})"
+        pool.append((value, f"{first}{operator}{second}", rank))
     return Problem(numbers=tuple(numbers), target=pool[0][0], solution=pool[0][1])
 
 

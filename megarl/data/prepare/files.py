@@ -59,10 +59,9 @@ def rows_of(
     for split, name in splits.items():
         with placed("--from: "):
             files = data.files(name, KINDS) if data else _files_of(place, name)
-        problems = islice(((file, i, row) for file in files for i, row in problems_of(file)), getattr(arguments, split))
-        rows[split] = [
-            make_row(problem, f"{file}, row {i}", split, index) for index, (file, i, problem) in enumerate(problems)
-        ]
+        found = ((f"{file}, row {number}", problem) for file in files for number, problem in problems_of(file))
+        problems = enumerate(islice(found, getattr(arguments, split)))
+        rows[split] = [make_row(problem, where, split, index) for index, (where, problem) in problems]
     return rows
 
 

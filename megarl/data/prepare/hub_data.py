@@ -73,8 +73,11 @@ class HubData:
         inside = [path for path in paths if self.config is None or self.config in path.split("/")]
         named = [path for path in inside if word.search(path)]
         unnamed = [path for path in inside if split == TRAIN and not _OTHER_SPLITS.search(path)]
-        by_kind = ([path for path in named or unnamed if path.endswith(f".{kind}")] for kind in kinds)
-        return next(filter(None, by_kind), [])
+        for kind in kinds:
+            found = [path for path in named or unnamed if path.endswith(f".{kind}")]
+            if found:
+                return found
+        return []
 
     def _declared(self, split: str) -> list[str]:
         """Return the patterns of the files of a split from the card of the data set; nothing if it declares none."""
@@ -101,7 +104,9 @@ class HubData:
             configs = (metadata_load(card) or {}).get("configs")
         except (OSError, ValueError, yaml.YAMLError):  # without a card, the names of files decide
             return []
-        return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
+        if not isinstance(configs, list):
+            return []
+        return [config for config in configs if isinstance(config, dict)]
 
 
 def _splits(data_files: object) -> Iterator[tuple[str, list[str]]]:

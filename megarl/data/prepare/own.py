@@ -84,7 +84,10 @@ def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
         val = list(_rows(arguments, arguments.val_from, "val", arguments.val_split))
     else:
         train, val = _divide(train, arguments.val, seed=arguments.seed)
-    return {"train": train[: arguments.train], "val": val} if val else {"train": train[: arguments.train]}
+    splits = {"train": train[: arguments.train]}
+    if val:
+        splits["val"] = val
+    return splits
 
 
 def _divide(rows: list[DataRow], num_val: int | None, *, seed: int) -> tuple[list[DataRow], list[DataRow]]:
@@ -98,7 +101,8 @@ def _divide(rows: list[DataRow], num_val: int | None, *, seed: int) -> tuple[lis
 
 
 def _rows(arguments: SimpleNamespace, files: Sequence[str], split: str, hub_split: str) -> Iterator[DataRow]:
-    columns = [arguments.prompt, *([arguments.answer] if arguments.answer else []), *arguments.keep]
+    answer = [arguments.answer] if arguments.answer else []
+    columns = [arguments.prompt, *answer, *arguments.keep]
     remedies = {arguments.prompt: "--prompt names another", arguments.answer or "": "--answer names another"}
     kinds: dict[str, type] = {}
     names: set[str] = set()
@@ -163,9 +167,9 @@ def _response(answers: Sequence[object], place: str) -> str:
 
 def _as_usual(value: object) -> object:
     """Return ShareGPT's turns `{from, value}` as messages `{role, content}`, and any other value as it is."""
-    if not isinstance(value, list) or not all(
-        isinstance(turn, dict) and turn.keys() >= {"from", "value"} for turn in value
-    ):
+    if not isinstance(value, list):
+        return value
+    if not all(isinstance(turn, dict) and turn.keys() >= {"from", "value"} for turn in value):
         return value
     return [{"role": SPEAKERS.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in value]
 

@@ -38,7 +38,8 @@ OPTIONS = (
 def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`. Raises UserError if the files are missing or have something else."""
     splits = rows_of(arguments, partial(_row, arguments.chat))
-    if len({type(row["prompt"]) for rows in splits.values() for row in rows}) > 1:
+    kinds = {type(row["prompt"]) for rows in splits.values() for row in rows}
+    if len(kinds) > 1:
         raise UserError(f"{arguments.source}: some prompts are texts and some are messages: add --chat")
     if not arguments.held_out:
         return splits
@@ -106,8 +107,10 @@ def _numbered(problem: DataRow) -> Pair | None:
     """Read two responses, and the number, letter or name of the better response."""
     prompt = _prompt(problem)
     winner = next((problem[key] for key in WINNERS if problem.get(key) is not None), None)
+    if prompt is None or winner is None:
+        return None
     for names in NUMBERED:
-        if prompt is None or winner is None or not all(isinstance(problem.get(name), str) for name in names):
+        if not all(isinstance(problem.get(name), str) for name in names):
             continue
         marks = [name.removeprefix("response").removeprefix("_") for name in names]
         for number in (0, 1):
@@ -139,7 +142,9 @@ def _prompt(problem: DataRow) -> str | Messages | None:
 
 
 def _are_messages(value: object) -> TypeGuard[Messages]:
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "content" in m for m in value)
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(message, dict) and "content" in message for message in value)
 
 
 def _margin(problem: DataRow, place: str) -> dict[str, float]:

@@ -87,7 +87,8 @@ def _check(row: DataRow, problem: DataRow, name: str, config: dict[str, object])
         found: float | str = compute_score(row["data_source"], f"<answer>{answer}</answer>", answer, row["extra_info"])
     except Exception as error:  # the scorer may fail on anything that JSON has changed
         found = repr(error)
-    if found != expected or not (answer or from_json(row["extra_info"]["metadata"]) == problem["metadata"]):
+    keeps_answer = answer or from_json(row["extra_info"]["metadata"]) == problem["metadata"]
+    if found != expected or not keeps_answer:
         raise UserError(
             f"reasoning-gym's {name} cannot be kept in a file: its own answer scores {found} from the file, but "
             f"{expected} before, or its metadata changes"
