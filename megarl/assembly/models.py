@@ -47,7 +47,13 @@ class Models:
 
 
 def make_models(
-    config: Config, source: Source, tokenizer: Tokenizer, *, custom_loss: CustomLoss | None, last_step: int
+    config: Config,
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    supervision: Supervision | None,
+    custom_loss: CustomLoss | None,
+    last_step: int,
 ) -> Models:
     """Build the models that the configuration needs. `tokenizer` is the policy's, `custom_loss` the user's, if chosen.
 
@@ -56,7 +62,6 @@ def make_models(
     mesh = build_mesh(config.actor_rollout_ref.actor.megatron)
     learner = make_actor_learner(config, source, mesh, last_step=last_step)
     reference = make_reference(config, source, mesh, tokenizer, learner)
-    supervision = Supervision.of(config, tokenizer)
     actor = make_actor(config, learner, reference, supervision, custom_loss)
     critic = make_critic(config, mesh, tokenizer, learner, last_step=last_step)
     return Models(mesh=mesh, actor=actor, reference=reference, critic=critic)

@@ -58,6 +58,7 @@ from megarl.training.collect import SampleSource
 from megarl.training.custom import CustomEstimator, CustomLoss, load_estimator, load_loss
 from megarl.training.gate import Gate
 from megarl.training.loop import KL, Job, Progress
+from megarl.training.ptx import Supervision
 from megarl.training.replay import Replay, replaying
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
@@ -85,6 +86,7 @@ class Inputs:
     tokenizer: Tokenizer
     prompts: PromptStream
     val_prompts: PromptStream | None
+    supervision: Supervision | None  # the pairs of the actor's updates
     rules: RuleScorer | None  # None: a model or an environment scores alone
     environments: Environments | None
     estimator: CustomEstimator | None  # the user's
@@ -107,6 +109,7 @@ class Inputs:
             tokenizer=tokenizer,
             prompts=prompts,
             val_prompts=validation_prompts(config, tokenizer),
+            supervision=Supervision.of(config, tokenizer),
             rules=make_rules(config, tokenizer, source),
             environments=make_environments(config, tokenizer, source, prompts.prompt_of(0)),
             estimator=load_estimator(config.algorithm),
@@ -211,7 +214,14 @@ def _make_models(
     """Make the models of a run and their checkpoints, in the state of the resume point."""
     source = inputs.source
     tokenizer = inputs.tokenizer
-    models = make_models(config, source, tokenizer, custom_loss=inputs.loss, last_step=inputs.last_step)
+    models = make_models(
+        config,
+        source,
+        tokenizer,
+        supervision=inputs.supervision,
+        custom_loss=inputs.loss,
+        last_step=inputs.last_step,
+    )
     actor = models.actor
     critic = models.critic
     dtype = config.actor_rollout_ref.actor.megatron.dtype

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from string import Formatter
+from urllib.parse import urlsplit
 
 from megarl.config.checks import length_faults, path_faults, reward_faults
 from megarl.config.faults import Fault
@@ -202,7 +203,7 @@ def _sampling_of_environment(config: Config) -> Iterator[Fault]:
 
 def _judge_faults(judge: JudgeSection, where: str, *, environ: Mapping[str, str] | None) -> Iterator[Fault]:
     """Check address, template, pattern, range and key of a judge; None as `environ`: without the key's value."""
-    if not (judge.url or "").startswith(("http://", "https://")):
+    if not _is_address(judge.url or ""):
         yield Fault(f"{where}.url", f"{judge.url} is no address: give one such as http://host:8000/v1")
     if not judge.model:
         yield Fault(f"{where}.model", "is empty: name the model that the server offers")
@@ -213,6 +214,15 @@ def _judge_faults(judge: JudgeSection, where: str, *, environ: Mapping[str, str]
     name = judge.api_key_variable
     if name:
         yield from _key_faults(name, f"{where}.api_key_variable", environ)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # half a bracket, or no port
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and len(url.split()) == 1
 
 
 def _template_faults(template: str, key: str) -> Iterator[Fault]:

@@ -120,17 +120,27 @@ def find_models(config: AnyConfig) -> None:
 
 
 def require_a_batch(config: RunConfig) -> None:
-    """Count the rows of training.
+    """Count the rows of training, and the supervised pairs.
 
     Raises:
         ConfigError: they are fewer than those of a step, or cannot be counted.
     """
-    with fault_of("data.train_files"):
-        num_rows = len(Rows(config.data.train_files, columns=[]))
     wanted = config.num_drawn if isinstance(config, Config) else config.data.train_batch_size
+    _require("rows a step", wanted, "data.train_batch_size", "data.train_files", config.data.train_files)
+    if isinstance(config, Config) and config.num_supervised:
+        actor = "actor_rollout_ref.actor"
+        pairs = config.actor_rollout_ref.actor.ptx_files or ()
+        wanted = config.num_supervised
+        _require("pairs an optimizer step", wanted, f"{actor}.ptx_batch_size", f"{actor}.ptx_files", pairs)
+
+
+def _require(what: str, wanted: int, size: str, key: str, files: str | Sequence[str]) -> None:
+    """Raise ConfigError for the key `size` if the files of `key` have fewer rows than are `wanted`."""
+    with fault_of(key):
+        num_rows = len(Rows(files, columns=[]))
     if wanted > num_rows:
-        message = f"{wanted:,} rows a step, but data.train_files has {num_rows:,}: lower it or give more data"
-        raise ConfigError([Fault("data.train_batch_size", message)])
+        message = f"{wanted:,} {what}, but {key} has {num_rows:,}: lower it or give more data"
+        raise ConfigError([Fault(size, message)])
 
 
 def find_sources(config: Config) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.data.config import DataSection
-from megarl.data.messages import prompt_faults, shown
+from megarl.data.messages import prompt_faults, shown, text_faults, texts_in
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
@@ -83,9 +83,11 @@ class PromptColumns:
             try:
                 value = read(row)
                 pack(value)
+                texts = list(texts_in(value))
             except (ValueError, TypeError, RecursionError) as error:
                 yield f"{name}: {error}"
                 continue
+            yield from (f"{name}: {fault}" for text in texts for fault in text_faults(text))
             if name == REWARD_MODEL and value is None and not sources and self._reads_ground_truth(row):
                 yield f"{name}: {shown(row[name])} has no ground_truth, which the built-in reward needs"
         yield from self._id_faults(row)
@@ -121,6 +123,8 @@ class PromptColumns:
                 yield "is null, but picks the built-in reward: give a data source, or set custom_reward_function.path"
         elif not isinstance(source, str) or not source:
             yield f"{shown(source)} is not a text"
+        elif faults := list(text_faults(source)):
+            yield from faults
         elif self.needs.source:
             try:
                 known_data_source(source)
@@ -134,6 +138,7 @@ class PromptColumns:
 
     def _id_faults(self, row: DataRow) -> Iterator[str]:
         name = self.prompt_id(row)
+        yield from (f"{self.section.prompt_id_key}: {fault}" for fault in text_faults(name or ""))
         limit = self.section.max_prompt_id_length
         if name is not None and limit and len(name) > limit:
             yield (

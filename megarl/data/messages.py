@@ -1,6 +1,6 @@
 """Turns a prompt into tokens: messages by the chat template, or a text as it is."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,16 @@ def text_faults(text: object, *, may_be_empty: bool = True) -> Iterator[str]:
         text.encode()
     except UnicodeEncodeError as error:
         yield f"the text has half a character (a lone surrogate) at position {error.start}: {text[error.start]!r}"
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """Yield each text in a value of a row: itself, its items, and the names of its items."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for pair in value.items() for item in pair for text in texts_in(item))
+    elif isinstance(value, list | tuple):
+        yield from (text for item in value for text in texts_in(item))
 
 
 def margin_faults(margin: object) -> Iterator[str]:

@@ -18,7 +18,7 @@ from megarl.distributed.store import reported_by_rank0
 from megarl.platform.errors import UserError
 from megarl.platform.files import remedy
 from megarl.platform.secrets import format_error, redact
-from megarl.platform.terminal import COMMAND, print_message, visible
+from megarl.platform.terminal import COMMAND, on_one_line, print_message, visible
 
 ELASTIC_FILE = "TORCHELASTIC_ERROR_FILE"
 """torch's variable with the file in which an agent of torchrun expects the reason of a rank's failure."""
@@ -64,7 +64,7 @@ def report(error: Exception, directory: Path | None, launch: Launch, store: Stor
 
 def last_line(rank: int, path: str) -> str:
     """Return the line that names the rank that failed first and the file with its traceback."""
-    return f"megarl: rank {rank} failed first; its traceback is in {path}"
+    return f"megarl: rank {rank} failed first; its traceback is in {on_one_line(path)}"
 
 
 def _is_first(store: Store | None) -> bool:

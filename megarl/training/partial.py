@@ -29,6 +29,7 @@ class Partial:
     """How many groups a step draws and learns from, and how old their tokens may be."""
 
     wanted: int  # the most groups that a step learns from
+    num_samples: int  # of a group
     section: PartialSection
 
     @property
@@ -64,7 +65,7 @@ def draw_enough(
     step: int,
 ) -> Drawn:
     """Continue the `in_flight` groups and begin others, until the step may end."""
-    groups, num_wasted = _renewed(in_flight, step=step, max_staleness=partial.section.max_staleness)
+    groups, num_wasted = _renewed(in_flight, partial, step=step)
     recomputed = sum(sample.num_tokens for group in groups for sample in group.samples if not sample.complete)
     missing = partial.num_drawn - len(groups)
     if missing > 0:
@@ -90,19 +91,20 @@ def staleness(rollouts: Sharded[Rollouts], *, step: int) -> Metrics:
     return {"rollout/staleness/mean": summary.mean, "rollout/staleness/max": summary.largest}
 
 
-def _renewed(in_flight: Sequence[Group], *, step: int, max_staleness: int) -> tuple[list[Group], int]:
-    """Begin groups that are too old anew. Return all groups, and the number of tokens that are lost.
+def _renewed(in_flight: Sequence[Group], partial: Partial, *, step: int) -> tuple[list[Group], int]:
+    """Begin groups that are too old or of another size anew. Return all groups, and the number of tokens that are lost.
 
-    No group becomes too old in a run; a run that is resumed with smaller limits may have such groups.
+    No group becomes so in a run; a run that is resumed with other settings may have such groups.
     """
     groups = list[Group]()
     num_lost = 0
     for group in in_flight:
-        if step - group.started <= max_staleness:
+        is_young = step - group.started <= partial.section.max_staleness
+        if is_young and len(group.samples) == partial.num_samples:
             groups.append(group)
         else:
             num_lost += group.num_tokens
-            groups.append(Group.new(group.prompt, [sample.sample for sample in group.samples], started=step))
+            groups.append(Group.new(group.prompt, range(partial.num_samples), started=step))
     return groups, num_lost
 
 

@@ -41,6 +41,14 @@ def test_bug_shows_traceback_and_names_its_file_last(tmp_path: Path, kind: str) 
     assert errors.count("Traceback (most recent call last):") == 1, "other ranks fail because this rank does"
 
 
+def test_last_line_shows_what_terminals_obey(tmp_path: Path) -> None:
+    directory = tmp_path / "a\u202e\x1b[31m\nb"
+    directory.mkdir()
+    _, errors = run(PLAIN, directory, "zip")
+    file = rf"{tmp_path}/a\u202e\x1b[31m\nb/errors/rank_1.txt"
+    assert errors.rstrip().splitlines()[-1] == f"megarl: rank 1 failed first; its traceback is in {file}"
+
+
 @pytest.mark.parametrize("command", [TORCHRUN, pytest.param(MPIRUN, marks=NEEDS_MPIRUN)], ids=["torchrun", "mpirun"])
 def test_other_launchers_name_the_file_too(tmp_path: Path, command: list[str]) -> None:
     code, errors = run(command, tmp_path, "zip")

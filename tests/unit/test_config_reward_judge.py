@@ -29,6 +29,9 @@ def test_valid_judge_scores_alone_or_with_rules(judged: list[str], tmp_path: Pat
     ("change", "key", "message"),
     [
         (f"{JUDGE}.url=h:8000", "judge.url", "give one such as http://host:8000/v1"),
+        (f"{JUDGE}.url=http://h:99999/v1", "judge.url", "give one such as http://host:8000/v1"),
+        (f"{JUDGE}.url='http://[::1/v1'", "judge.url", "give one such as http://host:8000/v1"),
+        (f"{JUDGE}.url='http:///v1'", "judge.url", "give one such as http://host:8000/v1"),
         (f"{JUDGE}.model=''", "judge.model", "is empty: name the model"),
         (f"{JUDGE}.template='{{solution_str}} {{question}}'", "judge.template", "there is no {question}: choose from"),
         (f"{JUDGE}.template='{{prompt}}'", "judge.template", "does not show the response: write {solution_str}"),

@@ -69,6 +69,22 @@ def test_prompts_that_continue_need_their_rows(tmp_path: Path) -> None:
         require_a_batch(many)
 
 
+def test_optimizer_step_needs_its_supervised_pairs(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    own = [f"{key}={tmp_path / 'rows.jsonl'}" for key in ("data.train_files", "actor_rollout_ref.actor.ptx_files")]
+    own += ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    own += ["actor_rollout_ref.actor.ptx_coef=1.0"]
+    few, many = (
+        load_config(
+            [*MINIMAL, *own, f"actor_rollout_ref.actor.ptx_batch_size={size}"], world_size=None, check_paths=False
+        )
+        for size in (12, 13)
+    )
+    require_a_batch(few)
+    with pytest.raises(ConfigError, match=r"ptx_batch_size: 13 pairs an optimizer step, but .*ptx_files has 12: lower"):
+        require_a_batch(many)
+
+
 @pytest.mark.parametrize(
     ("argument", "said"),
     [

@@ -230,6 +230,21 @@ def test_a_broken_file_is_named(tmp_path: Path, tokenizer: Tokenizer, name: str)
         dataset(tmp_path / name, tokenizer, NOTHING)
 
 
+HALVES: dict[str, dict[str, object]] = {
+    "data_source": {"data_source": "a\ud800"},
+    "reward_model": {"reward_model": {"ground_truth": ["2", "a\ud800"]}},
+    "extra_info": {"extra_info": {"names": [{"a\ud800": 1}]}},
+    "id": {"id": "a\ud800"},
+}
+
+
+@pytest.mark.parametrize("column", HALVES)
+def test_half_characters_are_faults_in_each_column(tmp_path: Path, tokenizer: Tokenizer, column: str) -> None:
+    file = write_lines(tmp_path / "half.jsonl", [ROW | {"id": "a"}, ROW | {"id": "b"} | HALVES[column]])
+    with pytest.raises(ValueError, match=f"line 2, column {column}: the text has half a character .* at position 1"):
+        dataset(file, tokenizer, NOTHING, prompt_id_key="id")
+
+
 def test_every_unopenable_file_is_named_at_once(tmp_path: Path) -> None:
     good = write_lines(tmp_path / "good.jsonl", [ROW])
     bad = write_lines(tmp_path / "bad.jsonl", [{"text": 1}])
