@@ -137,7 +137,9 @@ def count(stop_when: float, max_staleness: int = 20) -> Count:
     position = Position()
     in_flight = tuple[Group, ...]()
     partial = Partial(
-        wanted=PROMPTS, section=PartialSection(enable=True, stop_when=stop_when, max_staleness=max_staleness)
+        wanted=PROMPTS,
+        num_samples=RESPONSES,
+        section=PartialSection(enable=True, stop_when=stop_when, max_staleness=max_staleness),
     )
     engine_steps = list[int]()
     occupancy = list[float]()

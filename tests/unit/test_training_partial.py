@@ -191,7 +191,9 @@ def test_step_ending_with_all_prompts_carries_nothing_over() -> None:
 
 def test_groups_beyond_staleness_limit_restart() -> None:
     world = World(lambda row: 6)
-    partial = Partial(wanted=1, num_samples=NUM_SAMPLES, section=PartialSection(enable=True, stop_when=0.5, max_staleness=1))
+    partial = Partial(
+        wanted=1, num_samples=NUM_SAMPLES, section=PartialSection(enable=True, stop_when=0.5, max_staleness=1)
+    )
     tokens = Generation(0, int32([7, 8]), float32([-1.0, -2.0]), truncated=False, sample=0, complete=False)
     tokens = replace(tokens, weight_versions=int32([1, 1]))
     old = Group(prompt=prompt(50), samples=(tokens, replace(tokens, sample=1)), started=1)
