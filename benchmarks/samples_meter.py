@@ -1,5 +1,6 @@
 """The traffic and the memory of a rank: bytes that it sends point to point, and how far its memory rises."""
 
+import ctypes
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ def counted() -> Iterator[Counter[str]]:
 @contextmanager
 def peak() -> Iterator[dict[str, int]]:
     """Measure how far the resident memory of this process rises within the block."""
+    ctypes.CDLL(None).malloc_trim(0)  # memory that earlier steps have freed counts when it is used again
     before = begin_peak()
     found = dict[str, int]()
     yield found

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megarl.batch import Prompt, PromptList, Rollouts, join, merge
 from megarl.columns import counted_from
-from megarl.distributed.exchange import all_reduce, to_first_rank, together
+from megarl.distributed.exchange import all_reduce, sum_of_ranks, to_first_rank, together
 from megarl.distributed.runs import Runs
 from megarl.distributed.sums import exact_sums, extremes
 
@@ -215,8 +215,12 @@ class Sharded(Generic[R_co]):
 
         `found` are those of this rank, by the place of the sample in its share.
         """
-        mine = self.mine.tolist()
-        own = [(mine[place], found[place]) for place in sorted(found)[:count]] if self.shares.reports else []
+        own = list[tuple[int, T]]()
+        if self.shares.reports:
+            mine = self.mine.tolist()
+            own = [(mine[place], found[place]) for place in sorted(found)[:count]]
+        if not sum_of_ranks(lambda: len(own)):
+            return {}  # most steps: no objects are exchanged
         everywhere = chain.from_iterable(together(lambda: own))
         return dict(sorted(everywhere, key=itemgetter(0))[:count])
 
