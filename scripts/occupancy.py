@@ -136,9 +136,8 @@ def count(stop_when: float, max_staleness: int = 20) -> Count:
     world = World()
     position = Position()
     in_flight = tuple[Group, ...]()
-    partial = Partial(
-        wanted=PROMPTS, section=PartialSection(enable=True, stop_when=stop_when, max_staleness=max_staleness)
-    )
+    section = PartialSection(enable=True, stop_when=stop_when, max_staleness=max_staleness)
+    partial = Partial(wanted=PROMPTS, num_samples=RESPONSES, section=section)
     engine_steps = list[int]()
     occupancy = list[float]()
     lives = list[int]()

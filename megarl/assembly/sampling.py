@@ -145,13 +145,14 @@ def make_sample_store(config: Config) -> SampleStore | None:
 
 def make_samples(config: Config, prompts: PromptStream, sampler: EngineSampler, scorer: Reward) -> SampleSource:
     """Make the source of new samples. It keeps them in files if `trainer.rollout_data_dir` names a directory."""
-    partial = config.actor_rollout_ref.rollout.partial
+    rollout = config.actor_rollout_ref.rollout
+    partial = Partial(wanted=config.data.train_batch_size, num_samples=rollout.n, section=rollout.partial)
     collector = Collector(
         prompts=prompts,
         sampler=sampler,
         scorer=scorer,
         algorithm=config.algorithm,
-        partial=Partial(wanted=config.data.train_batch_size, section=partial) if partial.enable else None,
+        partial=partial if rollout.partial.enable else None,
     )
     store = make_sample_store(config)
     return Recorder(samples=collector, store=store) if store else collector

@@ -29,6 +29,7 @@ class Partial:
     """How many groups a step draws and learns from, and how old their tokens may be."""
 
     wanted: int  # the most groups that a step learns from
+    num_samples: int  # of a group
     section: PartialSection
 
     @property
@@ -64,7 +65,7 @@ def draw_enough(
     step: int,
 ) -> Drawn:
     """Continue the `in_flight` groups and begin others, until the step may end."""
-    groups, num_wasted = _renewed(in_flight, step=step, max_staleness=partial.section.max_staleness)
+    groups, num_wasted = _renewed(in_flight, partial, step=step)
     recomputed = sum(sample.num_tokens for group in groups for sample in group.samples if not sample.complete)
     missing = partial.num_drawn - len(groups)
     if missing > 0:
@@ -90,16 +91,19 @@ def staleness(rollouts: Sharded[Rollouts], *, step: int) -> Metrics:
     return {"rollout/staleness/mean": summary.mean, "rollout/staleness/max": summary.largest}
 
 
-def _renewed(in_flight: Sequence[Group], *, step: int, max_staleness: int) -> tuple[list[Group], int]:
-    """Begin groups that are too old anew. Return all groups, and the number of tokens that are lost.
+def _renewed(in_flight: Sequence[Group], partial: Partial, *, step: int) -> tuple[list[Group], int]:
+    """Begin groups that are too old or of another size anew. Return all groups, and the number of tokens that are lost.
 
-    No group becomes too old in a run; a run that is resumed with smaller limits may have such groups.
+    No group becomes so in a run; a run that is resumed with other settings may have such groups.
     """
-    too_old = [step - group.started > max_staleness for group in in_flight]
-    num_lost = sum(group.num_tokens for group, is_old in zip(in_flight, too_old, strict=True) if is_old)
+
+    def is_over(group: Group) -> bool:
+        return step - group.started > partial.section.max_staleness or len(group.samples) != partial.num_samples
+
+    num_lost = sum(group.num_tokens for group in in_flight if is_over(group))
+    numbers = range(partial.num_samples)
     return [
-        Group.new(group.prompt, [sample.sample for sample in group.samples], started=step) if is_old else group
-        for group, is_old in zip(in_flight, too_old, strict=True)
+        Group.new(group.prompt, numbers, started=step) if is_over(group) else group for group in in_flight
     ], num_lost
 
 

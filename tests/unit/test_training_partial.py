@@ -88,7 +88,7 @@ class World:
 
 def run(world: World, steps: int, *, wanted: int, **section: float) -> list[tuple[Drawn, int]]:
     """Return what each step draws, and how many exchanges it took."""
-    partial = Partial(wanted=wanted, section=PartialSection(enable=True, **section))  # type: ignore[arg-type]
+    partial = Partial(wanted=wanted, num_samples=NUM_SAMPLES, section=PartialSection(enable=True, **section))  # type: ignore[arg-type]
     found, in_flight, position = list[tuple[Drawn, int]](), tuple[Group, ...](), Position()
     for step in range(steps):
         drawn = draw_enough(partial, world, world, in_flight, position, step=step)  # type: ignore[arg-type]
@@ -191,7 +191,9 @@ def test_step_ending_with_all_prompts_carries_nothing_over() -> None:
 
 def test_groups_beyond_staleness_limit_restart() -> None:
     world = World(lambda row: 6)
-    partial = Partial(wanted=1, section=PartialSection(enable=True, stop_when=0.5, max_staleness=1))
+    partial = Partial(
+        wanted=1, num_samples=NUM_SAMPLES, section=PartialSection(enable=True, stop_when=0.5, max_staleness=1)
+    )
     tokens = Generation(0, int32([7, 8]), float32([-1.0, -2.0]), truncated=False, sample=0, complete=False)
     tokens = replace(tokens, weight_versions=int32([1, 1]))
     old = Group(prompt=prompt(50), samples=(tokens, replace(tokens, sample=1)), started=1)
@@ -201,6 +203,20 @@ def test_groups_beyond_staleness_limit_restart() -> None:
     assert group.samples[1].weight_versions == int32([4] * 6)
     assert group.samples[1].sample == 1
     assert drawn.metrics["rollout/wasted_tokens"] == 4.0
+
+
+@pytest.mark.parametrize("num_samples", [1, 4])
+def test_groups_of_another_size_restart(num_samples: int) -> None:
+    world = World(lambda row: 6)
+    section = PartialSection(enable=True, stop_when=0.5, max_staleness=1)
+    partial = Partial(wanted=1, num_samples=num_samples, section=section)
+    [carried, *_] = carried_groups()
+    assert carried.num_tokens and len(carried.samples) == NUM_SAMPLES
+    drawn = draw_enough(partial, world, world, [carried], Position(), step=carried.started)  # type: ignore[arg-type]
+    [group] = drawn.chosen
+    assert group.prompt == carried.prompt
+    assert [sample.sample for sample in group.samples] == list(range(num_samples))
+    assert drawn.metrics["rollout/wasted_tokens"] == carried.num_tokens
 
 
 def carried_groups() -> tuple[Group, ...]:
