@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote
 from megarl.checkpoint.state import State
 from megarl.checkpoint.template_time import TIME_FILE, recorded_time
+from megarl.config.keys import ACTOR
 from megarl.config.load import to_yaml
 from megarl.config.report import custom_code
 from megarl.config.root import Config, SupervisedConfig
@@ -63,6 +64,9 @@ class ResumePoint:
             config: of the run.
             continues: the job continues the run. Checkpoints of another past are then set aside (see
                 `prepare_checkpoint`), and the checkpoint's runs at MLflow and W&B are resumed.
+
+        Raises:
+            UserError: the checkpoint has the optimizer states of another form.
         """
         trainer = config.trainer
         run_dir = Path(trainer.default_local_dir)
@@ -71,6 +75,7 @@ class ResumePoint:
             return cls(checkpoint=None, state=State(step=0))
         contents = on_first_rank(lambda: Contents.read(checkpoint))
         found, other_versions = _compare(contents, config)
+        _require_optimizers(checkpoint, found, config)
         saved_ids = contents.run_ids
         own_ids = on_first_rank(lambda: known_run_ids(run_dir))
         is_foreign = trainer.resume_mode == "resume_path" and any(
@@ -125,6 +130,25 @@ class ResumePoint:
             raise UserError(
                 f"{self.checkpoint} was saved by a run of other models, so this run cannot resume from it:{lines}\n"
                 "Name the models that the checkpoint was trained from, or start anew with trainer.resume_mode=disable"
+            )
+
+
+def _require_optimizers(checkpoint: Path, found: Sequence[ConfigDifference], config: Config | SupervisedConfig) -> None:
+    """Refuse to resume a model that learns with a sharded optimizer from the states of a whole one, or the reverse.
+
+    Megatron-Core writes the two under different names.
+    """
+    if isinstance(config, Config):
+        learning = [f"{ACTOR}.megatron", *(["critic.megatron"] if config.has_critic else [])]
+    else:
+        learning = ["megatron"]
+    keys = [f"{section}.use_distributed_optimizer" for section in learning]
+    for difference in found:
+        if difference.key in keys:
+            was = str(difference.was).lower()
+            raise UserError(
+                f"{checkpoint} has the optimizer states of {difference.key}={was}, which no other value can read: "
+                f"write {was}, or start anew with trainer.resume_mode=disable"
             )
 
 

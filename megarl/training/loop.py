@@ -19,7 +19,7 @@ from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
 from megarl.distributed.sharded import Sharded
 from megarl.samples.in_flight import NOTHING, InFlight
-from megarl.tracking.names import STEP_SECONDS, validation_of
+from megarl.tracking.names import validation_of
 from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
 from megarl.training.collect import SampleSource
@@ -137,7 +137,7 @@ def train(job: Job, progress: Progress) -> None:
     def throughput(metrics: Metrics, seconds: float) -> Metrics:
         per_rank = metrics["perf/total_num_tokens"] / seconds / job.num_ranks
         utilization = job.work.utilization(metrics["perf/tflop"], seconds)
-        return {STEP_SECONDS: seconds, "perf/throughput": per_rank} | utilization
+        return {"perf/throughput": per_rank} | utilization
 
     def is_best(finished: int) -> bool:
         return progress.best is not None and progress.best.step == finished

@@ -14,6 +14,7 @@ from megarl.distributed.exchange import seconds_waited, waiting
 from megarl.distributed.signals import Stopped, stop_requested
 from megarl.distributed.sums import exact_sums, extremes
 from megarl.platform.memory import peak_memory
+from megarl.tracking.names import STEP_SECONDS
 from megarl.tracking.profile import Traces
 from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
@@ -89,7 +90,8 @@ def run_steps(
             with timers("save_checkpoint"):
                 checkpoints.save(state(finished, metrics))
         metrics |= checkpoints.advance()
-        metrics = metrics | timers.seconds() | summarize(metrics, time.perf_counter() - start) | _of_all_ranks()
+        seconds = time.perf_counter() - start
+        metrics = metrics | timers.seconds() | {STEP_SECONDS: seconds} | summarize(metrics, seconds) | _of_all_ranks()
         tracker.log(metrics, step=finished)
         if is_stopping:
             checkpoints.close()

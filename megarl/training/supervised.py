@@ -50,7 +50,7 @@ def train(
     """Run the steps of the schedule. Raises what `run_steps` does."""
 
     def step(number: int, timers: Timers) -> Metrics:
-        with timers("step"):
+        with progress.within("step"):
             batch = learner.spread(task.batches.take(number), num_together=task.budget.num_together)
             term = LossTerm(batch=batch, objective=task.objective)
             return update(learner, [[term]], task.budget, skips=skips, step=number)
@@ -59,7 +59,7 @@ def train(
 
     def held_out(finished: int, timers: Timers) -> Metrics:
         assert validate, "there is nothing to validate on"
-        with progress.within("testing"):
+        with timers("testing"):
             return validate(learner)
 
     run_steps(

@@ -13,6 +13,7 @@ from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import Best, State
 from megarl.commands.entry import how_to_resume
 from megarl.config.report import custom_code
+from megarl.platform.errors import UserError
 from megarl.platform.terminal import COMMAND
 from megarl.tracking.run_id import RUN_ID_FILE
 from tests.support.resumes import configured, save, told
@@ -42,6 +43,19 @@ def test_changed_keys_are_reported_with_their_effect(tmp_path: Path, caplog: pyt
         "  trainer.n_gpus_per_node: 8 -> 4 (rounding: another split)",
         "note: the curve will differ from that of an uninterrupted run",
     ]
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_the_other_optimizer_cannot_resume(tmp_path: Path, value: str) -> None:
+    key = "actor_rollout_ref.actor.megatron.use_distributed_optimizer"
+    checkpoint = save(configured(tmp_path, f"{key}={value}"), step=3)
+    other = configured(tmp_path, f"{key}={'false' if value == 'true' else 'true'}")
+    with pytest.raises(
+        UserError, match=f"^{checkpoint} has the optimizer states of {key}={value}.*: write {value}, or"
+    ):
+        ResumePoint.find(other)
+    unread = configured(tmp_path, f"{key}={value}", "reward_model.megatron.use_distributed_optimizer=false")
+    assert ResumePoint.find(unread).is_resumed
 
 
 def test_changed_reward_file_changes_curve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
