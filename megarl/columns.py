@@ -137,6 +137,6 @@ def in_rows(column: Tensor, num_tokens: Tensor) -> Tensor:
 
 
 def flat(rows: Tensor, num_tokens: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return the column `[N]` that is laid out in `rows` `[B, T]`, of samples of so many tokens; fill `out` with it."""
+    """Return the column `[N]` whose samples, of `num_tokens` tokens, lie in `rows` `[B, T]`; fill `out` with it."""
     pieces = [row[:count] for row, count in zip(rows, num_tokens.tolist(), strict=True)]
     return torch.cat([rows.new_empty(0), *pieces], out=out)

@@ -41,8 +41,12 @@ class Condition:
 
     def at(self, prefix: str, path: str) -> Self:
         """Return the condition of the key or section at `path`, in a section with the prefix, with complete paths."""
-        fact, *because = (prefix + one[1:] if one.startswith(".") else one for one in (self.fact, *self.because))
-        return replace(self, fact=fact, because=tuple(because), of=tuple(f"{path}.{name}" for name in self.of))
+
+        def complete(known: str) -> str:
+            return prefix + known[1:] if known.startswith(".") else known
+
+        of = tuple(f"{path}.{name}" for name in self.of)
+        return replace(self, fact=complete(self.fact), because=tuple(map(complete, self.because)), of=of)
 
     def concerns(self, path: str) -> bool:
         """Return whether the condition, of a section around `path`, is one of `path`; no key decides about itself."""

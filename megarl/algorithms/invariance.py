@@ -162,17 +162,15 @@ def _compare(loss: Loss, whole: _Part, other: _Part, when: str) -> None:
 
 
 def _require_equal(function: object, what: str, was: Tensor, now: Tensor, when: str) -> None:
-    if not (was.isfinite().all() and now.isfinite().all()):
+    if not was.isfinite().all() or not now.isfinite().all():
         raise UserError(f"{_name(function)}: the {what} of a batch of {len(was)} samples are not all finite")
     if not torch.allclose(was, now, rtol=1e-4, atol=1e-5):
+        rule = "An estimator counts no tokens outside the mask, and draws no random numbers"
+        if what in ("sums", "gradient", "counts"):
+            rule = "A loss sums over the tokens of each row and mixes no rows; loss_agg_mode takes the means"
         raise UserError(
             f"{_name(function)}: the {what} of a batch of {len(was)} samples differ {when}, by up to "
-            f"{(was - now).abs().max().item():.3g}. "
-            + (
-                "A loss sums over the tokens of each row and mixes no rows; loss_agg_mode takes the means"
-                if what in ("sums", "gradient", "counts")
-                else "An estimator counts no tokens outside the mask, and draws no random numbers"
-            )
+            f"{(was - now).abs().max().item():.3g}. {rule}"
         )
 
 
@@ -185,10 +183,11 @@ def _require_shape(function: object, what: str, value: object, shape: tuple[int,
 def _taken(function: Callable[..., object], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that `function` has parameters for, with zeros outside the mask."""
     mask = tensors["mask"]
-    return {
-        name: masked(tensor, mask) if tensor.shape == mask.shape and tensor is not mask else tensor
-        for name, tensor in arguments_of(function, tensors).items()
-    }
+    taken = arguments_of(function, tensors)
+    for name, tensor in taken.items():
+        if tensor.shape == mask.shape and tensor is not mask:
+            taken[name] = masked(tensor, mask)
+    return taken
 
 
 def _mask(draw: torch.Generator) -> Tensor:

@@ -29,7 +29,8 @@ class PolicyOutputs:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "PolicyOutputs":
         """Return what `change` makes of each column."""
-        entropy, kl = (None if numbers is None else change(numbers) for numbers in (self.entropy, self.kl))
+        entropy = None if self.entropy is None else change(self.entropy)
+        kl = None if self.kl is None else change(self.kl)
         return PolicyOutputs(log_probs=change(self.log_probs), entropy=entropy, kl=kl)
 
 

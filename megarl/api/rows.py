@@ -49,10 +49,13 @@ def data_files(
             return {"train": file}
     else:
         file = str(directory / ROWS_FILE)
-        columns = {prompt, *([answer] if answer else []), *keep}
+        columns = {prompt, *keep}
+        if answer:
+            columns.add(answer)
         write_whole(Path(file), "".join(f"{line}\n" for line in _lines(data, columns)).encode())
     words = ["own", file, "--out", str(directory), "--prompt", prompt, "--data-source", data_source]
-    words += ["--answer", answer] if answer else []
+    if answer:
+        words += ["--answer", answer]
     for name in keep:
         words += ["--keep", name]
     if plain and isinstance(_first(file, prompt), str):

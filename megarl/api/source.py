@@ -22,7 +22,10 @@ def reward_keys(reward: Reward | None, directory: Path) -> dict[str, str]:
     if reward is None:
         return {}
     file, name = reward_file(reward, directory)
-    return {"custom_reward_function.path": str(file)} | ({"custom_reward_function.name": name} if name else {})
+    keys = {"custom_reward_function.path": str(file)}
+    if name:
+        keys["custom_reward_function.name"] = name
+    return keys
 
 
 def reward_file(reward: Reward, directory: Path) -> tuple[Path, str | None]:
@@ -43,7 +46,8 @@ def reward_file(reward: Reward, directory: Path) -> tuple[Path, str | None]:
     name = getattr(reward, "__name__", repr(reward))
     module = inspect.getmodule(reward)
     place = Path(getattr(module, "__file__", None) or "")
-    if place.suffix == ".py" and module and module.__name__ != "__main__" and getattr(module, name, None) is reward:
+    is_of_module = module is not None and module.__name__ != "__main__" and getattr(module, name, None) is reward
+    if is_of_module and place.suffix == ".py":
         return place.absolute(), name
     if not name.isidentifier() or not isinstance(inspect.unwrap(reward), FunctionType):
         raise UserError(f"reward={name} is no function that `def` has named: define one, or name its file")

@@ -110,12 +110,15 @@ def run_tracker(
     trainer = config.trainer
     run_dir = Path(trainer.default_local_dir)
     on_first_rank(lambda: write_whole(run_dir / CONFIG_FILE, to_yaml(config).encode()))
+    params = to_dict(config)
     code = custom_code(config)
+    if code:
+        params["code"] = code
     run = TrackedRun(
         run_dir=run_dir,
         project=trainer.project_name,
         experiment=trainer.experiment_name,
-        params=to_dict(config) | ({"code": code} if code else {}),
+        params=params,
         resume_step=resume_point.state.step if resume_point.is_resumed else None,
         resume_metrics=resume_point.state.metrics,
         same_curve=resume_point.same_curve,

@@ -78,9 +78,8 @@ class ResumePoint:
         _require_optimizers(checkpoint, found, config)
         saved_ids = contents.run_ids
         own_ids = on_first_rank(lambda: known_run_ids(run_dir))
-        is_foreign = trainer.resume_mode == "resume_path" and any(
-            own_ids.get(name, run_id) != run_id for name, run_id in saved_ids.items()
-        )
+        has_other_ids = any(own_ids.get(name, run_id) != run_id for name, run_id in saved_ids.items())
+        is_foreign = trainer.resume_mode == "resume_path" and has_other_ids
         if dist.get_rank() == 0:
             _show(checkpoint, found, other_versions)
             if continues and not any(difference.key in RUN_NAMES for difference in found):
@@ -263,7 +262,9 @@ def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, object]]:
 def _adapters(learner: Learner) -> dict[str, object]:
     """Return what must stay the same of a model's adapters."""
     lora = learner.lora
-    return {"lora_rank": lora.rank, "adapted": adapted_projections(learner.architecture, lora)} if lora else {}
+    if lora is None:
+        return {}
+    return {"lora_rank": lora.rank, "adapted": adapted_projections(learner.architecture, lora)}
 
 
 def _compare(
@@ -284,11 +285,8 @@ def _compare(
     now = installed_versions()
     if old is None:
         return found, {}
-    return found, {
-        name: (old.get(name, "none"), now.get(name, "none"))
-        for name in {**old, **now}
-        if old.get(name) != now.get(name)
-    }
+    other = [name for name in {**old, **now} if old.get(name) != now.get(name)]
+    return found, {name: (old.get(name, "none"), now.get(name, "none")) for name in other}
 
 
 def _show(checkpoint: Path, found: list[ConfigDifference], other_versions: Mapping[str, tuple[str, str]]) -> None:

@@ -339,14 +339,15 @@ def make_progress(config: Config, inputs: Inputs, resume_point: ResumePoint) -> 
     checkpoint = resume_point.checkpoint
     shares = Shares.blocks(rollout.tensor_model_parallel_size)
     opened = partial(inputs.environments.open, max_tokens=rollout.prompt_length) if inputs.environments else None
+    in_flight = NOTHING
+    if checkpoint and rollout.partial.enable:
+        in_flight = InFlight.read(checkpoint, shares, inputs.prompts.prompt_of, opened)
     return Progress(
         kl=make_kl_controller(config.algorithm.kl_ctrl, state),
         position=state.position or inputs.prompts.position_of(state.step),
         best=state.best,
         mismatches=state.mismatches,
-        in_flight=InFlight.read(checkpoint, shares, inputs.prompts.prompt_of, opened)
-        if checkpoint and rollout.partial.enable
-        else NOTHING,
+        in_flight=in_flight,
     )
 
 

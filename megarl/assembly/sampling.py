@@ -106,10 +106,14 @@ def make_step_cache(config: Config, resume_point: ResumePoint) -> StepCache | No
         for path, value in flatten(to_dict(config))
         if schema.changes[schema.leaf(path)].effect is not Effect.NONE
     }
+
+    def checkpoint_of(step: int) -> Path | None:
+        return resume_point.checkpoint if step == first_step else run_dir / f"{STEP_PREFIX}{step}"
+
     return StepCache(
         run_dir,
         config=json.dumps(what_matters),
-        checkpoint_of=lambda step: resume_point.checkpoint if step == first_step else run_dir / f"{STEP_PREFIX}{step}",
+        checkpoint_of=checkpoint_of,
         shares=Shares.blocks(config.actor_rollout_ref.rollout.tensor_model_parallel_size),
     )
 

@@ -126,14 +126,14 @@ def _learn(
         lora=source.lora,
     )
     written = source if learner.is_policy else source.as_classifier(tokenizer)
-    checkpoints = make_checkpoints(
-        config,
-        {task.name: learner},
-        write_huggingface=lambda directory: written.write_config_and_tokenizer(
-            directory, tokenizer, dtype=config.megatron.dtype
-        ),
-        export=lambda checkpoint: export_model(learner, source, tokenizer, checkpoint / HUGGINGFACE, launch),
-    )
+
+    def write_huggingface(directory: Path) -> None:
+        written.write_config_and_tokenizer(directory, tokenizer, dtype=config.megatron.dtype)
+
+    def export(checkpoint: Path) -> None:
+        export_model(learner, source, tokenizer, checkpoint / HUGGINGFACE, launch)
+
+    checkpoints = make_checkpoints(config, {task.name: learner}, write_huggingface=write_huggingface, export=export)
     resume_point.require_sizes(checkpoints.learners, {task.name: "model.path"})
     if resume_point.checkpoint:
         checkpoints.load(resume_point.checkpoint)

@@ -44,18 +44,19 @@ def card(
     base = base_model(config)
     base_id = hub_id(base)
     datasets = hub_datasets(config.get("data", {}).get("train_files"))
-    front = {
+    tags = ["megarl", "reinforcement-learning" if "algorithm" in config else "fine-tuned"]
+    if adapters:
+        tags.append("lora")
+    front: dict[str, object] = {
         "library_name": "peft" if adapters else "transformers",
         "pipeline_tag": "text-classification" if scores else "text-generation",
-        "tags": [
-            "megarl",
-            "reinforcement-learning" if "algorithm" in config else "fine-tuned",
-            *(["lora"] if adapters else []),
-        ],
-        **({"base_model": base_id} if base_id else {}),
-        **({"datasets": datasets} if datasets else {}),
-        **({"license": license_id} if license_id else license_of(base)),
+        "tags": tags,
     }
+    if base_id:
+        front["base_model"] = base_id
+    if datasets:
+        front["datasets"] = datasets
+    front |= {"license": license_id} if license_id else license_of(base)
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {Path(place).resolve().name}",
@@ -122,7 +123,9 @@ def hub_id(path: str | None) -> str | None:
     """Return the id of a model of the Hugging Face hub; None if its name shows that it is elsewhere."""
     name, _ = repository(path or "")
     is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)
-    return name if is_id and not (path and Path(path).exists()) else None
+    if not is_id or (path and Path(path).exists()):
+        return None
+    return name
 
 
 def license_of(base: str | None) -> dict[str, str]:
@@ -133,8 +136,10 @@ def license_of(base: str | None) -> dict[str, str]:
     place = local_path(base) if base else None
     if base and place and not place.is_dir():
         place = downloaded(base, [CARD_FILE])
+    if place is None:
+        return {}
     try:
-        known = (metadata_load(place / CARD_FILE) if place else None) or {}
+        known = metadata_load(place / CARD_FILE) or {}
     except (OSError, ValueError, yaml.YAMLError):  # a card that cannot be read says nothing
         return {}
     found = {name: str(known[name]) for name in LICENSE if isinstance(known.get(name), str)}
@@ -170,9 +175,11 @@ def _scores(history: Sequence[Row], step: int) -> list[tuple[str, str, str]]:
     """Return the first value of each headline metric, and the last up to `step`."""
     found: dict[str, list[float]] = {}
     for row in history:
+        if row["step"] > step:
+            continue
         shown = {name: row[name] for name in (REWARD, *LEARNT) if name in row}
         validation = {f"validation, {source}": value for source, value in validation_of(row).items()}
-        for name, value in (shown | validation).items() if row["step"] <= step else ():
+        for name, value in (shown | validation).items():
             found.setdefault(name, []).append(value)
     return [(name, f"{values[0]:.4g}", f"{values[-1]:.4g}") for name, values in found.items()]
 
@@ -181,7 +188,8 @@ def _files(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key in ("train_files", "val_files"):
         value = config.get("data", {}).get(key)
         if value:
-            yield f"data.{key}", ", ".join(f"`{file}`" for file in ([value] if isinstance(value, str) else value))
+            files = [value] if isinstance(value, str) else value
+            yield f"data.{key}", ", ".join(f"`{file}`" for file in files)
 
 
 def _table(heading: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -63,11 +63,12 @@ def code_differences(
     A file is compared by its digest alone; its path is part of the configuration.
     """
     known = {difference.key for difference in found}
-    return [
-        ConfigDifference(key, was[key], now[key], _ALGORITHM if key.startswith(_LEARNING) else _CONTENT)
-        for key in sorted((was.keys() & now.keys()) - known)
-        if was[key].rpartition(DIGEST)[2] != now[key].rpartition(DIGEST)[2]
-    ]
+    differences = []
+    for key in sorted((was.keys() & now.keys()) - known):
+        if was[key].rpartition(DIGEST)[2] != now[key].rpartition(DIGEST)[2]:
+            change = _ALGORITHM if key.startswith(_LEARNING) else _CONTENT
+            differences.append(ConfigDifference(key, was[key], now[key], change))
+    return differences
 
 
 def input_differences(

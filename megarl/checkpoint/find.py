@@ -52,7 +52,10 @@ def find_checkpoint(directory: Path, *, mode: str, path: str | None, mirror: str
     if mode == "disable":
         return None
     local = last_intact(directory)
-    newer = _newer(Remote(mirror), directory, step_of_name(local.name) if local else None) if mirror else None
+    newer = None
+    if mirror:
+        own_step = step_of_name(local.name) if local else None
+        newer = _newer(Remote(mirror), directory, own_step)
     found = newer or local
     lost = None if found else on_first_rank(lambda: _lost(directory))
     if lost:

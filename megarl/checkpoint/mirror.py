@@ -88,7 +88,8 @@ class Mirror:
             )
 
     def _add(self, step: int) -> None:
-        self._pending = [*(other for other in self._pending if other != step), step]
+        self._pending = [other for other in self._pending if other != step]
+        self._pending.append(step)
         self._uploader.forget(step)
 
     def _try_all(self) -> None:

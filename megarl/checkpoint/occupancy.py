@@ -49,11 +49,8 @@ def occupy(directory: Path) -> AbstractContextManager[object]:
 def _require_shared(directory: Path) -> None:
     probe = directory / on_first_rank(lambda: f".{uuid4().hex}.part")  # which `tidy_up` would remove
     on_first_rank(probe.touch)
-    strangers = {
-        rank: host
-        for rank, (is_there, host) in enumerate(together(lambda: (_appears(probe), socket.gethostname())))
-        if not is_there
-    }
+    seen = together(lambda: (_appears(probe), socket.gethostname()))
+    strangers = {rank: host for rank, (is_there, host) in enumerate(seen) if not is_there}
     on_first_rank(probe.unlink)
     if strangers:
         hosts = ", ".join(sorted(set(strangers.values())))

@@ -102,11 +102,13 @@ class CheckpointStore:
     @property
     def num_bytes(self) -> int:
         """The approximate size of a checkpoint: weights, and of trained models float32 weights and two moments."""
-        return sum(
-            sum(map(math.prod, saved_shapes(learner).values()))
-            * (learner.modules[0].config.params_dtype.itemsize + (12 if learner.optimizer else 0))
-            for learner in self.learners.values()
-        )
+        total = 0
+        for learner in self.learners.values():
+            numel = sum(map(math.prod, saved_shapes(learner).values()))
+            of_weight = learner.modules[0].config.params_dtype.itemsize
+            of_optimizer = 3 * 4 if learner.optimizer else 0
+            total += numel * (of_weight + of_optimizer)
+        return total
 
     def save(self, state: State) -> None:
         """Write a checkpoint, or start to if `is_async`, after the one before is complete. Collective."""

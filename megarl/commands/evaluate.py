@@ -72,13 +72,13 @@ def as_configuration(argument: str) -> list[str]:
         remedy = similar(directory) or ": name a run's directory, a checkpoint in it, or a configuration"
         message = f"{why}{remedy}"
         raise ConfigError([Fault(argument, message)])
-    run_dir = directory.resolve().parent if is_checkpoint else directory
-    return [
-        str(config),
-        override("trainer.default_local_dir", str(run_dir)),
-        f"trainer.resume_mode={'resume_path' if is_checkpoint else 'auto'}",
-        override("trainer.resume_from_path", str(directory)) if is_checkpoint else "trainer.resume_from_path=null",
-    ]
+    if is_checkpoint:
+        run_dir = directory.resolve().parent
+        start = ["trainer.resume_mode=resume_path", override("trainer.resume_from_path", str(directory))]
+    else:
+        run_dir = directory
+        start = ["trainer.resume_mode=auto", "trainer.resume_from_path=null"]
+    return [str(config), override("trainer.default_local_dir", str(run_dir)), *start]
 
 
 def evaluate(config: Config, launch: Launch) -> None:

@@ -74,8 +74,13 @@ def main(argv: Sequence[str]) -> int:
     typed = parse(CONFIG, argv)
     words: tuple[str, ...] = typed["words"]
     typed["check"] |= typed["as_json"]
-    configuration = [as_file(word) for word in words if typed["check"] or is_configuration(word)]
-    names = [word.removesuffix(".*") for word in words if not (typed["check"] or is_configuration(word))]
+    configuration = list[str]()
+    names = list[str]()
+    for word in words:
+        if typed["check"] or is_configuration(word):
+            configuration.append(as_file(word))
+        else:
+            names.append(word.removesuffix(".*"))
     try:
         root = BY_COMMAND[typed["of"]] if typed["of"] else _root_of(configuration, names)
         if typed["check"]:
@@ -108,7 +113,9 @@ def check(root: type, argv: Sequence[str], *, as_json: bool) -> int:
     try:
         config = LOADERS[root](argv, world_size=None)
         show_on_console(rank=0)
-        notes = [*try_here(config), *(() if isinstance(config, VerifyConfig) else start_notes(config, argv))]
+        notes = try_here(config)
+        if not isinstance(config, VerifyConfig):
+            notes += start_notes(config, argv)
     except ConfigError as error:
         if not as_json:
             raise
@@ -265,17 +272,15 @@ def _value(path: str, found: Values) -> object:
     """Return a value; a mapping is put together from its parts."""
     if path in found.values:
         return found.values[path]
-    return {
-        key.removeprefix(f"{path}."): value for key, value in found.values.items() if key.startswith(f"{path}.")
-    } or None
+    inside = f"{path}."
+    parts = {key.removeprefix(inside): value for key, value in found.values.items() if key.startswith(inside)}
+    return parts or None
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
     last = {path.rpartition(".")[2]: path for path in reversed(known)}
-    close = [
-        *get_close_matches(name, known, n=3, cutoff=SIMILAR),
-        *(last[word] for word in get_close_matches(name.rpartition(".")[2], last, n=3, cutoff=SIMILAR)),
-    ]
+    close = get_close_matches(name, known, n=3, cutoff=SIMILAR)
+    close += [last[word] for word in get_close_matches(name.rpartition(".")[2], last, n=3, cutoff=SIMILAR)]
     listed = " or ".join(dict.fromkeys(close))
     return f"did you mean {listed}?" if listed else "`megarl config` lists the sections"
 

@@ -38,18 +38,20 @@ def main(argv: Sequence[str]) -> int:
 
         device = choose_device(typed["device"], config.trainer, config.actor_rollout_ref.actor.megatron.dtype)
         device = with_options(device, typed)
+        inside_latency_us, between_latency_us = typed["latency_us"]
+        links = Links(
+            inside=typed["intra_node_bandwidth"],
+            between=typed["inter_node_bandwidth"],
+            domain=typed["nvlink_domain"],
+            inside_latency=inside_latency_us / 1e6,
+            between_latency=between_latency_us / 1e6,
+        )
         planner = Planner(
             typed["configuration"],
             device=device,
             ranks_per_node=typed["gpus_per_node"],
             host_bytes=typed["host_memory"],
-            links=Links(
-                inside=typed["intra_node_bandwidth"],
-                between=typed["inter_node_bandwidth"],
-                domain=typed["nvlink_domain"],
-                inside_latency=typed["latency_us"][0] / 1e6,
-                between_latency=typed["latency_us"][1] / 1e6,
-            ),
+            links=links,
             engine=EngineCost(*(ms / 1e3 for ms in typed["engine_ms"])),
             lengths=typed["lengths"] and Lengths(*typed["lengths"]),
         )

@@ -159,7 +159,9 @@ def _example(task: str) -> str:
 
 def _hub_datasets(arguments: SimpleNamespace) -> list[str]:
     """Return the ids of the data sets of the hub that the training rows come from."""
-    names = [*getattr(arguments, "files", []), *([arguments.source] if hasattr(arguments, "source") else [])]
+    names = [*getattr(arguments, "files", [])]
+    if hasattr(arguments, "source"):
+        names.append(arguments.source)
     found = (HubData.named(str(name)) for name in names)
     return [data.id for data in found if data]
 

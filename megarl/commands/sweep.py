@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -108,29 +108,36 @@ def choices(over: Sequence[tuple[str, Mapping[str, str]]], num_seeds: int | None
     Raises:
         ConfigError: there is no key, a key stands twice, or the sweep sets it.
     """
-    keys = [*(key for key, _ in over), *([SEED] if num_seeds else [])]
-    own = (*OWN_KEYS, *(SEEDS if num_seeds else ()))
+    keys = [key for key, _ in over]
+    own = [*OWN_KEYS]
+    if num_seeds:
+        keys.append(SEED)
+        own += SEEDS
     faults = [Fault(key, "is given twice with --over") for key in {*keys} if keys.count(key) > 1]
     faults += [Fault(key, "cannot be in --over: the sweep sets it for each run") for key in {*keys} & {*own}]
     if not keys:
         faults.append(Fault("--over", "is missing: write --over KEY=VALUE,VALUE... or --seeds N"))
     if faults:
         raise ConfigError(faults)
-    found: list[list[Choice]] = [
-        [(f"{short_name(key, keys)}={name}", (f"{key}={written}",)) for name, written in values.items()]
-        for key, values in over
-    ]
+    found = list[list[Choice]]()
+    for key, values in over:
+        short = short_name(key, keys)
+        found.append([(f"{short}={name}", (f"{key}={written}",)) for name, written in values.items()])
     if num_seeds:
-        found.append([(f"{SEED}={seed}", tuple(f"{key}={seed}" for key in SEEDS)) for seed in range(1, num_seeds + 1)])
+        seeds = range(1, num_seeds + 1)
+        found.append([(f"{SEED}={seed}", tuple(f"{key}={seed}" for key in SEEDS)) for seed in seeds])
     return found
 
 
 def short_name(key: str, keys: Sequence[str]) -> str:
     """Return the last parts of a key, as many as no other of the `keys` ends with."""
     parts = key.split(".")
-    ends = (".".join(parts[first:]) for first in reversed(range(len(parts))))
     others = [f".{other}" for other in keys if other != key]
-    return next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), key)
+    for first in reversed(range(len(parts))):
+        end = ".".join(parts[first:])
+        if not any(other.endswith(f".{end}") for other in others):
+            return end
+    return key
 
 
 def combine(configuration: Sequence[str], axes: Sequence[Sequence[Choice]], out: Path) -> Iterator[SweptRun]:
@@ -138,11 +145,11 @@ def combine(configuration: Sequence[str], axes: Sequence[Sequence[Choice]], out:
     for chosen in product(*axes):
         name = ",".join(file_name(value.replace(",", ";")) for value, _ in chosen)
         name = name if len(name) <= FILE_LONGEST else with_digest(name, name, FILE_LONGEST)
-        words = [*configuration, *(word for _, arguments in chosen for word in arguments)]
+        words = [*configuration, *chain.from_iterable(arguments for _, arguments in chosen)]
         experiment = read(Config, words)[0].trainer.experiment_name
         directory = out / name
-        own = dict(zip(OWN_KEYS, (str(directory), f"{experiment}-{name}"), strict=True))
-        yield SweptRun(name, directory, (*words, *(override(key, value) for key, value in own.items())))
+        own = map(override, OWN_KEYS, (str(directory), f"{experiment}-{name}"))
+        yield SweptRun(name, directory, (*words, *own))
 
 
 def check(runs: Sequence[SweptRun], *, on_cluster: bool) -> list[SweptRun]:

@@ -96,7 +96,8 @@ def sparkline(points: Points, width: int = WIDTH) -> str:
     """Return a curve as one line of blocks, from its least to its largest value; the middle for a level curve."""
     size = -(-len(points) // width) or 1
     values = [value for _, value in points]
-    means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
+    parts = (values[start : start + size] for start in range(0, len(values), size))
+    means = [sum(part) / len(part) for part in parts]
     low = min(means, default=0.0)
     high = max(means, default=0.0)
     if high == low:

@@ -160,8 +160,9 @@ def as_read(what: str, prompt: Written, token_ids: Sequence[int], tokenizer: "To
 
 def as_written(what: str, prompt: str | Sequence[Message]) -> str:
     """Describe the prompt `what` as it is in the data file, cut in the middle."""
-    text = prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {content_of(turn)}" for turn in prompt)
-    return f"{what}:\n{_quoted(text)}"
+    if not isinstance(prompt, str):
+        prompt = "\n".join(f"{turn['role']}: {content_of(turn)}" for turn in prompt)
+    return f"{what}:\n{_quoted(prompt)}"
 
 
 def _quoted(text: str) -> str:

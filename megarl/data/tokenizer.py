@@ -230,10 +230,11 @@ class Tokenizer:
 
     def decode_after(self, before: Sequence[int], ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Return the text that `ids` add to the text of `before`; decoded alone, `ids` might lose a leading space."""
-        head, text, alone = (
-            self.decode(part, with_special_tokens=with_special_tokens) for part in (before, [*before, *ids], ids)
-        )
-        return text.removeprefix(head) if text.startswith(head) else alone
+        head = self.decode(before, with_special_tokens=with_special_tokens)
+        text = self.decode([*before, *ids], with_special_tokens=with_special_tokens)
+        if text.startswith(head):
+            return text.removeprefix(head)
+        return self.decode(ids, with_special_tokens=with_special_tokens)
 
     def reach(self, ids: Sequence[int], *, before: Sequence[int] = (), half: int) -> list[int]:
         """Return the numbers of characters in the text of the first 0, 1, ... of `ids`, which follow `before`.

@@ -42,5 +42,7 @@ def agree(facts: Mapping[str, object]) -> None:
 
 def _short(ranks: list[int]) -> str:
     """Return the first few rank numbers and their count, for people."""
-    shown = ", ".join(map(str, ranks[:4]))
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}" + (f" ... ({len(ranks)})" if len(ranks) > 4 else "")
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    count = f" ... ({len(ranks)})" if len(ranks) > 4 else ""
+    return f"ranks {', '.join(map(str, ranks[:4]))}{count}"

@@ -48,10 +48,11 @@ def join_world(*, timeout: timedelta, **place: Any) -> None:
 def join_rings() -> None:
     """Create the groups along which this rank's `all_reduce` passes; none in a small world. Collective."""
     of_rank = rings(dist.get_world_size(), dist.get_rank())
-    _rings[:] = [
-        dist.new_group(list(ranks), backend="gloo", timeout=_timeout, use_local_synchronization=True)
-        for ranks in (of_rank if len(of_rank) > 1 else ())
-    ]
+    _rings.clear()
+    if len(of_rank) > 1:
+        for ranks in of_rank:
+            group = dist.new_group(list(ranks), backend="gloo", timeout=_timeout, use_local_synchronization=True)
+            _rings.append(group)
 
 
 def world_timeout() -> timedelta:

@@ -149,7 +149,8 @@ def main_address() -> str:
             default = [probe.getsockname()[0]]
         except OSError:
             default = []
-    return next(iter([*named, *(address for address in default if address in addresses), *addresses, "127.0.0.1"]))
+    usable = [address for address in default if address in addresses]
+    return [*named, *usable, *addresses, "127.0.0.1"][0]
 
 
 def _local_addresses(*, include_loopback: bool) -> list[str]:

@@ -66,12 +66,14 @@ def _place(environ: Mapping[str, str], *names: str) -> Launch:
             "process per device with torchrun, mpirun or srun, or unset these to let megarl start them on this host"
         )
     rank, world_size, local_rank, local_world_size = (int(environ[name]) for name in names)
-    if not (rank < world_size and local_rank < local_world_size <= world_size):
+    is_possible = rank < world_size and local_rank < local_world_size <= world_size
+    if not is_possible:
         given = ", ".join(f"{name}={environ[name]}" for name in names)
         raise UserError(f"no rank of a job has {given}: a rank is below the number of ranks, on its host and in all")
     port = environ.get("MASTER_PORT", "1")
     least = 0 if world_size == 1 else 1  # 0 is any free port, which other ranks would not find
-    if not (port.isdecimal() and least <= int(port) < MAX_PORT):
+    is_port = port.isdecimal() and least <= int(port) < MAX_PORT
+    if not is_port:
         raise UserError(f"MASTER_PORT={port!r} is no port: give a number from {least} to {MAX_PORT - 1}, or unset it")
     return Launch(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
 

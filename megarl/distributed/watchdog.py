@@ -187,11 +187,11 @@ class Watchdog:
         lines = traceback.extract_stack(frame) if frame else []
         in_package = [line for line in lines if line.filename.startswith(PACKAGE)]
         ours = [line for line in in_package if not line.filename.startswith(HELPERS)] or in_package
-        report = replace(
-            self._report,
-            where=f"{Path(ours[-1].filename).relative_to(Path(PACKAGE).parent)}:{ours[-1].lineno}" if ours else "",
-            waits=not self.holds_up() if self.holds_up else _in_collective(lines),
-        )
+        where = ""
+        if ours:
+            where = f"{Path(ours[-1].filename).relative_to(Path(PACKAGE).parent)}:{ours[-1].lineno}"
+        waits = not self.holds_up() if self.holds_up else _in_collective(lines)
+        report = replace(self._report, where=where, waits=waits)
         temporary = path.with_suffix(".part")
         with temporary.open("w+", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -213,8 +213,9 @@ class Watchdog:
 def _in_collective(lines: Sequence[traceback.FrameSummary]) -> bool:
     """Return whether the innermost lines of a stack are in a collective, or wait for one that was begun."""
     inside = [line.filename for line in lines[-2:]]  # vLLM calls its own through an operator of torch
-    started = [line.line or "" for line in lines[-1:]]
-    return any(part in name for name in inside for part in COLLECTIVES) or any(TRANSFER in code for code in started)
+    if any(part in name for name in inside for part in COLLECTIVES):
+        return True
+    return any(TRANSFER in (line.line or "") for line in lines[-1:])
 
 
 def read_reports(directory: Path) -> dict[int, RankProgress]:

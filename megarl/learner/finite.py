@@ -64,12 +64,13 @@ def explain_not_finite(
         grad_norm: of the global gradient.
     """
     ranks = together(lambda: (rows, parameters_not_finite(modules)))
-    by_term = [
-        tuple(sorted({row for bad, _ in ranks for number, samples in bad if number == term for row in samples}))
-        for term in range(num_terms)
-    ]
+    by_term = [set[int]() for _ in range(num_terms)]
+    for bad, _ in ranks:
+        for number, samples in bad:
+            by_term[number].update(samples)
     parameters = {rank: names for rank, (_, names) in enumerate(ranks) if names}
-    return NotFinite(loss=loss, grad_norm=grad_norm, rows=tuple(by_term), parameters=parameters)
+    found = tuple(tuple(sorted(samples)) for samples in by_term)
+    return NotFinite(loss=loss, grad_norm=grad_norm, rows=found, parameters=parameters)
 
 
 def parameters_not_finite(chunks: Sequence[nn.Module]) -> tuple[str, ...]:

@@ -65,7 +65,8 @@ class Offload:
     @contextmanager
     def parameters(self) -> Iterator[None]:
         """Keep the parameters on the device within the block."""
-        if self._is_fetched or not (self._section.param_offload and on_cuda()):
+        is_parked = self._section.param_offload and on_cuda() and not self._is_fetched
+        if not is_parked:
             yield
             return
         self._move_parameters("cuda")

@@ -115,7 +115,7 @@ def shapes_of_arrivals(rows: Sequence[Packed], config: TransformerConfig, *, lea
     order = get_schedule_table(len(rows), chunks, config.pipeline_model_parallel_size)
     parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
     # The last stage sends its output to the next chunk of the first stage, unless the chunk is the last.
-    arriving = [number for number, chunk in order if not (leads and chunk == chunks - 1)]
+    arriving = [number for number, chunk in order if not leads or chunk < chunks - 1]
     return [(rows[number].tokens.shape[1] // parts, 1, config.hidden_size) for number in arriving]
 
 

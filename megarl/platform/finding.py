@@ -33,5 +33,7 @@ def show(title: str, sections: Sequence[Sequence[Finding]]) -> None:
         table.add_section()
     console = Screen()
     console.print(table)
-    for finding in (finding for section in sections for finding in section if finding.command):
-        console.print(plain(f"{finding.name}:\n  {finding.command}"), soft_wrap=True)
+    for section in sections:
+        for finding in section:
+            if finding.command:
+                console.print(plain(f"{finding.name}:\n  {finding.command}"), soft_wrap=True)

@@ -103,7 +103,7 @@ class RemoteDirectory:
                     raise FileNotFoundError(f"{name} does not exist, or has no size")
             with ThreadPoolExecutor(NUM_QUERIES) as pool:
                 marks = pool.map(self._mark, infos)
-            return [Described(*each) for each in zip(wanted, (info.size for info in infos), marks, strict=True)]
+            return [Described(name, info.size, mark) for name, info, mark in zip(wanted, infos, marks, strict=True)]
         except Exception as error:  # each file system has errors of its own
             raise out_of_reach(str(self), error) from error
 

@@ -20,7 +20,7 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 DATA_SOURCE = ARGUMENTS[0]
 """Also the name in `reward_model.weights` of the rule that the row's data source picks."""
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-"""The arguments of a batch function: lists of the former, in their order."""
+"""The arguments of a batch function: lists of the values of `ARGUMENTS`, in the same order."""
 IDS = "solution_ids"
 """A further argument, for a reward whose parameters name it: the token ids of the response, or a list of those."""
 PROMPT = "prompt"

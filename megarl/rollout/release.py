@@ -38,7 +38,8 @@ def installed_release() -> str | None:
 
 def check_family(family: str, release: str, *, on_cpu: bool) -> None:
     """Raise UserError if a tested release of vLLM does not compute a family of models as the trainer does."""
-    if Version(release).release[:2] < COMPLETE and (family in LATER or (on_cpu and family in LATER_ON_CPU)):
+    is_later = family in LATER or (on_cpu and family in LATER_ON_CPU)
+    if Version(release).release[:2] < COMPLETE and is_later:
         where = "" if family in LATER else " on CPUs"
         raise UserError(
             f"vLLM {release} does not compute {family} as the trainer does{where}: install "

@@ -44,7 +44,7 @@ def check_platform() -> None:
 
 
 def to_load_format(module: Layer, own: Collection[str]) -> None:
-    """Replace the module's kernel tensors by its load-format tensors, as meta tensors, and remember the former.
+    """Replace the module's kernel tensors by its load-format tensors, as meta tensors. Remember the kernel tensors.
 
     `own` names the parameters that belong to no other module; a shared parameter stays as it is.
     """

@@ -95,15 +95,16 @@ def _record(
             "stop_reasons": [str(generation.stop_reason) for generation in generations],
             "faults": [generation.fault for generation in generations],
         }
+    log_probs = None
+    if has_log_probs:
+        log_probs = _joined(float32(), (generation.log_probs for generation in generations))
     return prompts.extend(
         Rollouts,
         groups=groups,
         num_tokens=num_tokens,
         responses=_joined(int32(), (generation.token_ids for generation in generations)),
         mask=mask,
-        rollout_log_probs=_joined(float32(), (generation.log_probs for generation in generations))
-        if has_log_probs
-        else None,
+        rollout_log_probs=log_probs,
         truncated=torch.tensor([generation.truncated for generation in generations], dtype=torch.bool),
         weight_versions=_joined(int32(), (generation.weight_versions for generation in generations)),
         **episodes,

@@ -2,8 +2,7 @@
 
 import ast
 from collections.abc import Iterator
-from functools import reduce
-from operator import or_
+from types import NoneType
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -29,14 +28,14 @@ def _type(node: ast.expr) -> Any:
     """Return the type that an annotation means; a type of vLLM's own may be anything."""
     match node:
         case ast.Constant(value=None):
-            return None
+            return NoneType
         case ast.Constant(value=str(text)):
             return _type(ast.parse(text, mode="eval").body)
         case ast.Name(id=name) if name in PLAIN | HOLDING and name != "Literal":
             return (PLAIN | HOLDING)[name]
         case ast.BinOp(op=ast.BitOr(), left=left, right=right):
-            sides = [_type(left), _type(right)]
-            return Any if Any in sides else reduce(or_, (type(None) if side is None else side for side in sides))
+            one, other = _type(left), _type(right)
+            return Any if Any in (one, other) else one | other
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
             return Literal[ast.literal_eval(inner)]
         case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in HOLDING:

@@ -38,7 +38,7 @@ class Partial:
         return self.section.num_drawn(self.wanted)
 
     def may_end(self, *, num_complete: int, num_exchanges: int) -> bool:
-        """Return whether a step may end with so many complete groups, after so many exchanges."""
+        """Return whether a step may end with `num_complete` groups complete, after `num_exchanges` exchanges."""
         num_steps = self.section.num_engine_steps
         if num_steps:
             return num_complete > 0 and num_exchanges * WINDOW >= num_steps

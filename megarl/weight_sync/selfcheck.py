@@ -28,7 +28,7 @@ from megarl.rollout.sampling import GREEDY
 logger = logging.getLogger(__name__)
 
 KEY = "actor_rollout_ref.rollout.sync"
-NUM_WEIGHTS = 2  # the syncs of the first different weights, so many, are always checked
+NUM_WEIGHTS = 2  # the first different weights of a job, whose syncs are always checked
 NUM_PROMPTS = 4
 PROMPT_TOKENS = 136  # more than a block of the prefix cache: 128 tokens on CPU, 16 on CUDA
 RESPONSE_TOKENS = 16
@@ -43,10 +43,11 @@ def fixed_prompts(vocab_size: int, *, max_model_len: int) -> tuple[list[Prompt],
     length = min(PROMPT_TOKENS, max_model_len - num_tokens)
     draws = [random.Random(number) for number in range(NUM_PROMPTS)]
     token_ids = [[draw.randrange(vocab_size) for _ in range(length)] for draw in draws]
-    return [
+    prompts = [
         Prompt(index=number, token_ids=tokens, text="", data_source="", ground_truth=None, extra_info={})
         for number, tokens in enumerate(token_ids)
-    ], num_tokens
+    ]
+    return prompts, num_tokens
 
 
 def ask(engine: RolloutEngine, prompts: Sequence[Prompt], *, max_tokens: int) -> Rollouts:
@@ -140,7 +141,9 @@ class SelfCheck:
                 raise UserError(f"{message} (more than {KEY}.logprob_stop={self.limits.probs_stop:.3g})")
             if dist.get_rank() == 0:
                 logger.warning("%s (more than %s.logprob_warn=%.3g)", message, KEY, self.limits.probs_warn)
-        stale = stale_replicas(self._before, seen, num_replicas=self.engine.num_replicas) if self._before else []
+        stale = []
+        if self._before:
+            stale = stale_replicas(self._before, seen, num_replicas=self.engine.num_replicas)
         if stale:
             named = ", ".join(map(self.engine.name, stale))
             raise UserError(
@@ -207,12 +210,10 @@ def stale_replicas(before: CheckResult, now: CheckResult, *, num_replicas: int) 
     for replica in range(num_replicas):
         mine = slice(replica, None, num_replicas)
         if before.engine[mine] == now.engine[mine]:
-            pairs = [
-                was == is_
-                for (_, old), (_, new) in zip(before.trainer[mine], now.trainer[mine], strict=True)
-                for was, is_ in zip(old, new, strict=True)
-            ]
-            if sum(pairs) < len(pairs) / 2:
+            old = [number for _, log_probs in before.trainer[mine] for number in log_probs]
+            new = [number for _, log_probs in now.trainer[mine] for number in log_probs]
+            num_equal = sum(was == is_now for was, is_now in zip(old, new, strict=True))
+            if num_equal < len(old) / 2:
                 stale.append(replica)
     return stale
 

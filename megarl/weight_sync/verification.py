@@ -239,8 +239,12 @@ class VerifySetup:
         ends = [CheckpointFiles(directory) for directory in (self.source.directory, exported)]
 
         def compare() -> list[str]:
-            pairs = ((name, [_read(end, name, shape, self.dtype) for end in ends]) for name, shape in mine)
-            return [name for name, (one, other) in pairs if not _same_bits(one, other)]
+            differing = list[str]()
+            for name, shape in mine:
+                one, other = (_read(end, name, shape, self.dtype) for end in ends)
+                if not _same_bits(one, other):
+                    differing.append(name)
+            return differing
 
         return sorted(name for names in together(compare) for name in names)
 

@@ -288,6 +288,11 @@ def test_words_agree_with_bash(script: str) -> None:
     assert [word for one in ours for word in one.words[skipped[one.words[0]] :]] == real.stdout.split("\0")[:-1]
 
 
+@pytest.mark.parametrize("count", ["²", "x", "9" * 5000])
+def test_odd_count_of_shift_stops_no_script(count: str) -> None:
+    assert words(f"shift {count}\nrun a") == ["a"]
+
+
 def test_changing_parameter_is_marked() -> None:
     assert words("run $RANDOM x$$ ${SECONDS}") == [UNKNOWN, f"x{UNKNOWN}", UNKNOWN]
 

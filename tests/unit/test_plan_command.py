@@ -194,7 +194,7 @@ def test_amounts_have_units() -> None:
         amount("80")
 
 
-@pytest.mark.parametrize("faulty", ["256", "0,5", "a,b", "1,2,3,4"])
+@pytest.mark.parametrize("faulty", ["256", "0,5", "a,b", "²,5", "1,2,3,4"])
 def test_lengths_are_two_or_three_numbers(faulty: str) -> None:
     assert mean_lengths("256,1024,4096") == (256, 1024, 4096)
     with pytest.raises(click.BadParameter, match=f"'{faulty}' is not PROMPT,RESPONSE"):

@@ -30,7 +30,8 @@ def mean_lengths(text: str) -> tuple[int, ...]:
     They are written `256,1024` or `256,1024,4096`.
     """
     numbers = text.split(",")
-    if len(numbers) not in (2, 3) or not all(number.strip().isdigit() and int(number) for number in numbers):
+    are_counts = all(number.strip().isdecimal() and int(number) for number in numbers)
+    if len(numbers) not in (2, 3) or not are_counts:
         raise click.BadParameter(f"{text!r} is not PROMPT,RESPONSE[,LONGEST], numbers of tokens such as 256,1024")
     return tuple(map(int, numbers))
 
@@ -43,7 +44,8 @@ def peak_tflops(text: str) -> dict[int | None, float]:
     greatest, *narrow = text.split(",")
     number = rf"\s*{_NUMBER}\s*"
     matches = [re.fullmatch(number, greatest), *(re.fullmatch(rf"\s*(\d+):{number}", part) for part in narrow)]
-    if not all(matches) or not all(float(match[match.lastindex or 1]) for match in matches if match):
+    speeds = [float(match[match.lastindex or 1]) for match in matches if match]
+    if len(speeds) < len(matches) or 0.0 in speeds:
         raise click.BadParameter(f"{text!r} is not TFLOPS[,WIDTH:TFLOPS...], such as 989.4 or 0.17,256:0.1,512:0.13")
     first, *others = (match for match in matches if match)
     return {None: float(first[1]), **{int(match[1]): float(match[2]) for match in others}}
@@ -95,7 +97,8 @@ def checkpoint(text: str) -> Path:
     path = Path(text)
     has_model = (path / HUGGINGFACE / "config.json").is_file()
     is_checkpoint = step_of_name(path.resolve().name) is not None or (path / MANIFEST_FILE).exists()
-    if has_model and not (saved_steps(path) or is_checkpoint):
+    has_checkpoint = saved_steps(path) or is_checkpoint
+    if has_model and not has_checkpoint:
         raise click.BadParameter(f"{path} has no checkpoint, and {path / HUGGINGFACE} is exported already")
     if not saved_steps(path) and not has_model:
         why = "is neither a checkpoint nor a run with checkpoints" if path.is_dir() else "is no directory"

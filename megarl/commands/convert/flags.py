@@ -131,16 +131,18 @@ class Flags:
             return why
         if flag in self.same:
             return {self.same[flag]: value}
-        section, key = next(((one, key) for one, key in self.sections.items() if flag.startswith(f"{one}.")), ("", ""))
-        if section:
-            return {key: nest({flag.removeprefix(f"{section}."): value})}
+        for section, key in self.sections.items():
+            if flag.startswith(f"{section}."):
+                return {key: nest({flag.removeprefix(f"{section}."): value})}
         cases = {shown(case): meaning for case, meaning in self.cases.get(flag, {}).items()}
         meaning = cases.get(text, cases.get(ANY))
         if isinstance(meaning, Mapping):
             return {key: _inserted(one, value) for key, one in meaning.items()}
         if meaning or value is None:
             return meaning or "null asks for nothing"
-        return None if flag in (*self.cases, *self.idle, *self.decide) else _first(self.dropped, flag)
+        if flag in (*self.cases, *self.idle, *self.decide):
+            return None
+        return _first(self.dropped, flag)
 
     def count(self, found: Converted, given: Mapping[str, Any]) -> Iterator[str]:
         """Add the sizes that count samples there, and yield their flags."""
@@ -148,7 +150,8 @@ class Flags:
         for key, flags in self.samples.items():
             sizes = [given.get(flag, default) for flag, default in flags.items()]
             written = ", ".join(f"{flag}={given[flag]}" for flag in flags if flag in given)
-            if None in sizes or not (written or key not in found.leaves):
+            is_known = not written and key in found.leaves
+            if None in sizes or is_known:
                 continue
             yield from flags
             are_counts = all(isinstance(size, int) and size > 0 for size in (*sizes, per_prompt))
@@ -165,7 +168,8 @@ class Flags:
             if not (_is_number(number) and _is_number(by) and by > 0):
                 continue
             are_counts = isinstance(number, int) and isinstance(by, int)
-            if not (are_counts and number % by):
+            leaves_rest = are_counts and number % by
+            if not leaves_rest:
                 _keep(found, key, number // by if are_counts else number / by, f"{flag}={number}, {divisor}={by}")
                 yield from (flag, divisor)
 
@@ -203,8 +207,13 @@ def find_file(name: str, base: Path) -> Path | None:
     """
     known = after_marks(name)
     known = known.lstrip("/") if known != name else known
-    folders = [base.resolve(), *(base.resolve().parents if "/" in known else ()), Path()]
-    return next((folder / known for folder in folders if known and (folder / known).is_file()), None)
+    if not known:
+        return None
+    folders = [base.resolve()]
+    if "/" in known:
+        folders += base.resolve().parents
+    places = (folder / known for folder in (*folders, Path()))
+    return next((place for place in places if place.is_file()), None)
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

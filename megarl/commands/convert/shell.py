@@ -261,7 +261,8 @@ class Shell:
             for one in rest:
                 self.variables.pop(one, None)
         elif name == "shift":
-            del self.arguments[: int(rest[0]) if rest and rest[0].isdigit() else 1]
+            is_counted = rest and re.fullmatch("[0-9]{1,9}", rest[0])
+            del self.arguments[: int(rest[0]) if is_counted else 1]
         elif rest[:1] == ["--"]:
             self.arguments[:] = rest[1:]
 
@@ -309,7 +310,9 @@ class Shell:
             if operator in words[1:]:
                 at = words.index(operator, 1)
                 both = self._test(words[:at]), self._test(words[at + 1 :])
-                return deciding if deciding in both else None if None in both else not deciding
+                if deciding in both:
+                    return deciding
+                return None if None in both else not deciding
         if words[:1] == ["!"]:
             status = self._test(words[1:])
             return None if status is None else not status
@@ -353,8 +356,10 @@ def _script_of(words: Sequence[str]) -> tuple[str, Sequence[str]] | None:
     start = _place_of(_SHELLS, words) + 1
     options = _options(words[start:])
     script = start + len(options)
-    is_given = any("c" in option and not option.startswith("--") for option in options) and script < len(words)
-    return (words[script], words[script + 2 :]) if is_given else None
+    takes_script = any("c" in option and not option.startswith("--") for option in options)
+    if not takes_script or script >= len(words):
+        return None
+    return words[script], words[script + 2 :]
 
 
 def follow_script(text: str, arguments: Sequence[str] = (), variables: Sequence[tuple[str, str]] = ()) -> list[Program]:

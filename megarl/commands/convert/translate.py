@@ -86,9 +86,11 @@ def _with_files(words: Sequence[str], base: Path) -> Iterator[str]:
     folder = options.get("path") or options.get("dir") or "."
     name = f"{options.get('name', '').removesuffix('.yaml')}.yaml"
     own = next((path for path in (base / folder / name, Path(folder) / name) if path.is_file()), None)
-    if own:
-        yield str(own)
-    yield from (word for word in words if not (own and _OPTION.fullmatch(word)))
+    if own is None:
+        yield from words
+        return
+    yield str(own)
+    yield from (word for word in words if not _OPTION.fullmatch(word))
 
 
 def _settle(found: Converted, *, adds_defaults: bool) -> None:

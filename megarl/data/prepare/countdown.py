@@ -12,7 +12,7 @@ from megarl.data.prepare.options import AT_LEAST_ONE, Several, option
 from megarl.data.table import DataRow
 from megarl.platform.errors import UserError
 
-MAX_TRIES = 1000  # after so many draws in a row without a new problem, there are no more
+MAX_TRIES = 1000  # draws in a row without a new problem, after which no problem is left
 
 _TASK = (
     "Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations "

@@ -18,7 +18,7 @@ from megarl.platform.errors import UserError
 
 MOST_VALIDATION_ROWS = 500
 VALIDATION_SHARE = 10
-"""One row of so many is for validation, unless a number or a file is given."""
+"""The rows from which one is taken for validation, unless a number or a file is given."""
 PLACE = "{prompt}"
 SPEAKERS: Mapping[object, str] = {
     "human": "user",
