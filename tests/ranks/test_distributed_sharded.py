@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -77,6 +78,16 @@ def test_spread_samples_give_equal_numbers(pool: RankPool, owners: list[int], si
         assert [*found[:6], *found[7:]] == [*expected[:6], *expected[7:]]
         assert list(found[6]) == sorted(found[6])
         assert len(found[6]) == 3
+
+
+def first_of_none(owners: list[int]) -> dict[int, object]:
+    samples = shard(whole(), torch.tensor(owners), Shares.blocks(1))
+    with patch.object(dist, "all_gather_object", side_effect=AssertionError("objects are exchanged")):
+        return samples.first(3, {})
+
+
+def test_ranks_without_objects_exchange_none(pool: RankPool) -> None:
+    assert pool.run(4, first_of_none, [0, 1, 2, 3, 0, 1, 2, 3]) == [{}] * 4
 
 
 def brought(owners: list[int], size: int) -> tuple[list[int], list[int]] | None:
