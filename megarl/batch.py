@@ -297,8 +297,8 @@ class Rollouts(Prompts):
     rollout_log_probs: Tensor | None = per_token()  # float32: under the engine's (temperature-scaled) policy; None:
     # unknown
     truncated: Tensor  # [B] bool: the response reached the length limit before a stop token
-    weight_versions: Tensor | None = per_token(default=None)  # int32: finished steps at the sync of the weights that
-    # drew the token; None: no engine drew it
+    weight_versions: Tensor | None = per_token(default=None)  # int32 (D439): finished steps at the sync of the weights
+    # that drew the token; None: no engine drew it
     sequences: Sequence[Sequence[int]] | None = None  # length B: prompt and response in a reader's own tokens, and one
     # token more; None: the model reads the tokens of `prompts` and `responses`
     places: Tensor | None = per_token(default=None)  # int64: the last position in `sequences` that a reader sees before

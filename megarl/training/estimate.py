@@ -262,31 +262,31 @@ def _correction(
         factors = _constant(1.0, share.mask) if share.is_all_learnt else share.mask.to(torch.float32)
         return factors, metrics
     assert old_log_probs is not None and share.rollout_log_probs is not None, "a correction without log-probabilities"
-    old_log_probs, rollout_log_probs, mask = map(share.rows, (old_log_probs, share.rollout_log_probs, share.mask))
+    mask = share.mask
+    columns = {"log_probs": old_log_probs, "rollout_log_probs": share.rollout_log_probs, "mask": mask}
     weights = mask.to(torch.float32)
     if section.rollout_is:
-        ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_is)
+        [ratio] = _row_by_row(partial(ratios, level=section.rollout_is), share, columns)
         weights = truncated_weights(ratio, mask, threshold=section.largest_weight)
         if section.rollout_is_threshold_lower is not None:
             smallest, largest = section.rollout_is_threshold_lower, section.largest_weight
             weights = masked(weights, accepted(ratio, mask, lower=smallest, upper=largest))
         truncated = (ratio > section.largest_weight).to(torch.float32)
-        metrics["rollout_corr/rollout_is_mean"] = mean(samples, share.flat(weights))
+        metrics["rollout_corr/rollout_is_mean"] = mean(samples, weights)
         if section.rollout_is_batch_normalize:
-            flat_weights = share.flat(weights)
             average = mean if section.rollout_is == "token" else mean_of_samples
-            weights = weights / (average(samples, flat_weights) or 1.0)
-        metrics["rollout_corr/rollout_is_ratio_fraction_high"] = mean(samples, share.flat(truncated))
+            weights = weights / (average(samples, weights) or 1.0)
+        metrics["rollout_corr/rollout_is_ratio_fraction_high"] = mean(samples, truncated)
     if section.rollout_rs:
         upper = section.largest_ratio
         lower = section.rollout_rs_threshold_lower
         if lower is None:
             lower = 1.0 / upper
-        ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_rs)
+        [ratio] = _row_by_row(partial(ratios, level=section.rollout_rs), share, columns)
         kept = accepted(ratio, mask, lower=lower, upper=upper)
         weights = masked(weights, kept)
-        metrics["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - mean(samples, share.flat(kept))
-    return share.flat(weights), metrics
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - mean(samples, kept)
+    return weights, metrics
 
 
 def mismatch_metrics(samples: Sharded[Rewarded], old_log_probs: Tensor) -> Metrics:

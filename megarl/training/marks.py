@@ -5,17 +5,17 @@ rank sends a token: ranks count, and each marks its own. (At the first update of
 trained, as in the paper. Later the authors' code chooses again in each micro-batch.)
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.algorithms.config import LOSSES, PolicyLossSection
 from megarl.algorithms.covariance import token_covariances
 from megarl.batch import Experience, Marked
+from megarl.data.permutation import permuted
 from megarl.distributed.selection import kth_largest
 from megarl.distributed.sharded import Sharded
 from megarl.training.statistics import mean, num_tokens, numbers_of
-
-SEED = 0
 
 
 def mark(minibatch: Sharded[Experience], settings: PolicyLossSection) -> Sharded[Experience]:
@@ -27,34 +27,33 @@ def mark(minibatch: Sharded[Experience], settings: PolicyLossSection) -> Sharded
         return minibatch
     share = minibatch.share
     assert share.old_log_probs is not None, "covariances without the old log-probabilities"
+    mean_log_prob = mean(minibatch, share.old_log_probs)
     covariances = token_covariances(
         share.old_log_probs,
         share.advantages,
         share.mask,
-        mean_log_prob=mean(minibatch, share.old_log_probs),
+        mean_log_prob=mean_log_prob,
         mean_advantage=mean(minibatch, share.advantages),
     )
     if settings.loss_mode == "clip_cov":
-        marked = _drawn(minibatch, covariances, settings)
+        marked = _drawn(minibatch, covariances, settings, key=int(np.float64(mean_log_prob).view(np.uint64)))
     else:
         marked = _largest(minibatch, covariances, settings)
     return minibatch.with_share(share.extend(Marked, marked=marked))
 
 
-def _drawn(minibatch: Sharded[Experience], covariances: Tensor, settings: PolicyLossSection) -> Tensor:
+def _drawn(minibatch: Sharded[Experience], covariances: Tensor, settings: PolicyLossSection, *, key: int) -> Tensor:
     """Draw the tokens of `clip_cov`, `[n]` bool: at most a share of all, and at least one if any qualifies.
 
-    The draw is uniform over the tokens whose covariance is between the bounds, with a generator of its own: the same
-    mini-batch always gives the same tokens.
+    The draw is the beginning of a random order, which `key` chooses, of the tokens whose covariance is between the
+    bounds. So the same mini-batch always gives the same tokens.
     """
     is_between = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub)
     candidates = minibatch.share.mask & is_between
     numbers, total = numbers_of(minibatch, candidates)
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(SEED))
-    is_drawn = torch.zeros(total, dtype=torch.bool)
-    is_drawn[order[: _most(minibatch, settings.clip_cov_ratio)]] = True
+    places = permuted(numbers[candidates].numpy(), total, key=(key,))
     marked = torch.zeros_like(candidates)
-    marked[candidates] = is_drawn[numbers[candidates]]
+    marked[candidates] = torch.from_numpy(places < _most(minibatch, settings.clip_cov_ratio))
     return marked
 
 

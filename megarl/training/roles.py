@@ -79,7 +79,7 @@ class Model(Generic[Outputs]):
         owners = torch.zeros_like(runs.owners)
         num_minibatches = -(-len(index.prompts) // minibatches.num_prompts)
         of_step = minibatches.members(runs.groups, len(index.prompts), step=step)
-        for chosen in islice(of_step, num_minibatches):
+        for chosen in islice(of_step, num_minibatches):  # D442
             owners[chosen] = self.learner.batching.owners(
                 index.run_lengths[chosen], runs.groups[chosen], runs.counts[chosen]
             )
