@@ -3,7 +3,6 @@
 The configuration is read before torch is imported, so that its faults are reported at once.
 """
 
-import gc
 import logging
 import os
 import shlex
@@ -83,7 +82,7 @@ def run(program: JobProgram[C], argv: Sequence[str]) -> None:
     A program that calls this, such as a notebook, is never forked or ended: the command is then a process of its own,
     and SystemExit has its code.
 
-    A rank that is forked on this host (`distributed.launch.start`) does not return: its process ends.
+    A process that is the command, also a rank that is forked on this host (`distributed.launch.start`), ends here.
 
     With `--detach` in `argv` the command starts itself as a process that outlives the terminal.
 
@@ -92,7 +91,7 @@ def run(program: JobProgram[C], argv: Sequence[str]) -> None:
     it; any other error is printed with its traceback (see `distributed.failures`). A job that received a signal to end
     (see `signals`) ends with code 75.
     """
-    if _is_called(program.module):
+    if not _is_program(program.module) and not _is_launched():
         sys.exit(subprocess.call([sys.executable, "-m", program.module, *argv]))
     _prepare_process()
     try:
@@ -119,9 +118,8 @@ def run(program: JobProgram[C], argv: Sequence[str]) -> None:
     with EndCommand(config.trainer.on_end if program.keeps_log and launch.rank == 0 else None, directory) as at_end:
         code = _work(program, config, launch)
         at_end.ending = "stopped" if code else "finished"
-    if launched is None:
+    if _is_program(program.module):
         end(code)
-    gc.unfreeze()  # otherwise nanobind reports what an interpreter that unloads does not free
     if code:
         sys.exit(code)
 
@@ -145,16 +143,18 @@ def _end_with(error: UserError, rank: str, *, is_first_here: bool = True) -> NoR
     sys.exit(2)
 
 
-def _is_called(module: str) -> bool:
-    """Return whether a program of somebody else calls the command `module`, and no launcher has started it."""
+def _is_program(module: str) -> bool:
+    """Return whether this process is the command `module`, and not a program that calls it."""
     program = sys.modules["__main__"]
     spec = program.__spec__
     name = spec.name if spec else Path(getattr(program, "__file__", None) or "").stem
-    if name in (module, "megarl", "megarl.__main__"):
-        return False
+    return name in (module, "megarl", "megarl.__main__")
+
+
+def _is_launched() -> bool:
     with suppress(UserError):  # half of a launcher's variables: the command reports them
-        return detect(os.environ) is None
-    return True
+        return detect(os.environ) is not None
+    return False
 
 
 def _start(program: JobProgram[C], argv: Sequence[str]) -> Launch:

@@ -12,6 +12,7 @@ import torch
 
 from megarl.algorithms.correction import mismatch_means, mismatch_sums
 from megarl.algorithms.groups import statistics
+from megarl.tracking import names
 from scripts.metrics import GROUPS, TABLES, describe
 
 ROOT = Path(__file__).parents[2]
@@ -35,12 +36,13 @@ def calls(function: str) -> Iterator[str]:
 
 
 def keys() -> Iterator[str]:
-    """Yield the texts with a slash that are keys of dictionaries."""
+    """Yield the texts with a slash that are keys of dictionaries, written there or in `tracking.names`."""
     for node in NODES:
         found = node.keys if isinstance(node, ast.Dict) else [node.slice] if isinstance(node, ast.Subscript) else []
         for key in found:
-            if isinstance(key, ast.Constant) and isinstance(key.value, str) and "/" in key.value.strip("/"):
-                yield key.value
+            text = getattr(names, key.id, None) if isinstance(key, ast.Name) else getattr(key, "value", None)
+            if isinstance(text, str) and "/" in text.strip("/"):
+                yield text
 
 
 @cache
