@@ -23,7 +23,7 @@ def import_modules(names: Sequence[str]) -> None:
     """Import modules, and exempt everything that this process has by now from all searches for garbage.
 
     Libraries consist of a million objects that live as long as the process. The searches among them would take a
-    quarter of the time of the imports, and would make each process that is forked later copy them.
+    third of the time of the imports, and would make each process that is forked later copy them.
     """
     gc.disable()  # D438
     try:
