@@ -85,10 +85,16 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
         sharded = [part for part in _optimizer_parts(state.get("optimizer", {})) if "param_state" in part]
         for part, copy in zip(sharded, copies, strict=True):
             keep_written(part, copy)
+        is_first = not staging.knows(directory.name)
         copy_shards(state, staging, directory.name)
         with first_rank_failing_with_all():
             request = dist_checkpointing.save(
-                state, str(directory), content_metadata=dict(FORMAT), async_sharded_save=True, **WRITER
+                state,
+                str(directory),
+                validate_access_integrity=is_first,  # D415
+                content_metadata=dict(FORMAT),
+                async_sharded_save=True,
+                **WRITER,
             )
         torch.cuda.synchronize()
 

@@ -1,8 +1,8 @@
 """Copies of a learner's state in host memory: a checkpoint is written from the copies while the learner continues.
 
-A rank copies only state that it holds and that is written: the weights of the main replica, and its own shard of a
-distributed optimizer. Later, parameters at the borders of shards are put together, through separate process groups, so
-that messages of other threads cannot interfere.
+A rank copies only state that it holds and writes: its own shard of a distributed optimizer, and its part of the weights
+that all data-parallel ranks hold. Later, parameters at the borders of shards are put together, through separate process
+groups, so that messages of other threads cannot interfere.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,16 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.exchange_utils import (
+    ShardDistribution,
+    determine_main_replica_uniform_distribution,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, apply_factories, is_main_replica
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
@@ -31,6 +39,7 @@ class Staging:
         self._tensors: dict[str, Tensor] = {}
         self._places: set[int] = set()  # addresses of the tensors' storages
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._writers: dict[str, ShardDistribution | None] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory for a copy: the same memory for the same name, until `release`."""
@@ -51,6 +60,20 @@ class Staging:
             )
         return self._groups[ranks]
 
+    def knows(self, name: str) -> bool:
+        """Return whether `choose_writers` has been called for the state of this name."""
+        return name in self._writers
+
+    def choose_writers(self, name: str, state: ShardedStateDict) -> None:
+        """Choose the data-parallel rank that writes each shard, so that all write about as much (D415). Collective.
+
+        Ranks exchange messages for the first state of a name. Later states must have the same shards.
+        """
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if not self.knows(name):
+            self._writers[name] = determine_main_replica_uniform_distribution(state, group)
+        distribute_main_replicas_with_precomputed_distribution(state, group, self._writers[name])
+
     @property
     def num_bytes(self) -> int:
         """The size of all memory of this object."""
@@ -63,8 +86,12 @@ class Staging:
 
 
 def copy_shards(state: ShardedStateDict, staging: Staging, name: str) -> None:
-    """Replace the live tensors that this rank writes by copies, which are complete when the device is idle."""
+    """Replace the live tensors that this rank writes by copies, which are complete when the device is idle.
+
+    Collective.
+    """
     apply_factories(state)
+    staging.choose_writers(name, state)
     for number, shard in enumerate(nested_values(state)):
         if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id) and not staging.has(shard.data):
             copy = staging.take(f"{name}.{number}", tuple(shard.data.shape), shard.data.dtype)

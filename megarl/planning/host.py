@@ -124,15 +124,10 @@ def reward_processes(config: Config) -> tuple[int, float]:
 def _save_bytes(workload: Workload, memory: RankMemory, *, num_ranks: int) -> int:
     """Return the bytes that saves copy to the host, asynchronously or while training waits.
 
-    Every run saves at some time, because a run that is asked to end does. The first data-parallel ranks copy weights;
-    each expert-parallel rank is the first that has its experts.
+    Every run saves at some time, because a run that is asked to end does.
     """
     grid = workload.grid
-    num_first = min(num_ranks, grid.tp * grid.cp * grid.ep)
-    total = 0
-    for model in workload.models:
-        if model.updates:
-            shapes = model.learning_shapes(grid, memory.rank)
-            total += num_first * copied_bytes(shapes, model.section, grid)
-            total += (num_ranks - num_first) * copied_bytes(shapes, model.section, grid, is_first=False)
-    return total
+    learning = [model for model in workload.models if model.updates]
+    return num_ranks * sum(
+        copied_bytes(model.learning_shapes(grid, memory.rank), model.section, grid) for model in learning
+    )

@@ -83,22 +83,23 @@ def adapted_states(
     return replace(states, weights=base + states.weights, frozen=base)
 
 
-def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid, *, is_first: bool = True) -> int:
-    """Return the most bytes of host memory that an asynchronous save of a model needs on a rank.
+def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid) -> int:
+    """Return about the most bytes of host memory that an asynchronous save of a model needs on a rank.
 
     `chunks` are the parameters that learn: a checkpoint has no others.
-    The first data-parallel rank copies the weights, and the optimizer if it is not distributed. Each rank copies its
-    shard of a distributed optimizer, and completes the parameters whose largest piece it has.
+    Data-parallel ranks copy whole weights, each about as much, and the optimizer likewise if it is not distributed.
+    Each rank copies its shard of a distributed optimizer, and completes the parameters whose largest piece it has.
     """
     total = 0
+    of_whole = DTYPE_BYTES[section.dtype]
+    if not section.use_distributed_optimizer:
+        of_whole += optimizer_bytes(section)
     for chunk in chunks:
-        if is_first:
-            total += sum(map(math.prod, chunk.values())) * DTYPE_BYTES[section.dtype]
         for shapes, num_ranks in _buffers(chunk, grid):
+            sizes = [*map(math.prod, shapes)]
+            total += max(max(sizes), math.ceil(sum(sizes) / num_ranks)) * of_whole
             if section.use_distributed_optimizer:
                 total += _most_copied(shapes, num_ranks) * (MOMENTS + FLOAT32)
-            elif is_first:
-                total += sum(map(math.prod, shapes)) * optimizer_bytes(section)
     return total
 
 

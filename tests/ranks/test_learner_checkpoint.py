@@ -70,8 +70,8 @@ def test_asynchronous_save_equals_synchronous_save(
         pool.run(2, save_twice, checkpoints["llama"], sizes(tp, 1), distributed_optimizer, at_once, alongside)
         names = sorted(path.name for path in at_once.iterdir())
         assert names == sorted(path.name for path in alongside.iterdir())
-        num_writers = 2 if distributed_optimizer else tp  # each rank writes its shard of the optimizer
-        assert len([name for name in names if name.endswith(".distcp")]) == num_writers
+        sizes_of_files = [(at_once / name).stat().st_size for name in names if name.endswith(".distcp")]
+        assert len(sizes_of_files) == 2 and min(sizes_of_files) > 0.8 * max(sizes_of_files)
         for name in set(names) - {".metadata"}:  # it contains a random number of each save
             assert (at_once / name).read_bytes() == (alongside / name).read_bytes(), name
 

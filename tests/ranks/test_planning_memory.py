@@ -115,13 +115,9 @@ def test_copies_of_saves(pool: RankPool, tmp_path: Path, name: str) -> None:
     section = MegatronSection(**split)
     grid = grid_of(section, 2)
     found = pool.run(2, copied, variant, split, tmp_path)
-    shapes = parameter_shapes(architecture(variant), grid, 0)
-    first, others = (copied_bytes(shapes, section, grid, is_first=is_first) for is_first in (True, False))
-    assert 0.8 * first < found[0] <= 1.01 * first
-    if name == "data":
-        assert found[1] <= 1.01 * others and max(found[0] - (first - others), found[1]) == pytest.approx(
-            others, rel=0.01
-        )
+    planned = max(copied_bytes(parameter_shapes(architecture(variant), grid, rank), section, grid) for rank in range(2))
+    assert 0.8 * planned < max(found) <= 1.05 * planned
+    assert min(found) > 0.8 * max(found)
 
 
 def test_frozen_and_value_models(pool: RankPool) -> None:
