@@ -29,7 +29,7 @@ from megarl.checkpoint.template_time import TIME_FILE, recorded_time
 from megarl.config.keys import ACTOR
 from megarl.config.load import to_yaml
 from megarl.config.report import custom_code
-from megarl.config.root import Config, SupervisedConfig
+from megarl.config.root import COMMANDS, Config, SupervisedConfig, root_of
 from megarl.config.schema import Schema
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import restarted
@@ -66,7 +66,7 @@ class ResumePoint:
                 `prepare_checkpoint`), and the checkpoint's runs at MLflow and W&B are resumed.
 
         Raises:
-            UserError: the checkpoint has the optimizer states of another form.
+            UserError: the checkpoint is of another command, or has the optimizer states of another form.
         """
         trainer = config.trainer
         run_dir = Path(trainer.default_local_dir)
@@ -74,6 +74,7 @@ class ResumePoint:
         if checkpoint is None:
             return cls(checkpoint=None, state=State(step=0))
         contents = on_first_rank(lambda: Contents.read(checkpoint))
+        _require_command(checkpoint, contents.config, config)
         found, other_versions = _compare(contents, config)
         _require_optimizers(checkpoint, found, config)
         saved_ids = contents.run_ids
@@ -130,6 +131,19 @@ class ResumePoint:
                 f"{self.checkpoint} was saved by a run of other models, so this run cannot resume from it:{lines}\n"
                 "Name the models that the checkpoint was trained from, or start anew with trainer.resume_mode=disable"
             )
+
+
+def _require_command(checkpoint: Path, was: Mapping[str, object] | None, config: Config | SupervisedConfig) -> None:
+    """Refuse to continue the schedule and the optimizer of another command."""
+    command = COMMANDS[type(config)]
+    saved_by = command if was is None else COMMANDS[root_of(was)]
+    if saved_by != command:
+        key, _ = next(config.checkpoints)
+        raise UserError(
+            f"{checkpoint} was saved by `megarl {saved_by}`, which `megarl {command}` cannot continue. Start from "
+            f"its weights: `megarl export {checkpoint} DIRECTORY`, then {key}=DIRECTORY with trainer.resume_mode=disable "
+            "or another trainer.default_local_dir"
+        )
 
 
 def _require_optimizers(checkpoint: Path, found: Sequence[ConfigDifference], config: Config | SupervisedConfig) -> None:

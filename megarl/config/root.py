@@ -368,6 +368,14 @@ COMMANDS: Mapping[type, str] = {
 }
 """The command that reads each root."""
 
+
+def root_of(config: Mapping[str, object]) -> type:
+    """Return the root of the resolved configuration of a run, from keys that only it has."""
+    if "actor_rollout_ref" in config:
+        return Config
+    return RewardTrainConfig if "center_rewards_coefficient" in config else SFTConfig
+
+
 LINKS: Mapping[type, Mapping[str, str]] = {
     Config: {
         "actor_rollout_ref.rollout.prompt_length": "${data.max_prompt_length}",

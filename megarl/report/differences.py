@@ -8,11 +8,10 @@ from typing import NamedTuple
 from megarl.checkpoint.differences import value_at
 from megarl.config.links import shown
 from megarl.config.reference import REQUIRED
-from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig
+from megarl.config.root import LINKS, root_of
 from megarl.config.schema import MANDATORY, Schema
 from megarl.section import flatten
 
-ROOTS = {"actor_rollout_ref": Config, "center_rewards_coefficient": RewardTrainConfig}  # a key that only it has
 OWN_KEYS = ("trainer.default_local_dir", "trainer.experiment_name")
 """Keys that name a run, and differ anyway."""
 LINK = re.compile(r"\$\{([\w.]+)\}")
@@ -31,7 +30,7 @@ def from_default(config: Mapping[str, object]) -> Iterator[Difference]:
 
     A key whose default follows another key differs only if it does not follow it.
     """
-    root = _root_of(config)
+    root = root_of(config)
     for key, default in {**Schema.of(root).leaves, **LINKS[root]}.items():
         try:
             value = value_at(config, key)
@@ -55,13 +54,9 @@ def between(configs: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
 
-def _root_of(config: Mapping[str, object]) -> type:
-    return next((root for key, root in ROOTS.items() if key in config), SFTConfig)
-
-
 def _values(config: Mapping[str, object]) -> dict[str, object]:
     """Return the values of a resolved configuration. A mapping that a user fills (`reward_kwargs`) is one value."""
-    leaves = Schema.of(_root_of(config)).leaves
+    leaves = Schema.of(root_of(config)).leaves
     found = dict[str, object]()
     for key, value in flatten(config):
         above = accumulate(key.split("."), "{}.{}".format)

@@ -8,9 +8,9 @@ from megarl.assembly.inputs import inputs_of
 from megarl.assembly.resume import checkpoint_texts
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import CheckpointStore
-from megarl.config.load import load_config
+from megarl.config.load import load_config, load_sft_config
 from megarl.config.report import custom_code
-from megarl.config.root import Config
+from megarl.config.root import Config, SFTConfig
 
 RESUME = "megarl.assembly.resume"
 """The name of the logger of resumes."""
@@ -22,7 +22,12 @@ def configured(run_dir: Path, *arguments: str) -> Config:
     return load_config(arguments, world_size=None, check_paths=False)
 
 
-def save(config: Config, *, step: int, best: Best | None = None) -> Path:
+def configured_sft(run_dir: Path) -> SFTConfig:
+    arguments = ["data.train_files=pairs.parquet", "model.path=model", f"trainer.default_local_dir={run_dir}"]
+    return load_sft_config(arguments, world_size=None, check_paths=False)
+
+
+def save(config: Config | SFTConfig, *, step: int, best: Best | None = None) -> Path:
     run_dir, code, inputs = Path(config.trainer.default_local_dir), custom_code(config), inputs_of(config)
     run = CheckpointStore(
         directory=run_dir,

@@ -16,7 +16,7 @@ from megarl.config.report import custom_code
 from megarl.platform.errors import UserError
 from megarl.platform.terminal import COMMAND
 from megarl.tracking.run_id import RUN_ID_FILE
-from tests.support.resumes import configured, save, told
+from tests.support.resumes import configured, configured_sft, save, told
 
 pytestmark = pytest.mark.usefixtures("world", "news_captured")
 
@@ -56,6 +56,17 @@ def test_the_other_optimizer_cannot_resume(tmp_path: Path, value: str) -> None:
         ResumePoint.find(other)
     unread = configured(tmp_path, f"{key}={value}", "reward_model.megatron.use_distributed_optimizer=false")
     assert ResumePoint.find(unread).is_resumed
+
+
+def test_run_of_another_command_is_refused(tmp_path: Path) -> None:
+    checkpoint = save(configured_sft(tmp_path), step=3)
+    assert ResumePoint.find(configured_sft(tmp_path)).is_resumed
+    with pytest.raises(
+        UserError,
+        match=f"^{checkpoint} was saved by `megarl sft`, which `megarl train` cannot continue.* `megarl export "
+        f"{checkpoint} DIRECTORY`, then actor_rollout_ref.model.path=DIRECTORY",
+    ):
+        ResumePoint.find(configured(tmp_path))
 
 
 def test_changed_reward_file_changes_curve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
