@@ -141,8 +141,8 @@ def _require_command(checkpoint: Path, was: Mapping[str, object] | None, config:
         key, _ = next(config.checkpoints)
         raise UserError(
             f"{checkpoint} was saved by `megarl {saved_by}`, which `megarl {command}` cannot continue. Start from "
-            f"its weights: `megarl export {checkpoint} DIRECTORY`, then {key}=DIRECTORY with trainer.resume_mode=disable "
-            "or another trainer.default_local_dir"
+            f"its weights: `megarl export {checkpoint} DIRECTORY`, then {key}=DIRECTORY with "
+            "trainer.resume_mode=disable or another trainer.default_local_dir"
         )
 
 
