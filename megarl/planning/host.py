@@ -1,4 +1,4 @@
-"""The host memory that a run needs on a node: offloaded parts, copies for saves, and records.
+"""The host memory that a run needs on a node: offloaded parts, copies for saves, and samples.
 
 Counted for the fullest rank, as if all ranks of its node were like it. Not counted: the processes themselves (Python,
 CUDA and the libraries take a few GB a rank), files that the system caches, and what torch's allocator adds to pinned
@@ -7,39 +7,22 @@ memory, which it takes in powers of two.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
-from types import MappingProxyType
 
 from megarl.config.root import Config
 from megarl.planning.engine import route_bytes
 from megarl.planning.memory import RankMemory, own_weights
+from megarl.planning.samples import SampleMemory, sample_memory
 from megarl.planning.states import copied_bytes
 from megarl.planning.workload import Workload
 from megarl.rewards.config import isolation_of
-
-COLLECTED_FIELDS: Mapping[str, int] = MappingProxyType(
-    {"responses": 4, "mask": 1, "rollout_log_probs": 4, "weight_versions": 4}
-)
-"""Bytes of one response token in each column of `megarl.batch.Scored`, on the ranks of the replica that drew it."""
-EPISODE_FIELDS: Mapping[str, int] = MappingProxyType({"turn_rewards": 4})
-"""The same for the columns that only episodes have."""
-LEARNING_FIELDS: Mapping[str, int] = MappingProxyType(
-    dict.fromkeys(("old_log_probs", "ref_log_probs", "values", "advantages", "returns", "weights"), 4)
-)
-"""The same for the columns that `megarl.batch.Experience` adds, on the ranks that learn from the token."""
-TEXT_BYTES = 5
-"""About the letters of a token."""
-PROMPT_TOKEN_BYTES = 4 + 2 * TEXT_BYTES
-"""Bytes of a token of a prompt: the token, and the text, as it was given and as a model reads it."""
-IN_FLIGHT_TOKEN_BYTES = 4 + 4 + 4
-"""Bytes of a response token that continues: the token, its log-probability and its version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
     """Bytes of host memory on a node."""
 
-    parts: Mapping[str, int]  # bytes that a run needs, by name
+    parts: Mapping[str, int]  # bytes that a run needs, by name; of samples those of their fullest phase
+    samples: tuple[SampleMemory, ...]  # on one rank
     rewards: int  # limit of the private memory of the processes of rewards, in addition; they seldom reach it
 
     @property
@@ -62,36 +45,16 @@ def host_memory(workload: Workload, memory: RankMemory) -> HostMemory:
         if model.section.optimizer_offload and model.updates:
             parts[f"{model.name} optimizer"] = num_ranks * states.optimizer
     parts["copies for a save"] = _save_bytes(workload, memory, num_ranks=num_ranks)
-    parts["records"] = num_ranks * record_bytes(workload.config, num_shares=workload.grid.dp)
+    phases = sample_memory(workload.config, num_shares=workload.grid.dp)
+    fullest = max(phases, key=lambda phase: phase.total)  # D431
+    parts |= {name: num_ranks * num_bytes for name, num_bytes in fullest.parts.items()}
     parts["routes"] = num_ranks * routes_bytes(workload)
     num_processes, most_gb = reward_processes(workload.config)
     return HostMemory(
         parts={name: num_bytes for name, num_bytes in parts.items() if num_bytes},
+        samples=tuple(phases),
         rewards=num_ranks * num_processes * int(most_gb * 1e9),
     )
-
-
-def record_bytes(config: Config, *, num_shares: int) -> int:
-    """Return the bytes of the records of a step on one rank, with the longest prompts and responses.
-
-    The engine replicas share the samples that are drawn, and those that continue in the next step. `num_shares`
-    data-parallel ranks share the samples that models learn from. A rank has the prompts of its samples, or all of them
-    if samples are groups that wait or are chosen, or episodes.
-    """
-    rollout = config.actor_rollout_ref.rollout
-    num_prompts = config.data.train_batch_size
-    num_replicas = config.trainer.nnodes * config.trainer.n_gpus_per_node // rollout.tensor_model_parallel_size
-    collected = sum(COLLECTED_FIELDS.values()) + (sum(EPISODE_FIELDS.values()) if config.environment.name else 0)
-    learning = collected + sum(LEARNING_FIELDS.values())
-    if not config.max_staleness:
-        learning -= COLLECTED_FIELDS["weight_versions"]  # all tokens have the same
-    drawn = num_prompts * (collected + TEXT_BYTES) + config.num_in_flight * IN_FLIGHT_TOKEN_BYTES
-    responses = drawn // num_replicas + num_prompts * learning // num_shares
-    prompts = num_prompts + config.num_in_flight
-    needs_all = config.num_in_flight or config.algorithm.filter_groups.enable or config.environment.name
-    if not needs_all:
-        prompts = min(prompts, ceil(num_prompts / num_replicas) + ceil(num_prompts / num_shares))
-    return responses * rollout.n * rollout.response_length + prompts * PROMPT_TOKEN_BYTES * rollout.prompt_length
 
 
 def routes_bytes(workload: Workload) -> int:

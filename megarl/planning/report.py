@@ -45,6 +45,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "host": {
             "parts": dict(plan.host.parts),
             "total": plan.host.total,
+            "samples": [asdict(phase) for phase in plan.host.samples],
             "memory_bytes": plan.host_bytes,
             "missing": plan.host_missing,
             "remedies": [asdict(remedy) for remedy in plan.host_remedies],

@@ -169,14 +169,14 @@ def check_against_rules(layout: Layout, model_dir: Path, *, tp_size: int, **sett
     assert only == [[], []], "pieces of vLLM's loaders alone, and of the rules alone:\n" + "\n".join(sum(only, []))
 
 
-def start(model_dir: Path, *, tp_size: int, **settings: Any) -> RolloutEngine:
+def start(model_dir: Path, *, tp_size: int, max_model_len: int = 160, **settings: Any) -> RolloutEngine:
     section = RolloutSection(tensor_model_parallel_size=tp_size, **{"dtype": "float32", "max_num_seqs": 16} | settings)
     engine = RolloutEngine(
         section,
         model_dir=model_dir,
         architecture=read_architecture(json.loads((model_dir / "config.json").read_text())),
         stop_token_ids=[],
-        max_model_len=160,
+        max_model_len=max_model_len,
     )
     # On CUDA, vLLM's faster runner takes every model that it knows, unless the engine asks for more than it can do.
     assert engine._llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []

@@ -1,15 +1,14 @@
 """Compare a node's need of host memory with numbers worked by hand."""
 
 import json
-from dataclasses import fields
 
 import pytest
 
-from megarl.batch import Experience
 from megarl.commands.plan import main
+from megarl.config.load import load_config
 from megarl.planning.device import H100
-from megarl.planning.host import COLLECTED_FIELDS, EPISODE_FIELDS, LEARNING_FIELDS
 from megarl.planning.planner import Plan, Planner
+from megarl.planning.samples import SampleMemory, sample_memory
 from megarl.planning.traffic import Links
 
 GB = 10**9
@@ -78,43 +77,86 @@ NUM_PROMPTS_OF_RANK = 2048 // 64 + 2048 // 128
 """Prompts that a rank draws or learns from, of 2,048, with 64 replicas and 128 shares."""
 
 
-def test_records_of_deepseek_v3() -> None:
-    """2,048 prompts with 8 responses: 18 bytes a token of 64 replicas, 33 of 128 shares, and the prompts of both."""
-    prompts = NUM_PROMPTS_OF_RANK * 1024 * 14
-    assert plan(DEEPSEEK).host.parts["records"] == 8 * (8 * 7168 * (2048 * 18 // 64 + 2048 * 33 // 128) + prompts)
+def phases(*overrides: str) -> list[SampleMemory]:
+    return sample_memory(load_config([DEEPSEEK, *overrides], world_size=None, check_paths=False), num_shares=128)
+
+
+def samples(*overrides: str) -> dict[str, dict[str, int]]:
+    """Return what a rank of DeepSeek-V3 holds of samples, by phase."""
+    return {memory.phase: dict(memory.parts) for memory in phases(*overrides)}
+
+
+def test_samples_of_deepseek_v3() -> None:
+    """2,048 prompts with 8 responses of 7,168 tokens: 64 replicas draw them, and 128 shares learn, 512 prompts at once.
+
+    There is a reference in the loss and no critic; 256 responses of a replica fit into its 1,024 slots.
+    """
+    drawn, learnt = 2048 * 8 * 7168 // 64, 2048 * 8 * 7168 // 128
+    always = {
+        "prompts": NUM_PROMPTS_OF_RANK * 1024 * 14,
+        "index of samples": 2048 * (8 * 300 + 48),
+        "token table of the engine": 1024 * 8192 * 4,
+    }
+    assert samples() == {
+        "generate": always | {"requests of the engine": drawn * (70 + 171) + 256 * (10_000 + 1024 * 53)},
+        "record": always | {"drawn responses": drawn * 12, "records": drawn * 13},
+        "exchange": always | {"records": drawn * 18, "messages": (drawn + learnt) * 9, "learnt tokens": learnt * 9},
+        "update": always
+        | {
+            "records": drawn * 18,
+            "learnt tokens": learnt * (9 + 3 * 4 + 4),
+            "block of tokens": (1 << 17) * 64,
+            "mini-batches": 2 * learnt // 4 * (9 + 6 * 4),
+        },
+    }
+    parts = plan(DEEPSEEK).host.parts
+    assert parts["requests of the engine"] == 8 * samples()["generate"]["requests of the engine"]
+    assert "records" not in parts  # the phase with the requests is the fullest
+
+
+def test_rank_of_large_run_holds_little() -> None:
+    """8,192 responses of 32,768 tokens on 2,048 ranks."""
+    longer = ("data.train_batch_size=1024", "data.max_response_length=32768")
+    longer += ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=33792",)
+    fullest = max(phases(*longer), key=lambda memory: memory.total)
+    assert fullest.total < 1.5 * GB
+    assert 8 * fullest.total < 12 * GB
+
+
+def test_slots_bound_requests() -> None:
+    """Of 256 responses of a replica 64 are drawn at once, before which no other has a token."""
+    found = samples("actor_rollout_ref.rollout.max_num_seqs=64")["generate"]
+    assert found["requests of the engine"] == 64 * 7168 * (70 + 171) + 256 * (10_000 + 1024 * 53)
+    assert found["drawn responses"] == 192 * 7168 * (12 + 1)
+
+
+def test_responses_without_log_probabilities_take_less() -> None:
+    drawn = 2048 * 8 * 7168 // 64
+    found = samples("actor_rollout_ref.rollout.calculate_log_probs=false")
+    assert found["generate"]["requests of the engine"] == drawn * 70 + 256 * (10_000 + 1024 * 53)
+    assert found["record"]["records"] == drawn * 9
 
 
 def test_groups_that_are_chosen_are_on_every_rank() -> None:
-    without = plan(DEEPSEEK).host.parts["records"]
-    found = plan(DEEPSEEK, "algorithm.filter_groups={enable: true, metric: score}").host.parts["records"]
-    assert found - without == 8 * (2048 - NUM_PROMPTS_OF_RANK) * 1024 * 14
+    without = samples()["generate"]["prompts"]
+    found = samples("algorithm.filter_groups={enable: true, metric: score}")["generate"]["prompts"]
+    assert found - without == (2048 - NUM_PROMPTS_OF_RANK) * 1024 * 14
 
 
-def test_responses_that_continue_are_records_too() -> None:
+def test_responses_that_continue_are_held_too() -> None:
     """Half of 4,096 prompts continue, or all but one of 2,048: a token, its log-probability and its version.
 
-    Those that a model learns from have versions too. Every rank has all prompts.
+    Tokens that a model learns from have versions too. Every rank has all prompts.
     """
     partial = "actor_rollout_ref.rollout.partial={enable: true, stop_when: %s}"
     correction = "algorithm.rollout_correction.rollout_is=token"
-    without = plan(DEEPSEEK).host.parts["records"]
+    without = samples(correction)["exchange"]
+    learnt = 2048 * 8 * 7168 // 128
     for stop_when, num_in_flight in (("0.5", 2048), ("64", 2047)):
-        num_more = 2048 + num_in_flight - NUM_PROMPTS_OF_RANK
-        found = plan(DEEPSEEK, partial % stop_when, correction).host.parts["records"]
-        responses = 8 * 7168 * (num_in_flight * 12 // 64 + 2048 * 4 // 128)
-        assert found - without == 8 * (responses + num_more * 1024 * 14)
-
-
-def test_every_field_of_tokens_is_counted() -> None:
-    per_sample = {"groups", "num_tokens", "truncated", "scores", "num_turns"}
-    with_another_tokenizer = {"places"}
-    per_place = {"routes"}  # counted on their own
-    tensors = {field.name for field in fields(Experience) if "Tensor" in str(field.type)}
-    assert tensors - per_sample - with_another_tokenizer - per_place == {
-        *COLLECTED_FIELDS,
-        *EPISODE_FIELDS,
-        *LEARNING_FIELDS,
-    }
+        found = samples(partial % stop_when, correction)["exchange"]
+        assert found["responses that continue"] == num_in_flight * 8 * 7168 // 64 * 12
+        assert found["learnt tokens"] - without["learnt tokens"] == learnt * 4
+        assert found["prompts"] == (2048 + num_in_flight) * 1024 * 14
 
 
 @pytest.mark.parametrize(("value", "num_bytes"), [("engine", 464), ("engine_scores", 8 * 464)])
@@ -128,13 +170,14 @@ def test_routes_are_counted_per_place_and_layer(value: str, num_bytes: int) -> N
 
 
 def test_environment_adds_record_field_and_worker_processes() -> None:
-    """A token has 4 bytes more in each share, a rank all prompts, and 3 processes of at most 2 GB."""
+    """A token has the reward of its turn and a weight, a rank all prompts, and 3 processes of at most 2 GB."""
     environment = ("environment.name=openenv", "environment.num_workers=3", "environment.max_memory_gb=2")
-    without, found = plan(DEEPSEEK).host, plan(DEEPSEEK, *environment).host
-    prompts = (2048 - NUM_PROMPTS_OF_RANK) * 1024 * 14
-    of_tokens = 8 * 7168 * 4 * (2048 // 64 + 2048 // 128)
-    assert found.parts["records"] - without.parts["records"] == 8 * (of_tokens + prompts)
-    assert found.rewards == 8 * 3 * 2 * GB
+    without, found = samples(), samples(*environment)
+    drawn, learnt = 2048 * 8 * 7168 // 64, 2048 * 8 * 7168 // 128
+    assert found["record"]["records"] - without["record"]["records"] == drawn * 4
+    assert found["update"]["learnt tokens"] - without["update"]["learnt tokens"] == learnt * (4 + 4)
+    assert found["record"]["prompts"] == 2048 * 1024 * 14
+    assert plan(DEEPSEEK, *environment).host.rewards == 8 * 3 * 2 * GB
 
 
 def test_per_response_reward_worker_keeps_parent_process() -> None:
