@@ -178,6 +178,8 @@ def write_record(path: Path, batch: Rollouts) -> None:
         match getattr(batch, name):
             case Tensor() as values if name == "routes":
                 columns[name] = _arrays(values, batch.num_places())
+            case Tensor() as values if name == "sequences":
+                columns[name] = _lists(values, batch.lengths())
             case Tensor() as values:
                 columns[name] = _lists(values, batch.num_tokens) if name in per_token else values.numpy()
             case None:

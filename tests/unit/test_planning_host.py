@@ -107,10 +107,10 @@ def test_responses_that_continue_are_records_too() -> None:
 
 def test_every_field_of_tokens_is_counted() -> None:
     per_sample = {"groups", "num_tokens", "truncated", "scores", "num_turns"}
-    with_another_tokenizer = {"places"}
+    read = {"read_lengths", "sequences", "places"}  # with another tokenizer, or instead of all columns of tokens
     per_place = {"routes"}  # counted on their own
     tensors = {field.name for field in fields(Experience) if "Tensor" in str(field.type)}
-    assert tensors - per_sample - with_another_tokenizer - per_place == {
+    assert tensors - per_sample - read - per_place == {
         *COLLECTED_FIELDS,
         *EPISODE_FIELDS,
         *LEARNING_FIELDS,
