@@ -22,6 +22,7 @@ from megarl.config.policy import ActorSection, CriticSection
 from megarl.data.order import Position
 from megarl.distributed.sharded import Sharded, Shares, shard
 from megarl.models.architecture import hf_shapes, read_architecture
+from megarl.samples.store import SampleStore
 from tests.support.layouts import slices
 from tests.support.learners import OPTIM, draw_head, make_test_learner, sizes
 from tests.support.ranks import RankPool
@@ -102,8 +103,19 @@ def taken(actor: Any, samples: Sharded[Any]) -> tuple[dict[str, int], int]:
     return found, sum(received)
 
 
-def learnt(checkpoint: Path, split: dict[str, Any], name: str, keeps_routes: bool) -> Learnt:
-    """Take one step with an actor, a reference and perhaps a critic. Return what this rank learnt."""
+def pieces_of(learner: Any) -> list[tuple[str, Any, Tensor]]:
+    """Return names, boxes and copies of the parameters of a rank."""
+    with learner.weights() as tensors:
+        return [(piece.name, piece.box, piece.view(tensors[piece.param]).clone()) for piece in learner.layout()]
+
+
+def learnt(
+    checkpoint: Path, split: dict[str, Any], name: str, keeps_routes: bool, directory: Path | None = None
+) -> Learnt:
+    """Take one step with an actor, a reference and perhaps a critic. Return what this rank learnt.
+
+    With a directory the step is a replay: it learns from files of the samples there, which are first kept if absent.
+    """
     from megarl.algorithms.kl import FixedKL
     from megarl.learner.batching import Budget
     from megarl.tracking.protocol import NullTracker
@@ -113,6 +125,7 @@ def learnt(checkpoint: Path, split: dict[str, Any], name: str, keeps_routes: boo
     from megarl.training.marks import mark
     from megarl.training.minibatches import MiniBatches
     from megarl.training.objectives import ActorObjective, CriticObjective
+    from megarl.training.replay import Replay
     from megarl.training.roles import Model, Updates
     from megarl.training.steps import Schedule
     from megarl.training.work import Work
@@ -145,8 +158,11 @@ def learnt(checkpoint: Path, split: dict[str, Any], name: str, keeps_routes: boo
     record = drawn()
     samples = shard(record, torch.arange(len(record)) % dist.get_world_size(), Shares.blocks(1))
     found = taken(actor, samples)
-    source = Mock()
+    source: Any = Mock()
     source.collect.return_value = Collected(scored=samples, baselines=None, position=Position(), metrics={})
+    if directory:
+        SampleStore(directory, replaces=False).keep_step(samples, None, step=1)
+        source = Replay.find(directory, after=0)
     job = Job(
         samples=source,
         actor=actor,
@@ -163,12 +179,7 @@ def learnt(checkpoint: Path, split: dict[str, Any], name: str, keeps_routes: boo
         work=Work(),
     )
     metrics, _ = take_step(job, Progress(kl=FixedKL(0.1), position=Position()), Timers(), step=0)
-    weights = {}
-    for model in [actor, critic] if critic else [actor]:
-        with model.learner.weights() as tensors:
-            weights[model.name] = [
-                (piece.name, piece.box, piece.view(tensors[piece.param]).clone()) for piece in model.learner.layout()
-            ]
+    weights = {model.name: pieces_of(model.learner) for model in ([actor, critic] if critic else [actor])}
     return Learnt(metrics, weights, *found)
 
 
@@ -207,6 +218,23 @@ def test_stages_learn_what_one_rank_learns(
                 # Adam's first step has the size of the learning rate even if the gradient is nearly zero, so the
                 # tolerance applies to tensors.
                 assert (values - theirs).norm() <= 1e-2 * (theirs - before).norm(), f"rank {rank}: {model}, {name}"
+
+
+@pytest.mark.parametrize("split", ["virtual, data", "tensor"])
+def test_replay_learns_bit_for_bit_the_same(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, split: str
+) -> None:
+    """Also if one rank kept the samples; with several, each reads those rows that another has drawn."""
+    arguments = checkpoints["llama"], SPLITS[split], "critic", False
+    pool.run(1, learnt, checkpoints["llama"], {}, "critic", False, tmp_path / "one")
+    expected = pool.run(4, learnt, *arguments)
+    for name in ("one", "four"):
+        for found, step in zip(pool.run(4, learnt, *arguments, tmp_path / name), expected, strict=True):
+            metrics = {key for key in step.metrics if not key.startswith("perf/")}
+            assert {key: found.metrics[key] for key in metrics} == {key: step.metrics[key] for key in metrics}
+            for model, pieces in step.weights.items():
+                for (_, _, ours), (_, _, theirs) in zip(found.weights[model], pieces, strict=True):
+                    assert torch.equal(ours, theirs)
 
 
 def test_tokens_travel_to_the_stages_that_read_them(pool: RankPool, checkpoints: dict[str, Path]) -> None:
