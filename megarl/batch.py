@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ from megarl.columns import (
     sample_sums,
     spans,
     spans_of_parts,
+    without_ends,
 )
 from megarl.on_demand import OnDemand
 
@@ -43,6 +44,14 @@ ROUTE_TYPES = {1: torch.uint8, 2: torch.int16}
 """The type of routes, by the bytes that the number of an expert needs."""
 PER_PLACE = "per place"
 """The mark of fields with a row for each place."""
+PER_READ = "per token read"
+"""The mark of fields with a number for each token that a model reads."""
+ROWS: Mapping[str, Callable[["Rollouts"], Tensor]] = {
+    PER_TOKEN: attrgetter("num_tokens"),
+    PER_PLACE: methodcaller("num_places"),
+    PER_READ: methodcaller("lengths"),
+}
+"""How many rows each sample has in fields with a mark."""
 
 
 def int32(values: Iterable[int] = ()) -> "array[int]":
@@ -276,11 +285,6 @@ def per_token(**settings: Any) -> Any:
     return field(metadata={PER_TOKEN: True}, **settings)
 
 
-def per_place(**settings: Any) -> Any:
-    """Declare a field with a row for each place of the samples, end to end: `[M, ...]`."""
-    return field(metadata={PER_PLACE: True}, **settings)
-
-
 def _itself(column: Tensor) -> Tensor:
     return column
 
@@ -299,13 +303,14 @@ class Rollouts(Prompts):
     truncated: Tensor  # [B] bool: the response reached the length limit before a stop token
     weight_versions: Tensor | None = per_token(default=None)  # int32 (D439): finished steps at the sync of the weights
     # that drew the token; None: no engine drew it
-    sequences: Sequence[Sequence[int]] | None = None  # length B: prompt and response in a reader's own tokens, and one
-    # token more; None: the model reads the tokens of `prompts` and `responses`
+    read_lengths: Tensor | None = None  # [B] int64: tokens in `sequences`; None: those of `prompts` and `responses`
+    sequences: Tensor | None = field(default=None, metadata={PER_READ: True})  # int32: prompt and response in a
+    # reader's own tokens, and one token more, end to end; None with `read_lengths`: no layer of this rank reads any
     places: Tensor | None = per_token(default=None)  # int64: the last position in `sequences` that a reader sees before
     # each token
-    routes: Tensor | None = per_place(default=None)  # [M, L, k] uint8, or int16 of more than 256 experts: the k experts
-    # that the engine chose in each of L layers; [M, L, 2k] float32: these, and then the engine's scores of them; None:
-    # the model that reads the samples chooses
+    routes: Tensor | None = field(default=None, metadata={PER_PLACE: True})  # [M, L, k] uint8, or int16 of more than
+    # 256 experts: the k experts that the engine chose in each of L layers; [M, L, 2k] float32: these, and then the
+    # engine's scores of them; None: the model that reads the samples chooses
     turn_rewards: Tensor | None = per_token(default=None)  # float32: the reward of each turn, on its last token; None:
     # there is no environment. The three below are None too then.
     num_turns: Tensor | None = None  # [B] int64
@@ -398,10 +403,11 @@ class Rollouts(Prompts):
     def tokens(self) -> Tensor:
         """Return prompt and response of each sample as a model reads them, end to end: int64.
 
-        The last token of each predicts nothing.
+        The last token of each predicts nothing. Tokens that no layer here reads are zeros.
         """
-        if self.sequences is not None:
-            return torch.tensor([token for sequence in self.sequences for token in sequence], dtype=torch.int64)
+        if self.read_lengths is not None:
+            read = torch.zeros(int(self.read_lengths.sum())) if self.sequences is None else self.sequences
+            return read.to(torch.int64)
         used, places = self.groups.unique(return_inverse=True)
         prompts = [torch.tensor(self.prompts[place].token_ids, dtype=torch.int64) for place in used.tolist()]
         in_prompt = self.prompt_lengths()[self.groups]
@@ -421,8 +427,8 @@ class Rollouts(Prompts):
 
     def lengths(self) -> Tensor:
         """Return the number of tokens of prompt and response together: `[B]` int64."""
-        if self.sequences is not None:
-            return torch.tensor([len(sequence) for sequence in self.sequences])
+        if self.read_lengths is not None:
+            return self.read_lengths
         return self.prompt_lengths()[self.groups] + self.num_tokens
 
     def num_places(self) -> Tensor:
@@ -440,12 +446,12 @@ class Rollouts(Prompts):
         if self.are_all(samples):
             return self
         chosen = samples.tolist()
-        listed = {"sequences": self.sequences, "stop_reasons": self.stop_reasons, "faults": self.faults}
+        listed = {"stop_reasons": self.stop_reasons, "faults": self.faults}
         values: dict[str, Any] = {name: each and [each[sample] for sample in chosen] for name, each in listed.items()}
-        values |= {name: numbers[samples] for name, numbers in self._per_sample()}
-        tokens = self.spans(samples)
-        values |= {name: cut(column, tokens) for name, column in self.columns()}
-        return self._with(values | {"routes": self.routes_of(samples)})
+        rows = {mark: spans(samples, ROWS[mark](self)) for mark in self.marks()}
+        for name, tensor, marks in self._tensors():
+            values[name] = cut(tensor, rows[next(iter(marks))]) if marks else tensor[samples]
+        return replace(self, **values)
 
     def of_prompts(self, places: Sequence[int]) -> Self:
         """Return only the prompts at `places`, ascending, with their samples."""
@@ -454,34 +460,37 @@ class Rollouts(Prompts):
         chosen = self.select((number[self.groups] >= 0).nonzero()[:, 0])
         return replace(chosen, prompts=[self.prompts[place] for place in places], groups=number[chosen.groups])
 
-    def without_responses(self, samples: Tensor) -> Self:
-        """Remove the response tokens of the given samples (bool `[B]`), so that nothing learns from them."""
+    def without_responses(self, samples: Tensor, num_tokens: Tensor | None = None) -> Self:
+        """Remove the response tokens of the given samples (bool `[B]`), so that nothing learns from them.
+
+        A model reads `num_tokens` `[B]` int64 of each response; None: those that the record has.
+        """
         kept = (~samples).nonzero()[:, 0]
-        columns = {name: self.tokens_of(kept, column) for name, column in self.columns()}
+        columns: dict[str, Any] = {name: self.tokens_of(kept, column) for name, column in self.columns()}
+        removed = (self.num_tokens if num_tokens is None else num_tokens) * samples
         if self.routes is not None and len(kept) < len(self):
-            counts = self.num_places()
-            left = counts - self.num_tokens * samples
-            stays = counted_from(torch.zeros_like(counts), counts) < left.repeat_interleave(counts)
-            columns["routes"] = self.routes[stays]
-        return self._with(columns | {"num_tokens": self.num_tokens * ~samples})
+            columns["routes"] = without_ends(self.routes, self.num_places(), removed)
+        if self.read_lengths is not None and self.places is None:  # responses are the ends of what a model reads
+            columns["read_lengths"] = self.read_lengths - removed
+            if self.sequences is not None:
+                columns["sequences"] = without_ends(self.sequences, self.read_lengths, removed)
+        return replace(self, **columns, num_tokens=self.num_tokens * ~samples)
 
     def laid_out(self, move: Callable[[Tensor], Tensor]) -> Self:
         """Return the record that an objective receives: with what `move` makes of the rows `[B, T]` of each column.
 
         The numbers of samples stay on the host, and routes are left out.
         """
-        return self._with({name: move(self.rows(column)) for name, column in self.columns()} | {"routes": None})
-
-    def _with(self, values: dict[str, Any]) -> Self:
-        return replace(self, **values)
+        moved: dict[str, Any] = {name: move(self.rows(column)) for name, column in self.columns()}
+        return replace(self, **moved, routes=None)
 
     def columns(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors with a number for each token, by name."""
         return ((name, tensor) for name, tensor, marks in self._tensors() if PER_TOKEN in marks)
 
-    def _per_sample(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors with a number for each sample, by name."""
-        return ((name, tensor) for name, tensor, marks in self._tensors() if not marks)
+    def marks(self) -> set[str]:
+        """Return the marks of the tensors that this record has."""
+        return {mark for *_, marks in self._tensors() for mark in marks}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, Mapping[str, bool]]]:
         for each in fields(self):
@@ -576,17 +585,15 @@ def merge(parts: Sequence[S], order: Tensor) -> S:
     `order` has the place of each sample among those of all parts, end to end: int64 `[B]`, `B` at least 1.
     """
     sizes = [len(part) for part in parts]
-    tokens = spans_of_parts(order, torch.cat([part.num_tokens for part in parts]), sizes)
     values: dict[str, Any] = {}
+    rows = {mark: spans_of_parts(order, torch.cat([*map(ROWS[mark], parts)]), sizes) for mark in parts[0].marks()}
     for each in fields(parts[0]):
         columns = [getattr(part, each.name) for part in parts]
         if each.name == "prompts" or columns[0] is None:
             continue
-        if PER_TOKEN in each.metadata:
-            values[each.name] = torch.cat([columns[part][span] for part, span in tokens])
-        elif PER_PLACE in each.metadata:
-            places = spans_of_parts(order, torch.cat([part.num_places() for part in parts]), sizes)
-            values[each.name] = torch.cat([columns[part][span] for part, span in places])
+        if each.metadata:
+            [mark] = each.metadata
+            values[each.name] = torch.cat([columns[part][span] for part, span in rows[mark]])
         else:
             joined = _joined(columns)
             values[each.name] = joined[order] if isinstance(joined, Tensor) else [joined[n] for n in order.tolist()]

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,13 @@ BLOCK = 1 << 17
 def int64(numbers: Sequence[int]) -> Tensor:
     """Return a tensor of integers; torch itself takes seven times as long for a list."""
     return torch.from_numpy(np.fromiter(numbers, dtype=np.int64, count=len(numbers)))
+
+
+def end_to_end(lists: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return lists of integers end to end, int32, and their lengths, int64."""
+    lengths = int64([*map(len, lists)])
+    numbers = np.fromiter(chain.from_iterable(lists), dtype=np.int32, count=int(lengths.sum()))
+    return torch.from_numpy(numbers), lengths
 
 
 def cut(column: Tensor, parts: Sequence[slice]) -> Tensor:
@@ -80,6 +88,12 @@ def counted_from(starts: Tensor, counts: Tensor) -> Tensor:
     """Return `starts[i], starts[i] + 1, ...`, `counts[i]` numbers for each `i`, end to end: int64."""
     ends = counts.cumsum(0)
     return torch.arange(int(counts.sum())) + (starts - ends + counts).repeat_interleave(counts)
+
+
+def without_ends(column: Tensor, counts: Tensor, removed: Tensor) -> Tensor:
+    """Return a column without the last `removed` (int64 `[b]`) of the `counts` (int64 `[b]`) rows of each sample."""
+    left = (counts - removed).repeat_interleave(counts)
+    return column[counted_from(torch.zeros_like(counts), counts) < left]
 
 
 def reduced(reduce: np.ufunc, column: Tensor, counts: Tensor, *, dtype: type[np.generic] | None = None) -> Tensor:

@@ -104,6 +104,7 @@ def make_actor(
         against=_against(reference, config.kl_of_reward, config.algorithm.kl_penalty_js_beta),
         with_entropy=True,
         keeps_routes=actor.routing_replay == "recompute",
+        reads_everywhere=reads_everywhere(config),
         budget=make_budget(config, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size),
         updates=replace(
             _updates(config, "actor", actor, objective),
@@ -112,6 +113,13 @@ def make_actor(
             supervision=supervision,
         ),
     )
+
+
+def reads_everywhere(config: Config) -> bool:
+    """Return whether every pipeline stage needs all tokens of its samples."""
+    models = [config.actor_rollout_ref.model, *([config.critic.model] if config.has_critic else [])]
+    has_dropout = any(model.has_adapters and model.lora_dropout > 0.0 for model in models)
+    return has_dropout or (config.has_critic and config.tokenizer_of_critic is not None)
 
 
 def _against(reference: FrozenPolicies | None, kind: KLEstimator | None, beta: float) -> ReferenceDivergence | None:

@@ -43,7 +43,8 @@ def write_samples(run: Run) -> Path:
         OSError: the disk refuses a page.
     """
     from megarl.report.browser import write_browser
-    from megarl.samples.store import read_rows, stored_in
+    from megarl.samples.reading import read_rows
+    from megarl.samples.store import stored_in
 
     place = run.config.get("trainer", {}).get("rollout_data_dir")
     files = stored_in(Path(place)) if place else {}

@@ -1,9 +1,13 @@
 """Parquet files: their columns in memory, and the files that megarl writes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -14,17 +18,73 @@ from megarl.platform.files import replacing
 from megarl.platform.small_files import Damage, naming, open_file
 
 
-def read_own(path: Path, what: str) -> pa.Table:
-    """Return the table in a file that megarl wrote, with its checksums verified.
+@dataclass(frozen=True)
+class OwnFile:
+    """A parquet file that megarl wrote. Its checksums are verified.
 
-    Raises:
-        Damage: the file is missing or damaged; `what` names its content.
+    Reading raises Damage if the file is missing or damaged.
     """
+
+    path: Path
+    what: str  # its content, for messages
+    schema: pa.Schema
+    groups: Sequence[range]  # the rows of each row group
+
+    @classmethod
+    def find(cls, path: Path, what: str) -> "OwnFile":
+        """Read the columns and the row groups of a file."""
+        with _opened(path, what) as parquet:
+            counts = (parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups))
+            ends = [0, *accumulate(counts)]
+            return cls(path, what, parquet.schema_arrow, [range(*both) for both in pairwise(ends)])
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return self.groups[-1].stop if self.groups else 0
+
+    def rows(self, rows: range | None = None, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return those of the given rows that the file has, by default all, with some columns.
+
+        Only the row groups of these rows are read.
+        """
+        wanted = range(self.num_rows) if rows is None else rows
+        chosen = [
+            number
+            for number, group in enumerate(self.groups)
+            if group.start < wanted.stop and wanted.start < group.stop
+        ]
+        if not chosen:
+            table = self.schema.empty_table()
+            return table if columns is None else table.select(columns)
+        with _opened(self.path, self.what) as parquet:
+            table = parquet.read_row_groups(chosen, columns=columns)
+        first, last = self.groups[chosen[0]].start, self.groups[chosen[-1]].stop
+        if len(table) != last - first:
+            raise Damage(self.path, f"cannot be read as {self.what}: it has {len(table)} of {last - first} rows")
+        start = max(wanted.start - first, 0)
+        return table.slice(start, min(wanted.stop, last) - first - start)
+
+    def take(self, rows: npt.NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
+        """Return the given rows, ascending, with some columns. The row groups are read one after the other."""
+        tables = [self.schema.empty_table().select(columns)]
+        with _opened(self.path, self.what) as parquet:
+            for number, group in enumerate(self.groups):
+                first, last = rows.searchsorted([group.start, group.stop])
+                if first < last:
+                    table = parquet.read_row_group(number, columns=columns)
+                    tables.append(table.take(rows[first:last] - group.start))
+        return pa.concat_tables(tables)
+
+
+@contextmanager
+def _opened(path: Path, what: str) -> Iterator[pq.ParquetFile]:
+    """Open a file that megarl wrote, and turn errors of the block into Damage."""
     with naming(path):
         file = open_file(path)
     try:
         with file:
-            return pq.ParquetFile(file, page_checksum_verification=True).read()
+            yield pq.ParquetFile(file, page_checksum_verification=True)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise Damage(path, f"cannot be read as {what}: {error}") from error
 

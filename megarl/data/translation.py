@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from megarl.batch import Rollouts
+from megarl.columns import end_to_end
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import Tokenizer
 from megarl.platform.errors import placed
@@ -40,12 +41,14 @@ class Translation:
         """
         if self._last is None or not _have_same_samples(self._last, batch):
             self._last = self._translated(batch)
-        return replace(batch, sequences=self._last.sequences, places=self._last.places, routes=None)
+        last = self._last
+        return replace(batch, read_lengths=last.read_lengths, sequences=last.sequences, places=last.places, routes=None)
 
     def _translated(self, batch: R) -> R:
         read = [self._read(batch, row) for row in range(len(batch))]
         places = torch.tensor([place for _, of_row in read for place in of_row], dtype=torch.int64)
-        return replace(batch, sequences=[sequence for sequence, _ in read], places=places, routes=None)
+        sequences, lengths = end_to_end([sequence for sequence, _ in read])
+        return replace(batch, read_lengths=lengths, sequences=sequences, places=places, routes=None)
 
     def _read(self, batch: Rollouts, sample: int) -> tuple[list[int], list[int]]:
         """Return the reader's tokens of a sample, and the place of the last one before each token of the response."""

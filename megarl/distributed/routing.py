@@ -1,7 +1,7 @@
 """Brings samples to the ranks that learn from them: point to point, with sizes that every rank knows from the index.
 
-One rank of each old share sends. One rank of each new share receives, and passes the samples on to the others of its
-share along a tree. So a token crosses once from the ranks that drew it to the ranks that learn from it.
+One rank of each old share sends. One rank of each new share receives, and passes on along trees what the others of its
+share need. So a token crosses once from the ranks that drew it to the ranks that learn from it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import PER_PLACE, PER_TOKEN, Rollouts
+from megarl.batch import PER_PLACE, PER_READ, PER_TOKEN, Rollouts
 from megarl.columns import Integers, reduced, spans_of_choices
 from megarl.distributed.exchange import begin_receiving, begin_sending, host_group
 from megarl.distributed.runs import Runs
-from megarl.distributed.sharded import Index, Sharded, Shares
+from megarl.distributed.sharded import Index, Need, Sharded, Shares
 
 R = TypeVar("R", bound=Rollouts)
 
 
 def route(samples: Sharded[Rollouts], record: type[R], runs: Runs, shares: Shares) -> Sharded[R]:
-    """Bring every sample to the ranks of its new share. Collective.
+    """Bring every sample to the ranks of its new share, and its tokens to those that need them. Collective.
 
     Args:
         samples: `B` samples, as they are spread now.
@@ -37,13 +37,20 @@ def route(samples: Sharded[Rollouts], record: type[R], runs: Runs, shares: Share
     sending = _send(samples, layout, runs, shares)
     if shares.reports or samples.shares.number == 1:
         share = _receive(samples, layout, needed)
-    if samples.shares.number > 1 and len(shares.ranks[shares.here]) > 1:
-        message = layout.messages([needed], samples.index.num_tokens)
+    first, *others = shares.ranks[shares.here]
+    for need in Need if samples.shares.number > 1 else ():
+        ranks = [first, *(rank for rank in others if shares.need(rank) is need)]
+        if len(ranks) == 1 or shares.rank not in ranks:
+            continue
+        part = layout.part(need)
+        message = part.messages([needed], samples.index.num_tokens)
         content = message.blank()
         if shares.reports:
-            layout.pack(share, [torch.arange(len(needed))], out=content)
-        pass_on(content, shares.ranks[shares.here], shares.rank)
-        share = layout.unpack(content, samples.index, message, np.arange(len(needed)))
+            part.pack(share, [torch.arange(len(needed))], out=content)
+        pass_on(content, ranks, shares.rank)
+        if not shares.reports:
+            share = part.unpack(content, samples.index, message, np.arange(len(needed)))
+    share = layout.reduced(share, shares.need(shares.rank))
     for each in sending:
         each.wait()
     return Sharded(index=replace(samples.index, runs=runs), share=share, shares=shares)
@@ -96,10 +103,31 @@ class _Layout(Generic[R]):
         found = []
         for field in fields(record):
             value = getattr(example, field.name)
-            known = field.name in ("groups", "num_tokens") or PER_PLACE in field.metadata
+            known = field.name in ("groups", "num_tokens", "read_lengths") or {PER_PLACE, PER_READ} & {*field.metadata}
             if isinstance(value, Tensor) and not known:
                 found.append(_Column(field.name, value.dtype, PER_TOKEN in field.metadata))
         return cls(record, sorted(found, key=lambda column: -column.dtype.itemsize))
+
+    def part(self, need: Need) -> "_Layout[R]":
+        """Return the layout of what travels to a rank with this need: always the numbers of samples."""
+        chosen = [
+            column
+            for column in self.columns
+            if need is Need.ALL or not column.is_per_token or (need is Need.READ and column.name == "responses")
+        ]
+        return replace(self, columns=chosen)
+
+    def reduced(self, share: R, need: Need) -> R:
+        """Return a share without the tokens that a rank with this need does not use."""
+        if need is Need.ALL:
+            return share
+        values: dict[str, Any] = {
+            name: torch.empty(0, dtype=dtype) for name, dtype, per_token in self.columns if per_token
+        }
+        values["num_tokens"] = torch.zeros_like(share.num_tokens)
+        values["read_lengths"] = share.lengths()
+        values["sequences"] = share.tokens().to(torch.int32) if need is Need.READ else None
+        return replace(share, **values)
 
     def messages(self, choices: Sequence[Tensor], num_tokens: Tensor) -> _Messages:
         """Lay out a message for each choice of samples, int64 indices into `num_tokens`."""

@@ -2,7 +2,8 @@
 
 The index has a few numbers for each sample, and is equal on every rank. The share is a record with the tokens of this
 rank's samples; ranks that hold shards of one model replica have the same share. So a rank holds only the tokens that it
-learns from, and decisions about all samples follow from the index.
+learns from, and decisions about all samples follow from the index. After `route` the share of a rank that does not need
+all tokens has empty columns of tokens (`Need`): its pipeline stage computes neither losses nor statistics.
 
 Invariant: what is computed of all samples does not depend on how they are spread. A number of a sample is computed from
 its own tokens; `sum` adds such numbers of all ranks exactly, and `gather` brings them to all ranks, in the order of the
@@ -11,6 +12,7 @@ samples.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import cached_property
 from itertools import accumulate, chain
 from operator import itemgetter
@@ -33,6 +35,14 @@ S = TypeVar("S", bound=Rollouts)
 T = TypeVar("T")
 
 
+class Need(Enum):
+    """The tokens of its share that a rank takes."""
+
+    ALL = auto()
+    READ = auto()  # without the other columns
+    NONE = auto()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shares:
     """The shares of a batch: which ranks have which of them."""
@@ -40,6 +50,7 @@ class Shares:
     ranks: tuple[tuple[int, ...], ...] = ((0,),)  # of each share; the first of them reports and sends it
     rank: int = 0  # this rank
     group: dist.ProcessGroup | None = None  # the ranks of this rank's share, for data in host memory; None: all ranks
+    needs: tuple[Need, ...] = ()  # of each rank, and `ALL` of a rank that reports; without any, each needs all
 
     @classmethod
     def of(cls, share: int, *, reports: bool) -> "Shares":
@@ -80,6 +91,10 @@ class Shares:
         """True on exactly one of the ranks that have the same share."""
         return self.ranks[self.here][0] == self.rank
 
+    def need(self, rank: int) -> Need:
+        """Return the tokens of its share that a rank takes."""
+        return self.needs[rank] if self.needs else Need.ALL
+
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
@@ -101,7 +116,7 @@ class Index:
             num_tokens=record.num_tokens,
             num_learnt=record.num_learnt(),
             truncated=record.truncated,
-            read_lengths=None if record.sequences is None else record.lengths(),
+            read_lengths=record.read_lengths,
         )
 
     def __len__(self) -> int:
@@ -208,7 +223,8 @@ class Sharded(Generic[R_co]):
             num_learnt=index.num_learnt * ~samples,
             read_lengths=None if index.read_lengths is None else index.read_lengths - index.num_tokens * samples,
         )
-        return replace(self, index=index, share=self.share.without_responses(samples[self.mine]))
+        share = self.share.without_responses(samples[self.mine], self.index.num_tokens[self.mine])
+        return replace(self, index=index, share=share)
 
     def first(self, count: int, found: Mapping[int, T]) -> dict[int, T]:
         """Return the first `count` objects of all ranks, by sample, on every rank. Collective.
@@ -266,7 +282,7 @@ class Sharded(Generic[R_co]):
     def _places(self) -> Tensor:
         """Return the places of this rank's tokens among all: `[n]` int64."""
         counts = self.index.num_tokens
-        return counted_from((counts.cumsum(0) - counts)[self.mine], counts[self.mine])
+        return counted_from((counts.cumsum(0) - counts)[self.mine], self.share.num_tokens)
 
     def _gather(self, numbers: Tensor, places: Tensor, total: int) -> Tensor:
         found = torch.zeros(total, *numbers.shape[1:], dtype=torch.float64)

@@ -166,7 +166,7 @@ class Learner:
             if there is one.
             For a value model, [N] float32 values; the value at a token is that of the state before the token. All
             are zero outside the mask, on the host, and equal on the ranks of the last pipeline stage that have the same
-            share. Ranks of other stages get zeros.
+            share. Ranks of other stages get zeros, as many as they have response tokens.
         """
         outputs, _ = self.forward.infer(batch, budget, against, with_entropy=with_entropy, temperature=temperature)
         return outputs

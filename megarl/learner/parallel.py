@@ -4,14 +4,14 @@ The ranks that hold the same layers form a block; inside a block the tensor coor
 data. Expert layers split the same block in another way: expert tensor runs fastest, then expert; the rest are replicas.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megarl.distributed.exchange import world_timeout
-from megarl.distributed.sharded import Shares
+from megarl.distributed.sharded import Need, Shares
 from megarl.learner.config import MegatronSection
 from megarl.learner.grid import grid_of
 from megarl.learner.patches import apply_patches
@@ -60,6 +60,14 @@ class Mesh:
     def dp_size(self) -> int:
         """The number of groups of ranks that have samples of their own."""
         return self.grid.dp
+
+    @property
+    def stage_shares(self) -> Shares:
+        """The same shares, for stages that take only the tokens that their layers read."""
+        last = self.pp_size - 1  # D424
+        needs = {0: Need.READ, last: Need.ALL}
+        stages = map(self.grid.stage, range(self.grid.num_ranks))
+        return replace(self.shares, needs=tuple(needs.get(stage, Need.NONE) for stage in stages))
 
     @property
     def is_last_stage(self) -> bool:

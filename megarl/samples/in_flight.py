@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.batch import Generation, Group, Prompt, Prompts, Sample, StopReason, Turn, float32, int32
-from megarl.data.parquet import read_own
+from megarl.data.parquet import OwnFile
 from megarl.distributed.exchange import on_each_rank, on_first_rank, together
 from megarl.distributed.sharded import Shares
 from megarl.platform.errors import UserError
@@ -143,7 +143,7 @@ class SampleRow:
 
 def rows_of(path: Path) -> list[SampleRow]:
     """Return the rows of a file. Raises Damage."""
-    table = read_own(path, CONTENT)
+    table = OwnFile.find(path, CONTENT).rows()
     if not table.schema.equals(SCHEMA):
         raise Damage(path, f"cannot be read as {CONTENT}: its columns are {table.column_names}")
     with naming(path):

@@ -71,31 +71,43 @@ def arrow_schema(columns: Mapping[str, Column]) -> pa.Schema:
     return pa.schema([(name, column.type) for name, column in columns.items()])
 
 
-def check(table: pa.Table, *, file: object) -> None:
-    """Check the columns of a table that was read from `file`, and what readers rely on in their values.
-
-    Raises:
-        Damage: names the first column that differs from `COLUMNS`.
-    """
-    fault = next(_faults(table), None)
-    if fault:
-        raise Damage(file, f"cannot be read as samples of a run: {fault}; give a file as a run wrote it")
+def damage(file: object, fault: str) -> Damage:
+    """Return the error about a file of samples."""
+    return Damage(file, f"cannot be read as samples of a run: {fault}; give a file as a run wrote it")
 
 
-def _faults(table: pa.Table) -> Iterator[str]:
+def check_columns(schema: pa.Schema, *, file: object) -> None:
+    """Check the columns of a file of samples. Raises Damage; it names the first that differs from `COLUMNS`."""
     for name, column in COLUMNS.items():
-        count = table.column_names.count(name)
+        count = schema.names.count(name)
         if count != 1:
-            yield f"it has {count or 'no'} column{'s' if count else ''} {name!r}"
-        elif not _same(table.schema.field(name).type, column.type):
-            yield f"column {name} has the type {table.schema.field(name).type} instead of {column.type}"
-    if not table.num_rows:
-        yield "it has no samples"
-    yield from _faults_of_values(table)
+            raise damage(file, f"it has {count or 'no'} column{'s' if count else ''} {name!r}")
+        if not _same(schema.field(name).type, column.type):
+            raise damage(file, f"column {name} has the type {schema.field(name).type} instead of {column.type}")
+
+
+def check_groups(table: pa.Table, *, file: object) -> None:
+    """Check groups and steps of all samples of a file, in their order. Raises Damage."""
+    _check_nulls(table, file)
     if len(pc.unique(table["group"])) != len(pc.run_end_encode(table["group"].combine_chunks()).values):
-        yield "column group: the samples of a group are not next to each other"
+        raise damage(file, "column group: the samples of a group are not next to each other")
     if len(pc.unique(table["step"])) > 1:
-        yield "column step: the samples are of several steps"
+        raise damage(file, "column step: the samples are of several steps")
+
+
+def check_values(table: pa.Table, *, file: object) -> None:
+    """Check what readers rely on in the values of rows. Raises Damage, which names the column."""
+    _check_nulls(table, file)
+    fault = next(_faults_of_values(table), None)
+    if fault:
+        raise damage(file, fault)
+
+
+def _check_nulls(table: pa.Table, file: object) -> None:
+    for name in table.column_names:
+        num_null, null = table[name].null_count, COLUMNS[name].null
+        if (null == "never" and num_null) or (null == "in all rows or none" and 0 < num_null < len(table)):
+            raise damage(file, f"column {name}: it is null in {num_null} of {len(table)} rows")
 
 
 def _faults_of_values(table: pa.Table) -> Iterator[str]:
@@ -104,9 +116,6 @@ def _faults_of_values(table: pa.Table) -> Iterator[str]:
     for name, column in COLUMNS.items():
         values = table[name]
         num_null = table[name].null_count
-        is_partly_null = 0 < num_null < len(table)
-        if (column.null == "never" and num_null) or (column.null == "in all rows or none" and is_partly_null):
-            yield f"column {name}: it is null in {num_null} of {len(table)} rows"
         if column.null == "if the reward failed" and not values.is_null().equals(failed):
             yield f"column {name}: a row has neither a number nor a failure, or both"
         if name in EPISODE_COLUMNS and num_null != table[EPISODE_COLUMNS[0]].null_count:

@@ -4,7 +4,7 @@
              /val_step_40.parquet  the samples of the validation after 40 steps
 
 Each engine replica writes the samples that it drew. If there are several, `step_40.parquet` is a directory with a file
-of each, `part-00002-of-00008.parquet`, as readers of parquet expect it; `read_samples` puts them in order.
+of each, `part-00002-of-00008.parquet`, as readers of parquet expect it; `reading.py` puts them in order.
 
 A file, or a directory with all its parts, is complete or absent. If the disk refuses a file, training continues without
 it. A record is read back bit for bit, with two exceptions: `extra_info`, which only rewards read, is left out, and
@@ -15,9 +15,8 @@ import json
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +26,12 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from megarl.batch import Prompt, Rollouts, Scored
-from megarl.data.parquet import read_own
+from megarl.batch import Rollouts, Scored
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.sharded import Sharded
 from megarl.platform.files import discard, publish, remedy, replacing
-from megarl.platform.small_files import Damage, naming
-from megarl.samples.arrays import array_bytes, array_from
-from megarl.samples.schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow_schema, check
+from megarl.samples.arrays import array_bytes
+from megarl.samples.schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow_schema
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +41,10 @@ PART = "part-{:05}-of-{:05}" + SUFFIX
 PARTS = "part-*-of-[0-9][0-9][0-9][0-9][0-9]" + SUFFIX
 PLACE = "sample"
 """The column of a part with the place of a sample among all samples of the step."""
-CONTENT = "samples of a run"
 PART_BYTES = 1 << 30
 """Texts of prompts that are repeated at once."""
+GROUP_TOKENS = 1 << 20  # D425
+"""Response tokens of the rows that a reader reads at once (a row group)."""
 
 
 @dataclass(frozen=True)
@@ -132,17 +130,6 @@ def stored_in(directory: Path) -> dict[str, Path]:
     return {name: path for _, name, path in sorted(found)}
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the samples in a file, or in all files of a directory, by columns. Raises Damage."""
-    rows: list[dict[str, Any]] = _read(path).to_pylist()
-    return rows
-
-
-def step_of(path: Path) -> int:
-    """Return the step whose samples a file has. Raises what `read_samples` does."""
-    return int(_read(path)["step"][0].as_py())
-
-
 def write_samples(
     path: Path, scored: Scored, baselines: Tensor | None, *, step: int, places: Tensor | None = None
 ) -> None:
@@ -158,8 +145,9 @@ def write_samples(
     table = _table(scored, baselines, step=step)
     if places is not None:
         table = table.append_column(PLACE, pa.array(places.numpy()))
+    num_rows = max(1, GROUP_TOKENS * len(scored) // max(1, int(scored.num_tokens.sum())))
     with replacing(path) as file:
-        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+        pq.write_table(table, file, row_group_size=num_rows, compression="zstd", write_page_checksum=True)
 
 
 def write_record(path: Path, batch: Rollouts) -> None:
@@ -178,6 +166,8 @@ def write_record(path: Path, batch: Rollouts) -> None:
         match getattr(batch, name):
             case Tensor() as values if name == "routes":
                 columns[name] = _arrays(values, batch.num_places())
+            case Tensor() as values if name == "sequences":
+                columns[name] = _lists(values, batch.lengths())
             case Tensor() as values:
                 columns[name] = _lists(values, batch.num_tokens) if name in per_token else values.numpy()
             case None:
@@ -186,79 +176,6 @@ def write_record(path: Path, batch: Rollouts) -> None:
                 columns[name] = list(values)
     with replacing(path) as file:
         pq.write_table(pa.table(columns), file, compression="zstd")
-
-
-def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
-    """Read the record and the baselines that were written to `path`.
-
-    Raises:
-        Damage: the file does not exist, or differs from `schema.py`. Names the column.
-    """
-    table = _read(path)
-    observed = _column(table["observed"], torch.bool)
-    _, groups, sizes = _tensor(table["group"]).unique_consecutive(return_inverse=True, return_counts=True)
-    first_rows = (sizes.cumsum(0) - sizes).numpy()
-    rows = table.select(list(PROMPT_COLUMNS)).take(first_rows).to_pylist()
-    with naming(path):  # JSON that cannot be read
-        prompts = [_prompt(row) for row in rows]
-    baselines = table["baseline"]
-    answers = table["answer"]
-    failures = table["failure"]
-    responses = _column(table["response_ids"], torch.int32)
-    assert responses is not None, "every response has tokens"
-    scored = Scored(
-        prompts=prompts,
-        groups=groups,
-        num_tokens=torch.from_numpy(pc.list_value_length(table["response_ids"]).to_numpy().astype("int64")),
-        responses=responses,
-        mask=torch.ones_like(responses, dtype=torch.bool) if observed is None else ~observed,
-        rollout_log_probs=_column(table["rollout_log_probs"], torch.float32),
-        routes=None,
-        truncated=torch.tensor(table["truncated"].to_pylist()),
-        weight_versions=_column(table["weight_versions"], torch.int32),
-        **({} if observed is None else _episodes(table)),
-        texts=table["response"].to_pylist(),
-        scores=_tensor(table["score"]),
-        accuracies=_tensor(table["accuracy"]),
-        answers=None if answers.null_count == len(answers) else answers.to_pylist(),
-        failures=None if failures.null_count == len(failures) else failures.to_pylist(),
-    )
-    with naming(path):
-        scored = replace(scored, routes=_routes(table["routes"], scored.num_places()))
-    return scored, None if baselines.null_count else _tensor(baselines)
-
-
-def _episodes(table: pa.Table) -> dict[str, Any]:
-    """Return the fields of `Rollouts` that only episodes have."""
-    return {
-        "turn_rewards": _column(table["turn_rewards"], torch.float32),
-        "num_turns": _tensor(table["num_turns"]),
-        "stop_reasons": table["stop_reason"].to_pylist(),
-        "faults": table["fault"].to_pylist(),
-    }
-
-
-def _read(path: Path) -> pa.Table:
-    """Return the table in a file, or in all files of a directory. Raises Damage."""
-    table = _merged(path) if path.is_dir() else read_own(path, CONTENT)
-    check(table, file=path)
-    return table
-
-
-def _merged(directory: Path) -> pa.Table:
-    """Return the rows of all parts in a directory, in the order of the samples. Raises Damage."""
-    parts = sorted(directory.glob(PARTS))
-    number = int(parts[0].stem.rpartition("-")[2]) if parts else 1
-    expected = [directory / PART.format(place, number) for place in range(number)]
-    for part in sorted({*parts} ^ {*expected}):
-        fault = "it has no" if part in expected else "of another number of replicas is"
-        raise Damage(directory, f"cannot be read as {CONTENT}: {fault} {part.name}")
-    tables = [read_own(part, CONTENT) for part in parts]
-    try:
-        return pa.concat_tables(tables).sort_by(PLACE).drop_columns([PLACE])
-    except pa.ArrowException as error:
-        detail = f"its files have no column {PLACE!r}, or different columns"
-        raise Damage(directory, f"cannot be read as {CONTENT}: {detail}") from error
 
 
 def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> pa.Table:
@@ -325,45 +242,3 @@ def _lists(column: Tensor, num_tokens: Tensor) -> pa.ListArray:
 def _arrays(rows: Tensor, counts: Tensor) -> list[bytes]:
     """Return the rows of each sample, `counts` of them, as bytes."""
     return [array_bytes(part) for part in rows.split(counts.tolist())]
-
-
-def _routes(cells: pa.ChunkedArray, counts: Tensor) -> Tensor | None:
-    """Turn the arrays of samples, of `counts` rows each, back into rows end to end. None if a sample has no array.
-
-    Raises:
-        ValueError: an array is damaged, or has another shape.
-    """
-    if cells.null_count:
-        return None
-    try:
-        arrays = [array_from(cell) for cell in cells.to_pylist()]
-        routes = torch.cat(arrays)
-    except (ValueError, EOFError, RuntimeError) as error:
-        raise ValueError(f"column routes: {error}") from error
-    if [len(array) for array in arrays] != counts.tolist():
-        raise ValueError("column routes: its arrays are not as long as the prompts and responses")
-    return routes
-
-
-def _tensor(numbers: pa.ChunkedArray) -> Tensor:
-    return torch.from_numpy(numbers.to_numpy().copy())
-
-
-def _column(lists: pa.ChunkedArray, dtype: torch.dtype) -> Tensor | None:
-    """Turn lists back into a column `[N]`. None if a sample has no list."""
-    if lists.null_count:
-        return None
-    values = lists.combine_chunks().flatten().to_numpy(zero_copy_only=False)
-    return torch.from_numpy(values.copy()).to(dtype)
-
-
-def _prompt(row: dict[str, Any]) -> Prompt:
-    return Prompt(
-        index=row["index"],
-        prompt_id=row["prompt_id"],
-        token_ids=row["prompt_ids"],
-        text=row["prompt"],
-        data_source=row["data_source"],
-        ground_truth=json.loads(row["ground_truth"]),
-        extra_info={},
-    )

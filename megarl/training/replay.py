@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from megarl.config.root import Config
 from megarl.data.order import Position
-from megarl.distributed.sharded import Shares, shard
+from megarl.distributed.sharded import Shares
 from megarl.platform.errors import UserError
 from megarl.rollout.config import RoutingReplay
 from megarl.samples.in_flight import NOTHING, InFlight
-from megarl.samples.store import SampleStore, is_one_step, read_samples, step_of, steps_in
+from megarl.samples.reading import read_samples, step_of
+from megarl.samples.store import SampleStore, is_one_step, steps_in
 from megarl.tracking.config import REPLAY
 from megarl.tracking.timers import Timers
 from megarl.training.collect import Collected, SampleSource
@@ -111,9 +111,8 @@ class Replay:
         """Return the samples of step `step`, counted from 0. Raises UserError if they lack routes or scores."""
         path = self.files[step + 1]
         with timers("gen"):
-            record, baselines = read_samples(path)
-        self._check_routes(record.routes, path)
-        scored = shard(record, torch.zeros_like(record.groups), Shares.everywhere())
+            scored, baselines = read_samples(path, Shares.blocks(1))
+        self._check_routes(scored.share.routes, path)
         return Collected(scored=scored, baselines=baselines, position=position, metrics={})
 
     def _check_routes(self, routes: Tensor | None, path: Path) -> None:

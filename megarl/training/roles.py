@@ -67,9 +67,10 @@ class Model(Generic[Outputs]):
     with_entropy: bool = False  # whether `infer` reports entropies
     translate: Translation | None = None  # into the model's tokens; None: it reads the policy's
     keeps_routes: bool = False  # updates give tokens to the experts that were chosen before them
+    reads_everywhere: bool = False  # all ranks take all tokens: a model translates them, or hashes them for dropout
 
     def take(self, samples: Sharded[Rewarded], *, step: int) -> Sharded[Rewarded]:
-        """Bring the samples of a step to the ranks that learn from them. Collective.
+        """Bring the samples of a step to the ranks that learn from them, as far as their stages read them. Collective.
 
         The samples of each mini-batch of the first epoch are spread evenly.
         """
@@ -84,7 +85,8 @@ class Model(Generic[Outputs]):
                 index.run_lengths[chosen], runs.groups[chosen], runs.counts[chosen]
             )
         runs = runs.owned_by(owners)
-        taken = route(samples, Rewarded, runs, self.learner.mesh.shares)
+        mesh = self.learner.mesh
+        taken = route(samples, Rewarded, runs, mesh.shares if self.reads_everywhere else mesh.stage_shares)
         if samples.share.routes is None:
             return taken
         routes = bring_routes(samples, runs, self.learner.holders)

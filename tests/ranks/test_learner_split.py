@@ -133,10 +133,11 @@ def read_in_other_tokens() -> Experience:
     """Return the batch in a critic's own tokens: longer or shorter; one state may precede several tokens."""
     batch, generator = experience(), torch.Generator().manual_seed(4)
     lengths = torch.randint(5, 20, (len(batch),), generator=generator).tolist()
-    sequences = [torch.randint(3, 200, (length,), generator=generator).tolist() for length in lengths]
+    sequences = torch.randint(3, 200, (sum(lengths),), generator=generator, dtype=torch.int32)
     last = torch.tensor(lengths)[:, None] - 2
     steps = torch.randint(0, 3, (len(batch), 8), generator=generator)
-    return replace(batch, sequences=sequences, places=batch.flat((2 + steps.cumsum(-1)).minimum(last)))
+    places = batch.flat((2 + steps.cumsum(-1)).minimum(last))
+    return replace(batch, read_lengths=torch.tensor(lengths), sequences=sequences, places=places)
 
 
 def read_values(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
@@ -146,10 +147,11 @@ def read_values(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
     learner = make_test_learner(checkpoint, split, role="value")
     draw_head(learner)
     batch, budget = read_in_other_tokens(), Budget(max_tokens=40, max_sequences=None)
-    assert batch.sequences and batch.places is not None
+    assert batch.places is not None
+    sequences = [part.tolist() for part in batch.tokens().split(batch.lengths().tolist())]
     samples = torch.arange(len(batch)).repeat_interleave(batch.num_tokens)
     read = zip(samples.tolist(), batch.places.tolist(), strict=True)
-    states = scoring_batch([batch.sequences[sample][: place + 1] for sample, place in read])
+    states = scoring_batch([sequences[sample][: place + 1] for sample, place in read])
     alone = outputs_of_all(learner, states, budget)
     values = outputs_of_all(learner, batch, budget)
     return {"values": values, "alone": alone, "metrics": update(learner, [batch], CRITIC, budget)}

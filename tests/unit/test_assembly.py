@@ -10,7 +10,7 @@ import torch
 from benchmarks.cases import MODELS
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.assembly.models import replays_of_frozen
+from megarl.assembly.models import reads_everywhere, replays_of_frozen
 from megarl.assembly.next_steps import next_steps
 from megarl.assembly.records import console_tracker, run_tracker
 from megarl.assembly.resume import ResumePoint
@@ -173,6 +173,24 @@ def test_a_reference_replays_the_engine_alone(key: str, replays: str) -> None:
     sparse, dense = (read_architecture(SIZES | VARIANTS[name]) for name in ("qwen3_moe", "llama"))
     assert replays_of_frozen(config, sparse, sparse) == replays
     assert replays_of_frozen(config, dense, sparse) == "none"
+
+
+LORA = ("lora_rank=8", "lora_dropout=0.1")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ([], False),
+        ([f"actor_rollout_ref.model.{key}" for key in LORA], True),
+        ([f"critic.model.{key}" for key in LORA], True),
+        (["algorithm.adv_estimator=reinforce_plus_plus", *(f"critic.model.{key}" for key in LORA)], False),
+        (["critic.model.tokenizer_path=org/other"], True),
+    ],
+)
+def test_dropout_and_translation_need_tokens_everywhere(keys: list[str], expected: bool) -> None:
+    arguments = ["data.train_files=a", "actor_rollout_ref.model.path=org/m", "critic.model.path=org/m"]
+    assert reads_everywhere(load_config([*arguments, *keys], world_size=None, check_paths=False)) == expected
 
 
 @pytest.mark.parametrize(

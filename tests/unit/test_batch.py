@@ -30,7 +30,8 @@ def episodes(lengths: Sequence[int], *, seed: int = 0) -> Rollouts:
         rollout_log_probs=torch.randn(total, generator=generator).mul(20).exp(),  # their sums round
         truncated=torch.rand(size, generator=generator) < 0.5,
         weight_versions=torch.arange(total, dtype=torch.int32),
-        sequences=[[sample] for sample in range(size)],
+        read_lengths=torch.arange(size) % 3 + 1,
+        sequences=torch.randperm(int((torch.arange(size) % 3 + 1).sum()), generator=generator, dtype=torch.int32),
         places=torch.randperm(total, generator=generator),
         turn_rewards=torch.randn(total, generator=generator),
         num_turns=torch.arange(size),
@@ -57,7 +58,8 @@ def samples_of(record: Rollouts) -> list[tuple[Any, ...]]:
     columns = [by_sample(record, getattr(record, name)) for name in COLUMNS]
     numbers = [numbers.tolist() for numbers in (record.truncated, record.num_turns)]  # type: ignore[union-attr]
     asked = [record.prompt_of(sample) for sample in range(len(record))]
-    return [*zip(asked, *columns, *numbers, record.sequences, record.stop_reasons, record.faults, strict=True)]
+    read = [part.tolist() for part in record.tokens().split(record.lengths().tolist())]
+    return [*zip(asked, *columns, *numbers, read, record.stop_reasons, record.faults, strict=True)]
 
 
 def test_every_column_is_compared() -> None:
@@ -83,7 +85,7 @@ def test_record_of_its_rows_is_the_record(record: Rollouts) -> None:
     rows = in_rows(record)
     present = record.rows(torch.ones_like(record.mask))
     values = {name: getattr(record, name) for name in ("prompts", "groups", "truncated", "num_turns")}
-    values |= {name: getattr(record, name) for name in ("sequences", "stop_reasons", "faults")}
+    values |= {name: getattr(record, name) for name in ("read_lengths", "sequences", "stop_reasons", "faults")}
     again = of_rows(Rollouts, observed=present & ~rows["mask"], **rows, **values)
     assert samples_of(again) == samples_of(record)
 

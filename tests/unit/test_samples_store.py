@@ -22,18 +22,17 @@ from megarl.distributed.sharded import Sharded, Shares, shard
 from megarl.platform.small_files import Damage
 from megarl.samples import store
 from megarl.samples.arrays import array_bytes
+from megarl.samples.reading import read_rows, step_of
 from megarl.samples.schema import COLUMNS, arrow_schema
 from megarl.samples.store import (
     SampleStore,
     _write_share,
     is_one_step,
-    read_rows,
-    read_samples,
-    step_of,
     steps_in,
     stored_in,
     write_samples,
 )
+from tests.support.kept import read_all
 from tests.support.ranks import world_of_one
 from tests.support.records import alone, answer, prompts
 
@@ -100,7 +99,7 @@ def test_prompts_of_other_replicas_are_not_read(tmp_path: Path) -> None:
 def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
     record = scored([2, 1, 4, 3])
     write_samples(tmp_path / "step_7.parquet", record, None, step=7)
-    found, baselines = read_samples(tmp_path / "step_7.parquet")
+    found, baselines = read_all(tmp_path / "step_7.parquet")
     assert_same(found, record)
     assert baselines is None
 
@@ -110,14 +109,14 @@ def test_prompts_are_repeated_in_parts(tmp_path: Path) -> None:
     with patch.object(store, "PART_BYTES", 40):
         assert [len(part) for part in store._table(record, None, step=7)["prompt"].chunks] == [1, 1, 1, 1]
         write_samples(tmp_path / "step_7.parquet", record, None, step=7)
-    assert_same(read_samples(tmp_path / "step_7.parquet")[0], record)
+    assert_same(read_all(tmp_path / "step_7.parquet")[0], record)
 
 
 def test_routes_come_back_with_type_and_shape(tmp_path: Path) -> None:
     record = scored([2, 1, 4, 3])
     record = replace(record, routes=routes_of(record))
     write_samples(tmp_path / "step_7.parquet", record, None, step=7)
-    assert_same(read_samples(tmp_path / "step_7.parquet")[0], record)
+    assert_same(read_all(tmp_path / "step_7.parquet")[0], record)
 
 
 @pytest.mark.parametrize("array", [b"", b"no array", torch.zeros(3, 2, 2), torch.zeros(1), None])
@@ -138,7 +137,7 @@ def test_samples_replace_earlier_ones_only_if_allowed(tmp_path: Path) -> None:
             (SampleStore(tmp_path), second, second),
         ):
             store.keep_validation(alone(record), step=3)
-            assert_same(read_samples(tmp_path / "val_step_3.parquet")[0], found)
+            assert_same(read_all(tmp_path / "val_step_3.parquet")[0], found)
 
 
 PARTS = ["part-00000-of-00002.parquet", "part-00001-of-00002.parquet"]
@@ -162,7 +161,7 @@ def test_parts_of_several_replicas_come_back_in_order(tmp_path: Path, owners: li
     record, baselines = as_episodes(scored([2, 1, 4, 3])), torch.rand(4) / 3
     path = keep_parts(tmp_path, record, owners, baselines)
     assert sorted(part.name for part in path.iterdir()) == PARTS
-    found, found_baselines = read_samples(path)
+    found, found_baselines = read_all(path)
     assert_same(found, record)
     assert found_baselines is not None
     assert torch.equal(found_baselines, baselines)
@@ -183,7 +182,7 @@ def test_a_missing_part_is_named(tmp_path: Path, part: str) -> None:
     path = keep_parts(tmp_path, scored([2, 1, 4, 3]), [1, 0, 0, 1])
     (path / part).unlink()
     with pytest.raises(Damage, match=f"^{path} cannot be read as samples of a run: it has no {part}$"):
-        read_samples(path)
+        read_all(path)
 
 
 @pytest.mark.parametrize(("name", "parts"), [("score", PARTS[:1]), ("sample", PARTS[1:]), ("sample", PARTS)])
@@ -192,7 +191,7 @@ def test_parts_without_a_column_are_damage(tmp_path: Path, name: str, parts: lis
     for part in parts:
         pq.write_table(pq.read_table(path / part).drop_columns([name]), path / part)
     with pytest.raises(Damage, match="samples of a run: its files have no column 'sample', or different columns"):
-        read_samples(path)
+        read_all(path)
 
 
 def test_samples_of_other_replica_count_are_replaced(tmp_path: Path) -> None:
@@ -203,7 +202,7 @@ def test_samples_of_other_replica_count_are_replaced(tmp_path: Path) -> None:
             assert SampleStore(tmp_path).keep_validation(samples, step=3)
             [path] = tmp_path.iterdir()
             assert (path.name, path.is_dir()) == ("val_step_3.parquet", is_directory)
-    assert_same(read_samples(path)[0], record)
+    assert_same(read_all(path)[0], record)
 
 
 def test_leftover_of_killed_job_hinders_no_replacement(tmp_path: Path) -> None:
@@ -252,17 +251,17 @@ def read_files(directory: Path) -> dict[str, bytes]:
 def test_record_without_its_longest_response_comes_back(tmp_path: Path) -> None:
     record = scored([2, 1, 4, 3]).select(torch.tensor([0, 1, 3]))
     write_samples(tmp_path / "file", record, None, step=1)
-    found, _ = read_samples(tmp_path / "file")
+    found, _ = read_all(tmp_path / "file")
     assert found.num_tokens.tolist() == [2, 1, 3]
     assert_same(found, record)
 
 
 def test_width_in_file_of_earlier_version_is_ignored(tmp_path: Path) -> None:
     path, table = kept(tmp_path)
-    expected, _ = read_samples(path)
+    expected, _ = read_all(path)
     for width in (b"4", b"9", b"3", b"-1", b"x", b"9" * 5000):
         pq.write_table(table.replace_schema_metadata({b"megarl.width": width}), path)
-        assert_same(read_samples(path)[0], expected)
+        assert_same(read_all(path)[0], expected)
 
 
 def test_parquet_rows_are_readable_and_may_be_omitted(tmp_path: Path) -> None:
@@ -279,7 +278,7 @@ def test_parquet_rows_are_readable_and_may_be_omitted(tmp_path: Path) -> None:
     )
     assert last["truncated"]
     pq.write_table(table.slice(2).replace_schema_metadata(None), tmp_path / "half")
-    half, _ = read_samples(tmp_path / "half")
+    half, _ = read_all(tmp_path / "half")
     assert half.groups.tolist() == [0, 0]
     assert half.num_tokens.tolist() == [4, 3]
     assert [prompt.index for prompt in half.prompts] == [71]
@@ -289,7 +288,7 @@ def test_log_probs_answers_and_baselines_are_optional(tmp_path: Path) -> None:
     record, baselines = replace(scored([2, 1, 4, 3]), rollout_log_probs=None), torch.rand(4) / 3
     record = replace(record, answers=["7", None, "", "8"])
     write_samples(tmp_path / "file", record, baselines, step=1)
-    found, found_baselines = read_samples(tmp_path / "file")
+    found, found_baselines = read_all(tmp_path / "file")
     assert_same(found, record)
     assert found_baselines is not None
     assert torch.equal(found_baselines, baselines)
@@ -301,7 +300,7 @@ def test_sample_without_score_is_stored_with_reason(tmp_path: Path) -> None:
     record = replace(record, scores=record.scores + nan, accuracies=record.accuracies + nan)
     baselines = torch.rand(4) + nan
     write_samples(tmp_path / "file", record, baselines, step=1)
-    found, found_baselines = read_samples(tmp_path / "file")
+    found, found_baselines = read_all(tmp_path / "file")
     for one, other in (
         (found.scores, record.scores),
         (found.accuracies, record.accuracies),
@@ -316,18 +315,18 @@ def test_sample_without_score_is_stored_with_reason(tmp_path: Path) -> None:
     without = [row | {"failure": None} for row in rows]
     pq.write_table(pa.Table.from_pylist(without, arrow_schema(COLUMNS)), tmp_path / "damaged")
     with pytest.raises(Damage, match="column score: a row has neither a number nor a failure, or both"):
-        read_samples(tmp_path / "damaged")
+        read_all(tmp_path / "damaged")
 
 
 def test_an_episode_is_kept_with_its_turns(tmp_path: Path) -> None:
     record = as_episodes(scored([2, 1, 4, 3]))
     write_samples(tmp_path / "file", record, None, step=1)
-    found, _ = read_samples(tmp_path / "file")
+    found, _ = read_all(tmp_path / "file")
     assert_same(found, record)
     rows = [row | {"num_turns": None} for row in pq.read_table(tmp_path / "file").to_pylist()]
     pq.write_table(pa.Table.from_pylist(rows, arrow_schema(COLUMNS)), tmp_path / "damaged")
     with pytest.raises(Damage, match="column num_turns and column observed: one is null"):
-        read_samples(tmp_path / "damaged")
+        read_all(tmp_path / "damaged")
 
 
 def test_the_iterations_in_a_directory(tmp_path: Path) -> None:
@@ -342,21 +341,21 @@ def test_failed_write_keeps_previous_file(tmp_path: Path) -> None:
     write_samples(tmp_path / "file", record, None, step=1)
     with pytest.raises(TypeError):
         write_samples(tmp_path / "file", replace(record, texts=[3, 3, 3, 3]), None, step=1)  # type: ignore[list-item]
-    assert_same(read_samples(tmp_path / "file")[0], record)
+    assert_same(read_all(tmp_path / "file")[0], record)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_other_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothere.parquet is missing"):
-        read_samples(tmp_path / "nothere.parquet")
+        read_all(tmp_path / "nothere.parquet")
     (tmp_path / "text").write_text("text")
     with pytest.raises(ValueError, match="text cannot be read as samples"):
-        read_samples(tmp_path / "text")
+        read_all(tmp_path / "text")
     record = scored([2, 1, 4, 3])
     write_samples(tmp_path / "file", record, None, step=1)
     pq.write_table(pq.read_table(tmp_path / "file").drop_columns(["score"]), tmp_path / "other")
     with pytest.raises(ValueError, match="other cannot be read as samples of a run: it has no column 'score'"):
-        read_samples(tmp_path / "other")
+        read_all(tmp_path / "other")
 
 
 def column_of(table: pa.Table, name: str, row: int, value: Any) -> pa.Table:
@@ -386,7 +385,7 @@ def read_spoilt(path: Path, table: pa.Table) -> str:
     """Return the message about a file with this table."""
     pq.write_table(table, path)
     with pytest.raises(Damage) as damage:
-        read_samples(path)
+        read_all(path)
     assert str(damage.value).startswith(f"{path} ")
     return str(damage.value)
 
@@ -426,10 +425,10 @@ def test_log_probs_of_wrong_length_are_refused(tmp_path: Path, lengths: list[int
     pq.write_table(table.set_column(place, table.schema.field(place), values), path)
     right = [2, 1, 4, 3]
     if lengths == right:
-        read_samples(path)
+        read_all(path)
     else:
         with pytest.raises(Damage, match="column rollout_log_probs: its lists are not as long as the responses"):
-            read_samples(path)
+            read_all(path)
 
 
 def test_invalid_groups_steps_and_ground_truths_are_named(tmp_path: Path) -> None:
@@ -447,11 +446,11 @@ def test_invalid_groups_steps_and_ground_truths_are_named(tmp_path: Path) -> Non
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_flipped_bit_in_file_is_detected_or_harmless(tmp_path: Path, place: float, bit: int) -> None:
     path, _ = kept(tmp_path)
-    expected, content = read_samples(path)[0], bytearray(path.read_bytes())
+    expected, content = read_all(path)[0], bytearray(path.read_bytes())
     content[int(place * len(content))] ^= 1 << bit
     path.write_bytes(content)
     try:
-        found, _ = read_samples(path)
+        found, _ = read_all(path)
     except Damage as damage:
         assert str(damage).startswith(f"{path} ")
     else:
@@ -462,7 +461,7 @@ def test_flipped_bit_in_file_is_detected_or_harmless(tmp_path: Path, place: floa
 def test_pipe_in_place_of_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "step_1.parquet")
     with pytest.raises(Damage, match="something else is in the place"):
-        read_samples(tmp_path / "step_1.parquet")
+        read_all(tmp_path / "step_1.parquet")
 
 
 def test_rows_of_all_files_in_order(tmp_path: Path) -> None:

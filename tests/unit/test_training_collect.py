@@ -23,9 +23,10 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.distributed.sharded import Sharded, Shares
 from megarl.rewards.collective import RewardError
 from megarl.rollout.responses import of_groups
-from megarl.samples.store import SampleStore, read_samples
+from megarl.samples.store import SampleStore
 from megarl.tracking.timers import Timers
 from megarl.training.collect import Collected, Collector
+from tests.support.kept import read_all
 from tests.support.ranks import world_of_one
 from tests.support.records import alone, of_rows
 from tests.support.sentencepieces import train_sentencepiece
@@ -375,7 +376,7 @@ def test_baseline_without_score_excludes_samples_of_its_prompt(five: PromptStrea
     assert collected.scored.share.failures == [None, None, reason, reason]
     with world_of_one():
         assert SampleStore(tmp_path).keep_step(collected.scored, collected.baselines, step=8)
-    assert read_samples(tmp_path / "step_8.parquet")[0].failures == [None, None, reason, reason]
+    assert read_all(tmp_path / "step_8.parquet")[0].failures == [None, None, reason, reason]
     kept = collected.scored_only()
     judged, baselines = kept.scored.share, kept.baselines
     assert baselines is not None
