@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -35,6 +36,7 @@ from megarl.tracking.on_end import EndCommand
 logger = logging.getLogger(__name__)
 
 OPTION = "--detach"  # for a training that outlives its terminal
+PRINTING_S = 10.0
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -135,11 +137,16 @@ def _prepare_process() -> None:
 
 
 def _end_with(error: UserError, rank: str, *, is_first_here: bool = True) -> NoReturn:
-    """End the program with the message of an error. Faults of a configuration are printed once a host."""
+    """End the program with the message of an error. Faults of a configuration are printed once a host.
+
+    A launcher ends all ranks when one ends, so the others leave the first time to print.
+    """
     if not isinstance(error, ConfigError):
         sys.exit(visible(redact(f"megarl: rank {rank}: {error}")))
     if is_first_here:  # a fault may concern this host alone
         print_message(str(error))
+    else:
+        time.sleep(PRINTING_S)
     sys.exit(2)
 
 

@@ -168,7 +168,7 @@ class SelfCheck:
     def _disagreement(self, mean: float, replica: int) -> str:
         name = self.engine.name(replica)
         return (
-            f"{name} and the trainer give the same tokens probabilities that differ by {mean:.4f} "
+            f"{name} and the trainer give the same tokens probabilities that differ by {mean:.2g} "
             "on average. Look for settings that make them compute differently: rollout.dtype and actor.megatron.dtype, "
             "rollout.engine_kwargs (quantization, attention backend), actor.megatron.override_transformer_config, "
             "model.override_config; `megarl verify MODEL_DIR` with the same keys compares both with "

@@ -1,9 +1,11 @@
 """Mistakes of users end with a message that names the fault, the place and the remedy; no traceback, no rank waits."""
 
 import json
+import os
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,6 +193,19 @@ def test_bad_files_are_named_before_any_engine_starts(
     assert message in ending.value.code
     assert "Swordf1sh" not in ending.value.code
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"errors", "log"}
+
+
+def main_with_late_first_rank(argv: list[str]) -> None:
+    if os.environ["RANK"] == "0":
+        time.sleep(1)
+    main(argv)
+
+
+def test_first_rank_reports_faults_although_others_are_faster(workspace: Workspace, tmp_path: Path) -> None:
+    argv = arguments(workspace, tmp_path / "run", "data.shuffle=sometimes")
+    job = Job(2, main_with_late_first_rank, argv, log=tmp_path / "train")
+    assert job.end(timeout_s=300) == CONFIGURATION_FAULT, "as by a launcher, all ranks end with the first that fails"
+    assert "data.shuffle" in job.printed()
 
 
 def test_always_raising_reward_is_found_before_rendezvous(workspace: Workspace, tmp_path: Path) -> None:
