@@ -1,6 +1,7 @@
 """Compare a node's need of host memory with numbers worked by hand."""
 
 import json
+from functools import cache
 
 import pytest
 
@@ -27,6 +28,7 @@ LLAMA_8B = [
 ]
 
 
+@cache
 def plan(*argv: str, host_bytes: int | None = None) -> Plan:
     links = Links(inside=400e9, between=45e9)
     return Planner(argv, device=H100, ranks_per_node=None, links=links, host_bytes=host_bytes).plan()
