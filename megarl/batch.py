@@ -77,6 +77,7 @@ class Prompt:
     raw_prompt: Any = None  # the column as it was read, a text or messages, for models with another chat template
     prompt_id: str | None = None  # names the prompt in logs and dumps, if the data have such a column
     fault: str | None = None  # why its environment did not begin; each of its episodes fails with its first turn
+    made_by: int | None = None  # the rank whose environment has made the tokens; None: they are those of the data
 
 
 class StopReason(StrEnum):
@@ -251,6 +252,11 @@ class PromptList(OnDemand[Prompt]):
         found = cls(lengths=lengths)
         found._read = read
         return found
+
+    @property
+    def makers(self) -> dict[int, int]:
+        """The ranks that have made prompts, by the places of these prompts."""
+        return {place: each.made_by for place, each in self._known.items() if each.made_by is not None}
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -516,7 +522,7 @@ class Rewarded(Rollouts):
 
 @dataclass(frozen=True, kw_only=True)
 class Scored(Rewarded):
-    """Rollouts with everything that the reward said of them, which stays on the ranks that drew them."""
+    """Rollouts with what the reward said, on the ranks that drew them; all words on the rank that reports (D443)."""
 
     texts: Sequence[str]  # length B: the decoded responses, without the tokens that end them
     accuracies: Tensor  # [B] float32: how right each response is: the reward's `acc`, else the score

@@ -79,12 +79,12 @@ def host_group() -> dist.ProcessGroup | None:
     return _host_groups.get(dist.group.WORLD, dist.group.WORLD)
 
 
-def all_reduce(numbers: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-    """Reduce numbers in host memory over all ranks, in place. Collective; its time grows with the ranks' logarithm.
+def all_reduce(numbers: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None = None) -> None:
+    """Reduce numbers in host memory over all ranks of `group`, by default over all, in place. Collective.
 
-    The order of the ranks must not matter, as for integers.
+    The order of the ranks must not matter, as for integers. Over all ranks, the time grows with their logarithm.
     """
-    groups: list[dist.ProcessGroup | None] = [*_rings] or [host_group()]
+    groups: list[dist.ProcessGroup | None] = [group] if group else [*_rings] or [host_group()]
     for ring in groups:
         dist.all_reduce(numbers, op=op, group=ring)
 
@@ -185,24 +185,33 @@ def on_first_rank(compute: Callable[[], T], *, group: dist.ProcessGroup | None =
     return result
 
 
-def to_first_rank(items: Sequence[T]) -> list[T]:
-    """Bring the objects of all ranks to the first rank, in rank order; the others get none. Collective.
+def from_first_rank(numbers: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
+    """Replace numbers in host memory by those of the first rank of `group`, by default of all. Collective."""
+    if not _is_alone(group):
+        first, *_ = dist.get_process_group_ranks(group or dist.group.WORLD)
+        dist.broadcast(numbers, first, group=group or host_group())
 
-    Each object travels once, without padding. Without other ranks they are returned.
+
+def to_first_rank(items: Sequence[T], *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Bring the objects of all ranks of `group`, by default of all, to its first rank, in rank order. Collective.
+
+    The others get none. Each object travels once, without padding. Without other ranks they are returned.
     """
-    if _is_alone():
+    if _is_alone(group):
         return [*items]
     content = torch.frombuffer(bytearray(pickle.dumps([*items])), dtype=torch.uint8) if items else _NOTHING
-    is_first = dist.get_rank() == 0
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())] if is_first else None
+    group = group or host_group()
+    first, *others = dist.get_process_group_ranks(group)
+    is_first = dist.get_rank() == first
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(1 + len(others))] if is_first else None
     with waiting():
-        dist.gather(torch.tensor([len(content)]), sizes, group=host_group())
+        dist.gather(torch.tensor([len(content)]), sizes, dst=first, group=group)
     if sizes is None:
         if len(content):
-            begin_sending(content, 0).wait()
+            begin_sending(content, first).wait()
         return []
     parts = [content, *(torch.empty(int(size), dtype=torch.uint8) for size in sizes[1:])]
-    coming = [begin_receiving(part, rank) for rank, part in enumerate(parts) if rank and len(part)]
+    coming = [begin_receiving(part, rank) for rank, part in zip(others, parts[1:], strict=True) if len(part)]
     for transfer in coming:
         transfer.wait()
     found = [pickle.loads(part.numpy().tobytes()) for part in parts if len(part)]  # noqa: S301 - our own bytes

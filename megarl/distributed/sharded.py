@@ -26,6 +26,7 @@ from torch import Tensor
 from megarl.batch import Prompt, PromptList, Rollouts, join, merge
 from megarl.columns import counted_from
 from megarl.distributed.exchange import all_reduce, sum_of_ranks, to_first_rank, together
+from megarl.distributed.made_prompts import bring
 from megarl.distributed.runs import Runs
 from megarl.distributed.sums import exact_sums, extremes
 
@@ -297,9 +298,11 @@ class Sharded(Generic[R_co]):
 
         Other ranks return None.
         """
+        runs = self.index.runs
+        prompts = bring(self.index.prompts, runs.groups, torch.zeros_like(runs.groups), ranks=[[0]])
         share = replace(self.share, prompts=(), routes=None)
         parts = to_first_rank([(self.mine, share)] if self.shares.reports else [])
-        return replace(assembled(parts), prompts=self.index.prompts) if parts else None
+        return replace(assembled(parts), prompts=prompts) if parts else None
 
 
 def is_ascending(places: Tensor) -> bool:

@@ -7,23 +7,24 @@ the session decides by counted engine steps. So what an episode reads, and when,
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from itertools import count
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import chain, count
 
+import torch
 import torch.distributed as dist
 
 from megarl.batch import Generation, Prompt, PromptList, Prompts, StopReason, Turn, float32, int32
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed.exchange import sum_of_ranks
+from megarl.distributed.exchange import all_reduce, sum_of_ranks, together
+from megarl.distributed.made_prompts import TokensElsewhere
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.encoding import Observer
 from megarl.environments.host import DONE, Host
 from megarl.environments.protocol import Observation
 from megarl.platform.errors import UserError
 from megarl.platform.seeds import seed_of
-from megarl.rewards.collective import gather
+from megarl.rewards.collective import finish
 from megarl.rewards.scoring import Decode
 from megarl.sandbox.limits import WorkerLimits
 from megarl.sandbox.pool import Pool, ScoringResult, failed
@@ -41,7 +42,7 @@ class Answer:
     """An environment's answer to a turn."""
 
     reward: float = 0.0
-    observation: list[int] = field(default_factory=list)  # tokens; none if it is `done`
+    observation: Sequence[int] = ()  # tokens; none if it is `done`
     text: str | None = None  # the observation as the environment gave it, in JSON
     done: bool = False
     fault: StopReason | None = None
@@ -150,26 +151,30 @@ class Environments:
     def open(self, prompts: Prompts, *, max_tokens: int) -> Prompts:
         """Return the prompts that the environment makes of rows, of at most `max_tokens`. Collective.
 
-        If the environment fails for a row, the prompt is the row's own, and has a `fault`.
+        One rank makes each of them and has its tokens; `made_prompts.bring` brings them to others. If the environment
+        fails for a row, the prompt is the row's own, and has a `fault`.
 
         Raises:
             UserError: on all ranks alike, if the environment fails and `on_failure` is stop, or if a prompt is too
                 long; names the row.
         """
-        rank = dist.get_rank()
+        rows = prompts.prompts
         num_ranks = dist.get_world_size()
         futures = {
-            place: self.submit(prompt, next(self._numbers), [], [])
-            for place, prompt in enumerate(prompts.prompts)
-            if place % num_ranks == rank
+            place: self.submit(rows[place], next(self._numbers), [], [])
+            for place in range(dist.get_rank(), len(rows), num_ranks)
         }
 
-        def read(place: int, result: ScoringResult) -> dict[str, Any]:
-            return self._opened(prompts.prompts[place], result.pred, result.detail, max_tokens=max_tokens)
+        def read(place: int, result: ScoringResult) -> Prompt:
+            return self._opened(rows[place], result.pred, result.detail, max_tokens=max_tokens)
 
-        changes = gather(futures, len(prompts.prompts), read)
-        opened = (replace(prompt, **changes[place]) for place, prompt in enumerate(prompts.prompts))
-        return Prompts(prompts=PromptList(opened))
+        opened = dict(enumerate(rows)) | finish(futures, len(rows), read)
+        lengths = torch.tensor([-1 if each.made_by is None else len(each.token_ids) for each in opened.values()])
+        all_reduce(lengths, dist.ReduceOp.MAX)  # -1: no rank has made it
+        for place in set((lengths >= 0).nonzero()[:, 0].tolist()) - futures.keys():
+            tokens = TokensElsewhere(int(lengths[place]))
+            opened[place] = replace(rows[place], token_ids=tokens, text="", made_by=place % num_ranks)
+        return Prompts(prompts=PromptList(opened.values()))
 
     def submit(
         self, prompt: Prompt, number: int, responses: Sequence[str], observations: Sequence[str]
@@ -198,16 +203,16 @@ class Environments:
         """Return the means to play the episodes of a session, of at most `max_tokens`, with the ranks of `group`."""
         return Episodes(self, self._numbers, max_tokens=max_tokens, group=group)
 
-    def _opened(self, prompt: Prompt, opening: str | None, fault: str, *, max_tokens: int) -> dict[str, Any]:
-        """Return what the environment changes of a prompt. Raises UserError, see `open`."""
+    def _opened(self, prompt: Prompt, opening: str | None, fault: str, *, max_tokens: int) -> Prompt:
+        """Return what the environment makes of a prompt. Raises UserError, see `open`."""
         if opening is None:
             detail = f"the environment does not begin: {fault}"
             if self.section.on_failure == "stop":
                 raise UserError(f"data row {prompt.index}: {detail} (environment.on_failure=stop)")
-            return {"fault": detail}
+            return replace(prompt, fault=detail, made_by=dist.get_rank())
         observation: Observation = json.loads(opening)
         if observation == prompt.raw_prompt:
-            return {}
+            return prompt
         if self.tokenizer.templates(observation) != self.tokenizer.templates(prompt.raw_prompt):
             raise UserError(
                 f"data row {prompt.index}: of the row's prompt and the environment's, one is a text and the other is "
@@ -219,7 +224,8 @@ class Environments:
                 f"data row {prompt.index}: the environment's prompt has {len(token_ids)} tokens, but "
                 f"data.max_prompt_length is {max_tokens}: raise it"
             )
-        return {"token_ids": int32(token_ids), "text": self.tokenizer.decode(token_ids)}
+        text = self.tokenizer.decode(token_ids)
+        return replace(prompt, token_ids=int32(token_ids), text=text, made_by=dist.get_rank())
 
 
 @dataclass
@@ -280,7 +286,8 @@ class Episodes:
         keys = [(each.prompt, each.sample) for each in generation]
         mine = {key: self._asked.pop(key) for key in keys if key in self._asked}
         num = sum_of_ranks(lambda: len(mine))
-        answers = gather(mine, num, self._read, group=self._group)
+        own = finish(mine, num, self._read)
+        answers = dict(chain.from_iterable(part.items() for part in together(lambda: own, group=self._group)))
         assert len(answers) >= sum(not each.truncated for each in generation), "a turn that no rank has asked about"
         section = self._environments.section
         return [
@@ -319,7 +326,7 @@ class Episodes:
         if len(tokens) > limit:
             detail = f"its observation has {len(tokens)} tokens, more than environment.max_observation_length={limit}"
             return _failed(StopReason.FAILED, detail)
-        return Answer(reward=reward, observation=tokens, text=result.pred)
+        return Answer(reward=reward, observation=int32(tokens), text=result.pred)
 
 
 def _failed(reason: StopReason, detail: str) -> Answer:

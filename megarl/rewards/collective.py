@@ -4,13 +4,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from megarl.distributed import watchdog
-from megarl.distributed.exchange import sum_of_ranks, together
+from megarl.distributed.exchange import sum_of_ranks
 from megarl.platform.errors import UserError
 from megarl.sandbox.pool import ScoringResult
 
@@ -43,45 +42,40 @@ ScoringMetrics = Mapping[str, float | Mean]
 """Metrics of a scoring; a float is a mean over all its samples, or an extreme."""
 
 
-def gather(
+def finish(
     futures: Mapping[K, Future[ScoringResult]],
     num: int,
     read: Callable[[K, ScoringResult], V],
     *,
-    group: dist.ProcessGroup | None = None,
     wait_for: Callable[[Results], object] = lambda left: wait(left, timeout=ROUND_S),
     arrived: Callable[[int], object] = lambda number: None,
 ) -> dict[K, V]:
-    """Return what `read` makes of the results of the ranks of `group`, by default of all, by their keys. Collective.
+    """Wait for the results of all ranks. Return what `read` makes of those of this rank, by their keys. Collective.
 
     All ranks meet every second: a rank that has finished would see no progress of the others inside a long collective.
 
     Args:
         futures: of this rank.
         num: of all ranks.
-        read: called once for each result, on the rank that has it.
-        group: the ranks that get the results; None: all.
+        read: called once for each result of this rank. If it raises, all ranks do.
         wait_for: waits for results, at most `ROUND_S`.
         arrived: receives the number of results, of all ranks, whenever there are some.
     """
     found = dict[K, V]()
     left = dict(futures)
 
-    def collect(new: dict[K, V]) -> int:
+    def collect() -> int:
         wait_for(list(left.values()))
         done = [key for key, future in left.items() if future.done()]
-        new |= {key: read(key, left.pop(key).result()) for key in done}
-        return len(new)
+        found.update({key: read(key, left.pop(key).result()) for key in done})
+        return len(done)
 
     with watchdog.polling(lambda: not all(future.done() for future in futures.values())):
         while num:
-            new = dict[K, V]()
-            num_new = sum_of_ranks(partial(collect, new))
+            num_new = sum_of_ranks(collect)
             if num_new:
                 watchdog.note_progress()
                 arrived(num_new)
-                for part in together(new.copy, group=group):
-                    found |= part
             num -= num_new
     return found
 

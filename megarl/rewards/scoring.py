@@ -7,7 +7,7 @@ it.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from megarl.platform import progress
 from megarl.batch import Prompt, Rollouts, Scored
-from megarl.distributed.exchange import on_each_rank, sum_of_ranks
+from megarl.distributed.exchange import all_reduce, from_first_rank, on_each_rank, to_first_rank
 from megarl.distributed.sharded import Sharded
 from megarl.platform.device import on_cuda
 from megarl.platform.log import show_printed
@@ -31,7 +31,7 @@ from megarl.rewards.collective import (
     Mean,
     RewardError,
     ScoringMetrics,
-    gather,
+    finish,
     report_failures,
 )
 from megarl.rewards.config import CustomRewardSection, RulesSection
@@ -47,6 +47,8 @@ HELD_S = 1.0  # D436
 
 Each start of a process takes the engine about twice the time that the process computes."""
 MAX_METRICS = 32
+UNTOLD = ("", ScoringResult(seconds=0.0, detail="the rank that reports it knows why"))
+"""Text and result of a sample that another rank has scored, on a rank that does not report it."""
 
 Decode = Callable[[Sequence[int]], str]
 """Returns the text of tokens."""
@@ -102,34 +104,61 @@ class RuleScorer:
         if self.rules.reads_data_source():
             data_sources = [share.prompts[place].data_source for place in set(share.groups.tolist())]
             on_each_rank(lambda: [known_data_source(name) for name in data_sources])
-        found = self._results(share, samples.shares.group)
+        found = self._results(samples)
         results = [result for _, result in found]
-        on_each_rank(lambda: self._require_unchanged(results))
         is_masked = self._section.on_failure == "mask"
         score_of_failure = math.nan if is_masked else self._section.default_score
         scores = [result.numbers.get("score", score_of_failure) for result in results]
         accuracies = [result.numbers.get("acc", score) for result, score in zip(results, scores, strict=True)]
+        has_failed = [result.fault is not None for result in results]
+        numbers = torch.tensor([scores, accuracies, has_failed], dtype=torch.float64)
+        from_first_rank(numbers, group=samples.shares.group)
         scored = share.extend(
             Scored,
             texts=[text for text, _ in found],
-            scores=torch.tensor(scores),
-            accuracies=torch.tensor(accuracies),
+            scores=numbers[0].to(torch.float32),
+            accuracies=numbers[1].to(torch.float32),
             answers=[result.pred for result in results],
-            failures=[result.detail if result.fault else None for result in results],
+            failures=[result.detail if failed else None for result, failed in zip(results, numbers[2], strict=True)],
         )
         self._report(samples.with_share(scored), results)
         scored = scored if is_masked else replace(scored, failures=None)
         return samples.with_share(scored), metrics_of(samples, results)
 
-    def _results(self, share: Rollouts, group: dist.ProcessGroup | None) -> list[tuple[str, ScoringResult]]:
-        """Return text and result of each sample of a share, which the ranks of `group` have. Collective."""
+    def _results(self, samples: Sharded[Rollouts]) -> list[tuple[str, ScoringResult]]:
+        """Return text and result of each sample of the share: all on the rank that reports. Collective.
+
+        The other ranks of the share know those that they have scored themselves.
+        """
+        shares = samples.shares
+        mine = self._started(samples.share, shares.group)
+        progress.announce(len(samples), "rewards")
+        found = finish(
+            {sample: response.result for sample, response in mine.items()},
+            len(samples),
+            lambda sample, result: (mine[sample].text, result),
+            wait_for=lambda left: self.pool.count_pending(left, within_s=ROUND_S),
+            arrived=progress.advance,
+        )
+        on_each_rank(lambda: self._require_unchanged([result for _, result in found.values()]))
+        found |= to_first_rank([] if shares.reports else [*found.items()], group=shares.group)  # D443
+        return [found.get(sample, UNTOLD) for sample in range(len(samples.share))]
+
+    def _started(self, share: Rollouts, group: dist.ProcessGroup | None) -> dict[int, PendingResponse]:
+        """Return, by sample, what this rank scores of a share that the ranks of `group` have. Collective.
+
+        These are the responses that it has begun, and its part of those that no rank has begun.
+        """
+        rank = dist.get_rank(group)
         begun = {sample: self._find(share, sample) for sample in range(len(share))}
-        by_sample = self._gather({sample: found for sample, found in begun.items() if found}, group)
-        rest = [sample for sample in range(len(share)) if sample not in by_sample]
-        mine = rest[dist.get_rank(group) :: dist.get_world_size(group)]
-        late = {sample: self._submit(share.prompt_of(sample), share.response_ids(sample).tolist()) for sample in mine}
-        by_sample |= self._gather(late, group)
-        return [by_sample[sample] for sample in range(len(share))]
+        scorers = torch.tensor([rank if found else -1 for found in begun.values()], dtype=torch.int64)
+        all_reduce(scorers, dist.ReduceOp.MAX, group=group)
+        late = (scorers < 0).nonzero()[:, 0]
+        scorers[late] = torch.arange(len(late)) % dist.get_world_size(group)
+        return {
+            sample: begun[sample] or self._submit(share.prompt_of(sample), share.response_ids(sample).tolist())
+            for sample in (scorers == rank).nonzero()[:, 0].tolist()
+        }
 
     def _submit(self, prompt: Prompt, token_ids: list[int]) -> PendingResponse:
         """Start to score a response. Never raises: reading the result raises the error, on all ranks together."""
@@ -166,22 +195,6 @@ class RuleScorer:
         if not self._begun[key]:
             del self._begun[key]
         return found
-
-    def _gather(
-        self, started: Mapping[int, PendingResponse], group: dist.ProcessGroup | None
-    ) -> dict[int, tuple[str, ScoringResult]]:
-        """Return text and result, by sample, of the responses that any rank of `group` has begun. Collective."""
-        num = sum_of_ranks(lambda: len(started))
-        if num:
-            progress.announce(num, "rewards")
-        return gather(
-            {sample: response.result for sample, response in started.items()},
-            num,
-            lambda sample, result: (started[sample].text, result),
-            group=group,
-            wait_for=lambda left: self.pool.count_pending(left, within_s=ROUND_S),
-            arrived=progress.advance,
-        )
 
     def _require_unchanged(self, results: Sequence[ScoringResult]) -> None:
         """Raise RewardError if a known wrong response has shown that a response changed the reward."""

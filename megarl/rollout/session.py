@@ -21,11 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from megarl.platform import progress
 from megarl.batch import Generation, Group
 from megarl.distributed import watchdog
 from megarl.distributed.evenly import Integers, deal
+from megarl.distributed.made_prompts import bring
 from megarl.environments.episodes import Episodes
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.open_groups import OpenGroups
@@ -119,13 +121,15 @@ class SamplingSession:
         return self._num_running / slots if slots else 1.0
 
     def _add(self, numbers: Integers, groups: GroupRows) -> None:
-        self._groups.add(numbers, groups)
         sizes = groups.num_incomplete()
         replicas = groups.replicas(self._engine.replica)
         has_home = replicas >= 0
         np.add.at(self._loads, replicas[has_home], sizes[has_home])
         replicas[~has_home] = deal(self._loads, sizes[~has_home])
         np.add.at(self._loads, replicas[~has_home], sizes[~has_home])
+        places = torch.arange(len(groups))
+        prompts = bring(groups.prompts, places, torch.from_numpy(replicas), self._engine.shares.ranks)
+        self._groups.add(numbers, replace(groups, prompts=prompts))
         self._most = max(self._most, int(self._loads.max()))
         self._may_wait |= self._shares and int(self._loads.max()) > self._engine.room
         order = np.argsort(~has_home, kind="stable")

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
-from megarl.batch import Generation, Group, Prompt, Prompts, Sample, StopReason, Turn, float32, int32
+from megarl.batch import Elsewhere, Generation, Group, Prompt, Prompts, Sample, StopReason, Turn, float32, int32
 from megarl.data.parquet import OwnFile
 from megarl.distributed.exchange import on_each_rank, on_first_rank, together
+from megarl.distributed.made_prompts import bring
 from megarl.distributed.sharded import Shares
 from megarl.platform.errors import UserError
 from megarl.platform.seeds import seed_of
@@ -187,13 +189,25 @@ def joined(
     for key in sorted(known):
         by_group.setdefault(key[0], []).append(known[key])
     prompts = [_prompt(rows[0], prompt_of) for rows in by_group.values()]
-    asked = opened(Prompts(prompts=prompts)).prompts if opened else prompts
+    asked: Sequence[Prompt] = prompts
+    if opened:  # groups that are complete enter no session, which would bring their prompts
+        owners = [(place, _home(row.sample, shares)) for place, rows in enumerate(by_group.values()) for row in rows]
+        has_tokens = [owner for owner in owners if owner[1] is not None]
+        places, homes = torch.tensor(has_tokens, dtype=torch.int64).view(-1, 2).T
+        asked = bring(opened(Prompts(prompts=prompts)).prompts, places, homes, shares.ranks)
     groups = {number: _group(rows, prompt) for (number, rows), prompt in zip(by_group.items(), asked, strict=True)}
     if not opened:  # an environment may begin with other words
         for number, rows in by_group.items():
             if _digest(groups[number].prompt) != rows[0].prompt_digest:
                 raise _other_data(rows[0])
     return groups
+
+
+def _home(sample: Sample, shares: Shares) -> int | None:
+    """Return the share that has the tokens of a sample; None if it has none."""
+    if isinstance(sample, Elsewhere):
+        return sample.replica
+    return shares.here if sample.num_tokens or sample.complete else None
 
 
 def _prompt(row: SampleRow, prompt_of: PromptOf) -> Prompt:
@@ -211,7 +225,8 @@ def _group(rows: Sequence[SampleRow], prompt: Prompt) -> Group:
 
 
 def _digest(prompt: Prompt) -> int:
-    return seed_of(*map(int, prompt.token_ids))
+    """Return a number of the tokens; 0 of those that an environment made, which may be on other ranks."""
+    return seed_of(*map(int, prompt.token_ids)) if prompt.made_by is None else 0
 
 
 def _sample(row: dict[str, Any]) -> Generation:

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from megarl.batch import Generation, Prompts, StopReason, Turn, float32, int32
+from megarl.distributed.made_prompts import bring
+from megarl.distributed.sharded import Shares
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.episodes import Environments, Episodes
 from megarl.environments.host import DONE
@@ -105,22 +108,37 @@ class Characters:
         return "".join(map(chr, token_ids))
 
 
-def opened(num_rows: int) -> tuple[list[str], int]:
-    """Return the prompts that an environment makes of rows, and how many of them this rank encodes."""
+def opened(num_rows: int, name: str) -> tuple[list[int], list[str], list[str], list[str | None], int]:
+    """Open rows, and bring all prompts to the last rank.
+
+    Return the lengths of the prompts, their texts as far as this rank knows them then and before, their faults, and how
+    many this rank encodes.
+    """
     tokenizer: Any = Characters()
-    made = Environments(SECTION, tokenizer, tokenizer, written=str, seed=1)
+    made = Environments(replace(SECTION, name=name), tokenizer, tokenizer, written=str, seed=1)
     rows = [replace(ASKED[0], index=number, extra_info={}, raw_prompt=f"row {number}") for number in range(num_rows)]
     found = made.open(Prompts(prompts=rows), max_tokens=1000)
-    assert found.prompt_lengths().tolist() == [len(prompt.text) for prompt in found.prompts]
-    return [prompt.text for prompt in found.prompts], tokenizer.num_encoded
+    last = torch.full((num_rows,), dist.get_world_size() - 1)
+    brought = bring(found.prompts, torch.arange(num_rows), last, Shares.blocks(1).ranks)
+    told = [[prompt.text for prompt in known] for known in (brought, found.prompts)]
+    return found.prompt_lengths().tolist(), *told, [prompt.fault for prompt in brought], tokenizer.num_encoded
 
 
-def test_each_made_prompt_is_encoded_by_one_rank(pool: RankPool) -> None:
-    [(alone, _)] = pool.run(1, opened, 5)
-    (first, num_first), (second, num_second) = pool.run(2, opened, 5)
-    assert first == second == alone
-    assert len({*alone}) > 1
-    assert (num_first, num_second) == (3, 2)
+def test_one_rank_makes_each_prompt(pool: RankPool) -> None:
+    [(lengths, alone, *_)] = pool.run(1, opened, 5, "Count")
+    assert lengths == [*map(len, alone)] and len({*alone}) > 1
+    first, second = pool.run(2, opened, 5, "Count")
+    own, others = [alone[0], "", alone[2], "", alone[4]], ["", alone[1], "", alone[3], ""]
+    assert first == (lengths, own, own, [None] * 5, 3)
+    assert second == (lengths, alone, others, [None] * 5, 2)
+
+
+def test_fault_reaches_ranks_that_need_it(pool: RankPool) -> None:
+    """The environment fails on odd rows, which the first of three ranks has not asked it about."""
+    *_, (lengths, _, _, faults, num_encoded) = pool.run(3, opened, 2, "Busy")
+    assert lengths[1] == len(ASKED[0].token_ids)
+    assert faults[0] is None and str(faults[1]).startswith("the environment does not begin: OSError: the simulator is")
+    assert not num_encoded
 
 
 def opened_and_answered() -> list[str]:

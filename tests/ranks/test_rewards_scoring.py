@@ -1,4 +1,7 @@
-"""The reward on several ranks: all that have a sample get its score, whichever called the reward, and every failure."""
+"""The reward on several ranks: all ranks that have a sample get its score, whichever called the reward.
+
+One of them, which reports, also gets its text, its answer and the cause of a failure.
+"""
 
 import math
 from collections.abc import Sequence
@@ -103,7 +106,9 @@ def judged(
     scored = samples.share
     assert (scored.failures is None) == (on_failure != "mask")
     was_called = (scored.accuracies == 1.0).tolist()
-    assert scored.answers == [text if called else None for text, called in zip(scored.texts, was_called, strict=True)]
+    answers = [text if called and text else None for text, called in zip(scored.texts, was_called, strict=True)]
+    assert scored.answers == answers
+    assert all(scored.texts) or not samples.shares.reports
     return list(scored.texts), scored.scores.tolist(), scored.accuracies.tolist(), metrics, warned
 
 
@@ -128,7 +133,7 @@ def test_every_rank_has_all_scores_in_sample_order(
     pool: RankPool, tmp_path: Path, started: list[tuple[int, int]]
 ) -> None:
     ranks = judged_with(pool, tmp_path, "pass", started)
-    assert ranks[0] == ranks[1]
+    assert ranks[0][1:] == ranks[1][1:]
     texts, scores, accuracies, metrics, warned = ranks[0]
     assert (texts, scores, accuracies, warned) == (TEXTS, [2.0, 1.0, 3.0, 1.0, 2.0, 2.0], [1.0] * 6, [])
     assert metrics["reward/error_rate"] == metrics["reward/timeout_rate"] == 0.0
@@ -169,8 +174,8 @@ def test_response_without_score_gets_default_and_one_warning(
     pool: RankPool, tmp_path: Path, on_sample_3: str, fault: str, cause: str
 ) -> None:
     ranks = judged_with(pool, tmp_path, on_sample_3, [], BATCH, 4.0 if fault == "timeout" else 100.0)
-    for texts, scores, accuracies, metrics, _ in ranks:
-        assert texts == TEXTS
+    assert ranks[0][0] == TEXTS
+    for _, scores, accuracies, metrics, _ in ranks:
         assert scores == [2.0, 1.0, 3.0, -1.0, 2.0, 2.0]
         assert accuracies == [1.0, 1.0, 1.0, -1.0, 1.0, 1.0]
         rates = {"timeout": 0.0, "error": 0.0, fault: 1 / 6}
@@ -287,8 +292,8 @@ def test_ranks_with_own_samples_stop_together(
     assert ranks == [alone, alone]
 
 
-def texts_met(path: str, owners: Sequence[int] | None) -> tuple[list[str], list[str]]:
-    """Return the texts that this rank decodes, and those that ranks tell each other."""
+def texts_met(path: str, owners: Sequence[int] | None) -> tuple[list[str], list[str], list[str]]:
+    """Return the texts that this rank decodes, the texts that it gets, and those that all ranks get."""
     said, gather = list[str](), dist.all_gather_object
 
     def note(results: list[Any], *args: Any, **options: Any) -> None:
@@ -297,14 +302,15 @@ def texts_met(path: str, owners: Sequence[int] | None) -> tuple[list[str], list[
 
     decode = Mock(wraps=words)
     with patch.object(dist, "all_gather_object", note):
-        judged(path, owners=owners, decode=decode)
-    return [words(*call.args) for call in decode.call_args_list], [
-        text for text in TEXTS if any(repr(text) in of_ranks for of_ranks in said)
-    ]
+        texts, *_ = judged(path, owners=owners, decode=decode)
+    told = [text for text in TEXTS if any(repr(text) in of_ranks for of_ranks in said)]
+    return [words(*call.args) for call in decode.call_args_list], texts, told
 
 
-def test_texts_stay_on_ranks_that_own_them(pool: RankPool, tmp_path: Path) -> None:
+def test_texts_travel_to_the_rank_that_reports_alone(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD.format(on_sample_3="pass"))
     path = str(tmp_path / "mine.py")
-    assert pool.run(2, texts_met, path, None) == [(TEXTS[0::2], TEXTS), (TEXTS[1::2], TEXTS)]
-    assert pool.run(2, texts_met, path, OWNERS[0]) == [(TEXTS[3:5], []), ([*TEXTS[:3], TEXTS[5]], [])]
+    own = ["", TEXTS[1], "", TEXTS[3], "", TEXTS[5]]
+    assert pool.run(2, texts_met, path, None) == [(TEXTS[0::2], TEXTS, []), (TEXTS[1::2], own, [])]
+    apart = [TEXTS[3:5], [*TEXTS[:3], TEXTS[5]]]
+    assert pool.run(2, texts_met, path, OWNERS[0]) == [(texts, texts, []) for texts in apart]

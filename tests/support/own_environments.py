@@ -107,15 +107,30 @@ class Busy(Count):
 
 
 class Digits:
-    """Rewards the digits of a turn, and asks for more until there are `enough`."""
+    """Rewards the digits of a turn, and asks for more until there are `enough`. Adds `words` to a prompt."""
 
-    def __init__(self, enough: int = 3) -> None:
-        self._enough, self._found = enough, 0
+    def __init__(self, enough: int = 3, words: str = "") -> None:
+        self._enough, self._found, self._words = enough, 0, words
 
     def reset(self, row: Row) -> Any:
-        return row.prompt
+        return f"{row.prompt}{self._words}" if self._words else row.prompt
 
     def step(self, response: str) -> Step:
         digits = sum(character.isdigit() for character in response)
         self._found += digits
         return Step(f" {self._found} :", digits / 10, done=self._found >= self._enough)
+
+
+class Wordy(Count):
+    """Says so many `words` at the start and after a turn. Rewards the digits of a turn."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__(last=2)
+        self._words = " seven" * words
+
+    def reset(self, row: Row) -> str:
+        return f"{row.index}{self._words}"
+
+    def step(self, response: str) -> Step:
+        _, _, done = super().step(response)
+        return Step(self._words, sum(character.isdigit() for character in response) / 10, done)
