@@ -1,8 +1,9 @@
 """`python -m benchmarks samples`: what the samples of a step cost the processors of the ranks, outside of models.
 
-Processes exchange over gloo, as in a run. Each has samples as an engine replica of one rank returns them, and takes the
-loop's own step with them: a record, the exchange with the ranks that learn, the gate, the advantages, metrics and
-mini-batches. Models answer at once. Processor time is counted, because the processes share the cores of this machine.
+Processes exchange over gloo, as in a run. Each has vLLM's outputs as an engine replica of one rank returns them, and
+takes the loop's own step with them: the reading of tokens and log-probabilities from lists, a record, the exchange with
+the ranks that learn, the gate, the advantages, metrics and mini-batches. Texts are left out, and models answer at once.
+Processor time is counted, because the processes share the cores of this machine.
 """
 
 import json
@@ -41,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
         print(samples_page.markdown(json.loads(options.page.read_text(encoding="utf-8"))), end="")
         return 0
     prefer_huge_pages()  # as a run does, in all processes that measure
+    from vllm import outputs  # noqa: F401 - once, before processes are forked
+
     if options.peer:
         samples_peer.check()
     share = options.samples // 2
@@ -113,7 +116,7 @@ def measure(case: Case) -> dict[str, Any]:
     """Return what a step costs the busiest process of a case."""
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
         directory = Path(name)
-        mp.spawn(_work, (case, directory), nprocs=case.num_processes)
+        mp.start_processes(_work, (case, directory), nprocs=case.num_processes, start_method="fork")
         ranks = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(case.num_processes)]
     num_tokens = case.num_samples * case.num_tokens
     share = num_tokens // case.num_processes

@@ -41,9 +41,9 @@ def markdown(found: Found) -> str:
         "# The samples of a step, outside of models",
         "<!-- Written by `python -m benchmarks samples --page`; change benchmarks/samples_page.py instead. -->",
         _paragraph(
-            "Ranks take a step of the loop with samples that engines have drawn: a record, the exchange with the "
-            "ranks that learn, the gate, advantages, metrics and mini-batches, but no model. Processor time is that of "
-            "the busiest rank."
+            "Ranks take a step of the loop from the outputs of vLLM on: Python lists become a record, which travels "
+            "to the ranks that learn; then the gate, advantages, metrics and mini-batches, but no text and no model. "
+            "Processor time is that of the busiest rank."
         ),
     ]
     parts = [

@@ -1,9 +1,9 @@
 """The loop's own step over samples that an engine has drawn, with models that answer at once."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
 from megarl.rollout.open_groups import OpenGroups
 from megarl.rollout.responses import of_groups
+from megarl.rollout.sampling import read_output
 from megarl.rollout.table import GroupRows
 from megarl.rollout.window import Window, exchange
 from megarl.samples.in_flight import NOTHING, InFlight
@@ -46,6 +47,9 @@ from megarl.training.loop import Job, Progress, take_step
 from megarl.training.minibatches import MiniBatches
 from megarl.training.steps import Schedule
 from megarl.training.work import Work
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
 
 PER_PROMPT = 8
 PROMPT = [1] * 64
@@ -95,15 +99,16 @@ class Case:
 
 
 class Samples:
-    """The source of a step: what each replica has drawn, with a score each."""
+    """The source of a step: what each replica of vLLM has returned, with a score each."""
 
     def __init__(self, case: Case, shares: Shares) -> None:
         self._shares = shares
-        self._groups = drawn_groups(case, shares)
+        self._groups = open_groups(case, shares)
+        self._outputs = engine_outputs(case, shares)
 
     def collect(self, position: Position, timers: Timers, *, step: int, in_flight: InFlight = NOTHING) -> Collected:
         """Return the samples of the step."""
-        drawn = of_groups(self._groups, self._shares)
+        drawn = of_groups(finished(self._groups, self._outputs), self._shares)
         share = drawn.share
         scores = torch.arange(len(share), dtype=torch.float32) % 2
         scored = share.extend(Scored, texts=[""] * len(share), scores=scores, accuracies=scores)
@@ -112,6 +117,11 @@ class Samples:
 
 def drawn_groups(case: Case, shares: Shares) -> GroupRows:
     """Return the groups of a step, complete, as a session of this rank leaves them."""
+    return finished(open_groups(case, shares), engine_outputs(case, shares))
+
+
+def open_groups(case: Case, shares: Shares) -> GroupRows:
+    """Return the groups of a step, complete except for the samples of this rank."""
     number = case.num_samples // PER_PROMPT
     prompts = PromptList(
         Prompt(index=place, token_ids=PROMPT, text="", data_source="", ground_truth=None, extra_info={})
@@ -125,16 +135,41 @@ def drawn_groups(case: Case, shares: Shares) -> GroupRows:
     for name, column in known.items():
         table.column(name).copy_(column)
     table.column("replica").copy_(replicas.where(replicas != shares.here, Generation.replica))
-    generator = np.random.default_rng(shares.here)
-    for place in np.flatnonzero(replicas.numpy() == shares.here).tolist():
-        length = case.lengths[place]
-        tokens, log_probs = int32(), float32()
-        tokens.frombytes(generator.integers(0, 1000, length, dtype=np.int32).tobytes())
-        log_probs.frombytes((-generator.random(length, dtype=np.float32)).tobytes())
-        versions = int32([STEP]) * length
-        group, sample = divmod(place, PER_PROMPT)
-        table.own[place] = Generation(group, tokens, log_probs, False, weight_versions=versions, sample=sample)
     return groups
+
+
+def engine_outputs(case: Case, shares: Shares) -> dict[int, "RequestOutput"]:
+    """Return what vLLM returns of the samples of this rank, by their places: tokens and log-probabilities in lists."""
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    generator = np.random.default_rng(shares.here)
+    found = {}
+    for place in np.flatnonzero(case.replicas().numpy() == shares.here).tolist():
+        length = case.lengths[place]
+        drawn = generator.integers(0, 1 << 16, length)
+        numbers = (-generator.random(length, dtype=np.float32)).tolist()
+        log_probs = FlatLogprobs(
+            start_indices=[*range(length)],
+            end_indices=[*range(1, length + 1)],
+            token_ids=drawn.tolist(),
+            logprobs=numbers,
+            ranks=[0] * length,
+            decoded_tokens=[None] * length,
+        )
+        completion = CompletionOutput(0, "", drawn.tolist(), sum(numbers), log_probs, finish_reason="stop")
+        found[place] = RequestOutput(str(place), None, PROMPT, None, [completion], finished=True)
+    return found
+
+
+def finished(groups: GroupRows, outputs: Mapping[int, "RequestOutput"]) -> GroupRows:
+    """Return the groups with the samples in the outputs of this rank's engine, read as a replica reads them."""
+    own = {}
+    for place, output in outputs.items():
+        prompt, sample = divmod(place, PER_PROMPT)
+        begun = Generation(prompt, int32(), float32(), False, sample=sample, complete=False)
+        own[place] = begun.then(read_output(output, given=PROMPT, where="of a case", weight_version=STEP))
+    return replace(groups, table=replace(groups.table, own=own))
 
 
 class Actor:

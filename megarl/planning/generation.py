@@ -66,7 +66,7 @@ def generation_time(workload: Workload, memory: RankMemory, machine: Machine, le
         at_once=at_once,
         prompts=prompts,
         decoding=max(every - prompts, read / machine.peaks.bytes_per_second),
-        messages=rounds * lengths.response * of_step / machine.link(tp),
+        messages=rounds * lengths.response * of_step / machine.sum_link(tp),
         latency=num_steps * SUMS_OF_LAYER * a.num_layers * machine.latency(tp),
         host=machine.engine.seconds(a.num_layers, num_steps=num_steps, num_tokens=share * lengths.response),
     )

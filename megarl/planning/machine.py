@@ -38,6 +38,16 @@ class Machine:
         """Return the bandwidth of ranks that are neighbours within `span` ranks."""
         return self.links.inside if span <= self.domain else self.links.between
 
+    def sum_link(self, span: int, *, stride: int = 1) -> float:
+        """Return the bandwidth of a rank in a sum over every `stride`-th of `span` neighbours, or in a gathering.
+
+        Each rank of a domain passes an equal part of the sum on to other domains, over its own link.
+        """
+        if span <= self.domain:
+            return self.links.inside
+        ranks_of_domain = max(1, self.domain // stride)  # D432
+        return min(self.links.inside, self.links.between * ranks_of_domain)
+
     def latency(self, span: int) -> float:
         """Return the seconds of a sum of a few numbers over `span` neighbours: up a tree of messages, and down."""
         inside = ceil(log2(min(span, self.domain)))

@@ -16,6 +16,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.engine import engine_placement
 from megarl.models.trainer import parameter_shapes
 from megarl.planning.activations import PhaseWork, inference_bytes, training_bytes
+from megarl.planning.adapter_dropout import dropout_bytes
 from megarl.planning.engine import EngineMemory, engine_memory
 from megarl.planning.states import (
     DTYPE_BYTES,
@@ -158,8 +159,8 @@ def _moments(
         cache["memories of linear attention"] = engine.memories
     actor = {"actor weights": states["actor"].weights}
     sending = {"sync buckets": BUCKETS * bucket_bytes}
+    rank = stage * (workload.grid.num_ranks // workload.grid.pp)
     if workload.models[0].lora:
-        rank = stage * (workload.grid.num_ranks // workload.grid.pp)
         sending["merged weight"] = workload.models[0].merging_bytes(workload.grid, rank)
     yield Moment(phase="sync", worker="engine", parts=parked | actor | weights | sending)
     yield Moment(phase="generate", worker="engine", parts=parked | weights | cache)
@@ -181,6 +182,8 @@ def _moments(
                 for reference in workload.references:
                     yield _reading(workload, reference, stage, states[reference.name], model.updates, here)
             size = training_bytes(model.architecture, model.section, workload.grid, stage=stage, work=model.updates)
+            if model.lora:
+                size += dropout_bytes(model, workload.grid, stage=stage, rank=rank)
             kept = _kept_of_references(workload, stage, model.updates, here)
             yield Moment(phase="update", worker=model.name, parts=here | kept | {activations: size})
 

@@ -28,7 +28,7 @@ REQUEST_TOKEN_BYTES = round(INT_BYTES + 4 * ENTRY_BYTES + HASH_BYTES)
 """Bytes of a response token in vLLM while it draws the sample: two lists of the request, one of the model runner, and
 one of the output."""
 LOG_PROB_TOKEN_BYTES = round(3 * INT_BYTES + FLOAT_BYTES + 6 * ENTRY_BYTES)
-"""Bytes that its log-probability adds: the token again, the number, and where the token begins and ends, in six
+"""Bytes that its log-probability adds: the token again, the number, and the begin and the end of the token, in six
 lists."""
 REQUEST_PROMPT_TOKEN_BYTES = round(INT_BYTES + 2 * ENTRY_BYTES + HASH_BYTES)
 """Bytes of a token of the prompt of each request."""

@@ -104,7 +104,7 @@ def _passes(
     mine = tokens.num_tokens / (grid.dp * grid.cp)
     stage = num_passes * bytes_between_layers(a, num_tokens=mine, size=grid.tp, dtype=section.dtype) / grid.pp
     sums = num_passes * work.num_micro_batches * SUMS_OF_LAYER * a.num_layers / grid.pp
-    talking = stage / machine.link(grid.tp) + sums * machine.latency(grid.tp)
+    talking = stage / machine.sum_link(grid.tp) + sums * machine.latency(grid.tp)
     itemsize = DTYPE_BYTES[section.dtype]
     if grid.cp > 1:
         keys = 2 * a.num_key_value_heads * a.head_dim * a.num_caching_layers * (grid.cp - 1)
@@ -122,7 +122,8 @@ def _optimizer(model: TrainerModel, states: States, machine: Machine, *, grid: G
     """Return the seconds of an optimizer step: gradients summed, weights and moments updated, weights gathered."""
     replicas = grid.dp * grid.cp
     learning = states.gradients + states.weights - states.frozen
-    moved = learning * (replicas - 1) / replicas / machine.link(grid.num_ranks // grid.pp)
+    link = machine.sum_link(grid.num_ranks // grid.pp, stride=grid.tp)
+    moved = learning * (replicas - 1) / replicas / link
     weights = states.optimizer / optimizer_bytes(model.section)
     touched = OPTIMIZER_PASSES * weights * (MOMENTS + FLOAT32) + weights * DTYPE_BYTES[model.section.dtype]
     return moved + (touched + states.gradients) / machine.peaks.bytes_per_second

@@ -71,7 +71,7 @@ def measured(paths: list[Path]) -> dict[str, float]:
 def test_tokens_of_requests_take_planned_bytes(pool: RankPool, tmp_path: Path) -> None:
     paths = write_two_checkpoints(tmp_path, "llama", vocab_size=4000, max_position_embeddings=2048)
     [found] = pool.run(1, measured, paths)
-    places = 2 * INT_BYTES * (SHARED - FEW) / (MANY - FEW)  # where a token begins and ends, of the first tokens
+    places = 2 * INT_BYTES * (SHARED - FEW) / (MANY - FEW)  # begin and end of the first tokens
     planned = {
         "request": REQUEST_BYTES,
         "token": REQUEST_TOKEN_BYTES,

@@ -6,21 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from megarl.config.load import load_config
 from megarl.learner.config import MegatronSection
+from megarl.learner.dropout import TokenDropout
 from megarl.learner.grid import grid_of
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.grid import Grid
 from megarl.models.trainer import parameter_shapes
 from megarl.planning.activations import PhaseWork, chunks_in_flight, head_bytes, layer_bytes, training_bytes
+from megarl.planning.adapter_dropout import HASH_BYTES, MASK_BYTES
 from megarl.planning.engine import cache_bytes_per_token, engine_memory
 from megarl.planning.memory import Moment, RankMemory, fullest_rank, rank_memory
 from megarl.planning.states import States, frozen_states, trained_states
 from megarl.planning.workload import Workload, workload_of
 from megarl.platform.errors import UserError
 from megarl.rollout.config import RolloutSection
+from tests.support.allocations import allocations
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -236,6 +241,43 @@ def test_adapters_learn_on_one_copy_of_weights() -> None:
 def test_adapters_of_nothing_are_not_planned() -> None:
     with pytest.raises(UserError, match="gate selects no projection of the model"):
         workload("actor_rollout_ref.model={lora_rank: 16, target_modules: [gate]}")
+
+
+@pytest.mark.parametrize(
+    ("recompute", "kept"), [("false", 16 * 6_656), ("selective", 16 * 2_048 + 4_608), ("true", 6_656)]
+)
+def test_dropout_of_adapters_keeps_masks_and_inputs(recompute: str, kept: int) -> None:
+    """A token of Llama-3-8B has 4,096 inputs each of qkv and fc1, on four ranks, and 1,024 and 3,584 of proj and fc2.
+
+    A mask has a byte, and an input two. Hashes of the widest input are four integers. Two micro-batches are on their
+    way.
+    """
+    adapters = "actor_rollout_ref.model={path: %s, lora_rank: 16, enable_gradient_checkpointing: %s, lora_dropout: %s}"
+    without, found = (
+        moments(0, adapters % (MODELS / "llama-3-8b", recompute, rate))["update", "actor"] for rate in (0.0, 0.1)
+    )
+    at_once = kept if recompute == "true" else 2 * kept - (4_608 if recompute == "selective" else 0)
+    num_tokens = workload().models[0].updates.num_tokens  # type: ignore[union-attr]
+    assert found.total - without.total == num_tokens * (3 * at_once + 16 * 3_584)
+
+
+def test_dropout_takes_planned_bytes() -> None:
+    num_tokens, num_columns = 2048, 512
+    dropout = TokenDropout(0.1, "layer", torch.arange(num_columns, dtype=torch.int32), tp_rank=0, tp_size=1)
+    hidden = torch.ones(num_tokens, num_columns, dtype=torch.bfloat16, requires_grad=True)
+    matrix = torch.ones(num_columns, 8, dtype=torch.bfloat16, requires_grad=True)
+
+    def low() -> Tensor:
+        with dropout.keys.set_to(torch.arange(num_tokens, dtype=torch.int32)):
+            return dropout(hidden, is_training=True) @ matrix
+
+    with allocations():
+        low()  # torch imports modules
+    with allocations() as found:
+        made = low()
+        found.note()
+        assert found.present - made.nbytes == pytest.approx(hidden.numel() * (MASK_BYTES + 2), rel=0.05)
+    assert found.peak == pytest.approx(hidden.numel() * HASH_BYTES, rel=0.1)
 
 
 def test_a_reward_model_answers_and_never_learns() -> None:

@@ -136,7 +136,14 @@ def test_links_between_nodes_are_slower(tmp_path: Path) -> None:
     between = plan(tmp_path, *eight, ranks_per_node=4).time.seconds["update actor"]
     states = plan(tmp_path, *eight).memory.states["actor"]
     moved = (states.gradients + states.weights) * 7 / 8
-    assert between - inside == pytest.approx(moved * (1 / 45e9 - 1 / NVLINK))
+    assert between - inside == pytest.approx(moved * (1 / (4 * 45e9) - 1 / NVLINK))  # over the links of four ranks
+    tensor = f"{MEGATRON}.tensor_model_parallel_size=4"
+    strided = plan(tmp_path, *eight, tensor, model="llama-200m", ranks_per_node=4)
+    within = plan(tmp_path, *eight, tensor, model="llama-200m")
+    states = strided.memory.states["actor"]
+    moved = (states.gradients + states.weights) / 2
+    difference = strided.time.seconds["update actor"] - within.time.seconds["update actor"]
+    assert difference == pytest.approx(moved * (1 / 45e9 - 1 / NVLINK))  # each replica of a weight is on its own node
 
 
 TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -153,6 +160,32 @@ def test_sums_take_latency_of_tree_of_messages(tmp_path: Path, domain: int | Non
     found = plan(tmp_path, *arguments, model="llama-200m", links=slow).time.generation
     inside, between = messages
     assert found.latency == pytest.approx(1024 * 14 * 2 * 2 * (inside * 3e-6 + between * 50e-6))
+
+
+def test_bounds_of_generation_by_hand(tmp_path: Path) -> None:
+    """Llama-3-70B on 64 ranks: replicas of 16, 128 prompts with 8 responses, 1,280 tokens each at most.
+
+    Two nodes of 8 have a replica. 80 layers have 8 key-value heads of 128 on 16 ranks, so a rank has one head.
+    """
+    arguments = ("trainer.nnodes=8", "trainer.n_gpus_per_node=8", f"{TENSOR}=16", "data.train_batch_size=128")
+    arguments += ("actor_rollout_ref.rollout.n=8", "algorithm.adv_estimator=grpo")
+    arguments += ("actor_rollout_ref.actor.ppo_mini_batch_size=128", f"{MEGATRON}.tensor_model_parallel_size=8")
+    links = Links(inside=NVLINK, between=45e9, inside_latency=2e-6, between_latency=15e-6)
+    path = "actor_rollout_ref.model.path=configs/models/llama-3-70b"
+    found = plan(tmp_path, *arguments, path, links=links)
+    engine, generation = found.memory.engine, found.time.generation
+    assert engine.bytes_per_token == 80 * 2 * 128 * 2
+    assert generation.wanted == generation.slots == generation.at_once == 128 * 8 * 16 // 64 == 256
+    # Two sums a layer of 8,192 numbers of each of 256 samples; a rank passes 15/16 of them on twice, and the links of
+    # eight ranks lead to the other node.
+    of_step = 80 * 2 * 2 * 256 * 8192 * 2 * 15 / 16
+    assert generation.messages == pytest.approx(1024 * of_step / (8 * 45e9))
+    # Up and down a tree: three messages in a node, one between nodes.
+    assert generation.latency == pytest.approx(1024 * 160 * 2 * (3 * 2e-6 + 15e-6))
+    scarce = plan(tmp_path, *arguments, path, "actor_rollout_ref.rollout.gpu_memory_utilization=0.12", links=links)
+    room = int(0.12 * 141e9) - scarce.memory.engine.weights - scarce.memory.engine.activations
+    bound = scarce.time.generation
+    assert bound.at_once == room // (80 * 2 * 128 * 2) // 1280 < bound.slots
 
 
 def test_exact_kl_loss_runs_reference_in_every_epoch(tmp_path: Path) -> None:
