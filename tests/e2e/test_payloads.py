@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import megarl
 from megarl.commands import train
-from megarl.samples.store import read_rows
+from megarl.samples.reading import read_rows
 from tests.support.forked import Job
 from tests.support.programs import ROOT
 from tests.support.workspace import Workspace, train_arguments, with_many_ends
