@@ -216,7 +216,7 @@ def joined(
     return dict(zip(found[:, 0].tolist(), groups, strict=True))
 
 
-class _File(NamedTuple):
+class _FileRead(NamedTuple):
     """A file that a rank has read."""
 
     path: Path
@@ -226,7 +226,7 @@ class _File(NamedTuple):
 class _Told(NamedTuple):
     """The numbers of the rows of a rank that every rank knows."""
 
-    files: Sequence[_File]
+    files: Sequence[_FileRead]
     numbers: Integers  # [b, 5]: the columns `OF_PROMPT`
     samples: Tensor  # [9, b] int32, as in `SampleTable`
 
@@ -234,7 +234,7 @@ class _Told(NamedTuple):
     def of(cls, rows: Sequence[SampleRow], shares: Shares) -> "_Told":
         """Return the numbers of rows that this rank's share has."""
         return cls(
-            files=[_File(path, count) for path, count in Counter(row.path for row in rows).items()],
+            files=[_FileRead(path, count) for path, count in Counter(row.path for row in rows).items()],
             numbers=np.array([row.numbers for row in rows], dtype=np.int64).reshape(-1, len(OF_PROMPT)),
             samples=SampleTable.of([row.sample.seen_from_afar(shares.here) for row in rows]).numbers,
         )

@@ -70,9 +70,7 @@ def resume(directory: Path, size: int) -> tuple[list[Group], int]:
 
 
 @pytest.mark.parametrize(("num_writers", "num_ranks", "size"), [(1, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 1), (3, 4, 2)])
-def test_ranks_know_all_groups_and_have_their_tokens(
-    pool: RankPool, tmp_path: Path, num_writers: int, num_ranks: int, size: int
-) -> None:
+def test_ranks_know_all_groups(pool: RankPool, tmp_path: Path, num_writers: int, num_ranks: int, size: int) -> None:
     """With more replicas than files some have no tokens, and with fewer some have those of several files."""
     pool.run(num_writers, save, tmp_path)
     for rank, (groups, num_bytes) in enumerate(pool.run(num_ranks, resume, tmp_path, size)):
