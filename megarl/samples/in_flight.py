@@ -1,28 +1,35 @@
 """The groups that continue in the next step, as files of a checkpoint: a row for each sample.
 
 Each engine replica has a file with the samples whose tokens it has. Prompts are not in the files: they are read again
-from the data, by their row.
+from the data, by their row. A rank reads the files of its share, and ranks exchange a few numbers of each sample.
 """
 
 import io
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
+from torch import Tensor
 
-from megarl.batch import Elsewhere, Generation, Group, Prompt, Prompts, Sample, StopReason, Turn, float32, int32
+from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn, float32, int32
 from megarl.data.parquet import OwnFile
+from megarl.distributed.evenly import Integers
 from megarl.distributed.exchange import on_each_rank, on_first_rank, together
 from megarl.distributed.made_prompts import bring
 from megarl.distributed.sharded import Shares
 from megarl.platform.errors import UserError
 from megarl.platform.seeds import seed_of
 from megarl.platform.small_files import Damage, naming
+from megarl.rollout.table import ROW, GroupRows, SampleTable
 from megarl.samples.arrays import array_bytes, array_from
 
 IN_FLIGHT_FILE = "carried-{:05}.parquet"
@@ -135,12 +142,8 @@ class SampleRow:
     """A row of a file."""
 
     path: Path
-    group: int
-    row: int
-    num_prompt_tokens: int
-    prompt_digest: int
-    begun: int
-    sample: Sample
+    numbers: tuple[int, ...]  # the columns `OF_PROMPT`
+    sample: Generation
 
 
 def rows_of(path: Path) -> list[SampleRow]:
@@ -149,10 +152,12 @@ def rows_of(path: Path) -> list[SampleRow]:
     if not table.schema.equals(SCHEMA):
         raise Damage(path, f"cannot be read as {CONTENT}: its columns are {table.column_names}")
     with naming(path):
-        return [
-            SampleRow(path=path, sample=_sample(row), **{name: row[name] for name in OF_PROMPT})
-            for row in table.to_pylist()
-        ]
+        columns = {name: _arrays(table[name], of) for name, of in NUMBERS.items()}
+        columns["routes"] = [cell and array_from(cell) for cell in table["routes"].to_pylist()]
+        others = table.drop_columns([*columns]).to_pylist()
+        arrays = (dict(zip(columns, of_row, strict=True)) for of_row in zip(*columns.values(), strict=True))
+        rows = [row | of_row for row, of_row in zip(others, arrays, strict=True)]
+        return [SampleRow(path, tuple(row[name] for name in OF_PROMPT), _sample(row)) for row in rows]
 
 
 def read(
@@ -181,47 +186,80 @@ def read(
 def joined(
     mine: Sequence[SampleRow], shares: Shares, prompt_of: PromptOf, opened: Opened | None = None
 ) -> dict[int, Group]:
-    """Return the groups of the rows of all ranks, as `read` does; `mine` are those of this rank. Collective."""
-    afar = [replace(row, sample=row.sample.seen_from_afar(shares.here)) for row in mine if shares.reports]
-    known = {(row.group, row.sample.sample): row for part in together(lambda: afar) for row in part}
-    known |= {(row.group, row.sample.sample): row for row in mine}
-    by_group = dict[int, list[SampleRow]]()
-    for key in sorted(known):
-        by_group.setdefault(key[0], []).append(known[key])
-    prompts = [_prompt(rows[0], prompt_of) for rows in by_group.values()]
+    """Return the groups of the rows of all ranks, as `read` does; `mine` are those of this rank's share. Collective."""
+    told = together(lambda: _Told.of(mine if shares.reports else (), shares))
+    reporter = shares.ranks[shares.here][0] if len(told) > 1 else 0
+    first_of_mine = sum(len(each.numbers) for each in told[:reporter])
+    files = [file for each in told for file in each.files]
+    numbers = np.concatenate([each.numbers for each in told])
+    table = torch.cat([each.samples for each in told], dim=1)
+    rows = _ordered(numbers[:, 0], table[ROW["sample"]].numpy())
+    numbers, table = numbers[rows], table[:, rows]
+    homes = table[ROW["replica"]].to(torch.int64)
+    is_mine = table[ROW["replica"]].numpy() == shares.here
+    table[ROW["replica"]][is_mine] = Generation.replica
+    own = {place: mine[rows[place] - first_of_mine].sample for place in np.flatnonzero(is_mine).tolist()}
+    _, firsts, counts = np.unique(numbers[:, 0], return_index=True, return_counts=True)
+    found = numbers[firsts]
+    file_of = np.repeat(np.arange(len(files)), [file.num_rows for file in files])[rows[firsts]]
+    faults = [partial(_other_data, files[file].path, row) for file, row in zip(file_of, found[:, 1], strict=True)]
+    prompts = [_prompt(row, prompt_of, fault) for row, fault in zip(found[:, 1].tolist(), faults, strict=True)]
     asked: Sequence[Prompt] = prompts
     if opened:  # groups that are complete enter no session, which would bring their prompts
-        owners = [(place, _home(row.sample, shares)) for place, rows in enumerate(by_group.values()) for row in rows]
-        has_tokens = [owner for owner in owners if owner[1] is not None]
-        places, homes = torch.tensor(has_tokens, dtype=torch.int64).view(-1, 2).T
-        asked = bring(opened(Prompts(prompts=prompts)).prompts, places, homes, shares.ranks)
-    groups = {number: _group(rows, prompt) for (number, rows), prompt in zip(by_group.items(), asked, strict=True)}
-    if not opened:  # an environment may begin with other words
-        for number, rows in by_group.items():
-            if _digest(groups[number].prompt) != rows[0].prompt_digest:
-                raise _other_data(rows[0])
-    return groups
+        has_tokens = homes >= 0
+        places = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+        asked = opened(Prompts(prompts=prompts)).prompts
+        asked = bring(asked, places[has_tokens], homes[has_tokens], shares.ranks)
+    for prompt, (_, _, num_tokens, digest, _), fault in zip(asked, found.tolist(), faults, strict=True):
+        # An environment may begin with other words.
+        if len(prompt.token_ids) != num_tokens or (not opened and _digest(prompt) != digest):
+            raise fault()
+    groups = GroupRows(
+        prompts=asked,
+        started=torch.from_numpy(found[:, 4]),
+        counts=torch.from_numpy(counts),
+        table=SampleTable(table, own),
+    )
+    return dict(zip(found[:, 0].tolist(), groups, strict=True))
 
 
-def _home(sample: Sample, shares: Shares) -> int | None:
-    """Return the share that has the tokens of a sample; None if it has none."""
-    if isinstance(sample, Elsewhere):
-        return sample.replica
-    return shares.here if sample.num_tokens or sample.complete else None
+class _FileRead(NamedTuple):
+    """A file that a rank has read."""
+
+    path: Path
+    num_rows: int
 
 
-def _prompt(row: SampleRow, prompt_of: PromptOf) -> Prompt:
+class _Told(NamedTuple):
+    """The numbers of the rows of a rank that every rank knows."""
+
+    files: Sequence[_FileRead]
+    numbers: Integers  # [b, 5]: the columns `OF_PROMPT`
+    samples: Tensor  # [9, b] int32, as in `SampleTable`
+
+    @classmethod
+    def of(cls, rows: Sequence[SampleRow], shares: Shares) -> "_Told":
+        """Return the numbers of rows that this rank's share has."""
+        return cls(
+            files=[_FileRead(path, count) for path, count in Counter(row.path for row in rows).items()],
+            numbers=np.array([row.numbers for row in rows], dtype=np.int64).reshape(-1, len(OF_PROMPT)),
+            samples=SampleTable.of([row.sample.seen_from_afar(shares.here) for row in rows]).numbers,
+        )
+
+
+def _ordered(groups: Integers, samples: npt.NDArray[np.int32]) -> Integers:
+    """Return the rows in the order of their groups and, inside groups, of their samples: of equal ones the last."""
+    rows = np.lexsort((samples, groups))
+    is_last = np.ones(len(rows), dtype=bool)
+    is_last[:-1] = (np.diff(groups[rows]) != 0) | (np.diff(samples[rows]) != 0)
+    return rows[is_last]
+
+
+def _prompt(row: int, prompt_of: PromptOf, fault: Callable[[], UserError]) -> Prompt:
     try:
-        return prompt_of(row.row)
+        return prompt_of(row)
     except IndexError:
-        raise _other_data(row) from None
-
-
-def _group(rows: Sequence[SampleRow], prompt: Prompt) -> Group:
-    first = rows[0]
-    if len(prompt.token_ids) != first.num_prompt_tokens:
-        raise _other_data(first)
-    return Group(prompt=prompt, samples=tuple(row.sample for row in rows), started=first.begun)
+        raise fault() from None
 
 
 def _digest(prompt: Prompt) -> int:
@@ -230,20 +268,27 @@ def _digest(prompt: Prompt) -> int:
 
 
 def _sample(row: dict[str, Any]) -> Generation:
-    numbers = {name: of(row[name]) for name, of in NUMBERS.items() if row[name] is not None}
-    numbers["routes"] = row["routes"] and array_from(row["routes"])
-    sample = Generation(prompt=0, **{name: row[name] for name in OF_SAMPLE} | numbers)
+    sample = Generation(prompt=0, **{name: row[name] for name in OF_SAMPLE})
     turns = tuple(Turn(**turn) for turn in row["turns"])
     return replace(sample, turns=turns, stop_reason=sample.stop_reason and StopReason(sample.stop_reason))
+
+
+def _arrays(lists: pa.ChunkedArray, of: Callable[[bytes], Any]) -> list[Any]:
+    """Return the numbers of each row; None of a row that is null."""
+    counts = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+    numbers = pc.list_flatten(lists).to_numpy()
+    parts = np.split(numbers, counts.cumsum()[:-1]) if len(counts) else []
+    known = lists.is_valid().to_pylist()
+    return [of(part.tobytes()) if is_known else None for part, is_known in zip(parts, known, strict=True)]
 
 
 def _numbers(column: object) -> object:
     return None if column is None else np.asarray(column)
 
 
-def _other_data(row: SampleRow) -> UserError:
+def _other_data(path: Path, row: int) -> UserError:
     return UserError(
-        f"{row.path} has unfinished responses to row {row.row} of data.train_files, which has another prompt now: give "
+        f"{path} has unfinished responses to row {row} of data.train_files, which has another prompt now: give "
         "the files of the run, or resume with actor_rollout_ref.rollout.partial.enable=false, which drops these "
         "responses"
     )

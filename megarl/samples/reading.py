@@ -53,7 +53,7 @@ def read_samples(path: Path, shares: Shares) -> tuple[Sharded[Scored], Tensor | 
     Raises:
         Damage: the file does not exist, or differs from `schema.py`. Names the column. Every rank raises it.
     """
-    found = on_each_rank(lambda: _Part.read(path, shares))
+    found = on_each_rank(lambda: _ReadRows.read(path, shares))
     read = found.rows
     nulls = _sum(int64([*(read[name].null_count for name in COLUMNS), len(read)]), shares)
     absent = on_each_rank(lambda: _absent(path, nulls))
@@ -144,7 +144,7 @@ class _Files:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ReadRows:
     """The rows of this rank's share, and the columns of all `B` samples that every rank has."""
 
     rows: pa.Table  # in the order of the samples; the first row of a file if the share has none
@@ -156,7 +156,7 @@ class _Part:
     baselines: Tensor | None  # [B] float32
 
     @classmethod
-    def read(cls, path: Path, shares: Shares) -> "_Part":
+    def read(cls, path: Path, shares: Shares) -> "_ReadRows":
         """Read what this rank needs. Raises Damage."""
         files = _Files.of(path)
         order = files.order()
@@ -195,7 +195,7 @@ def _absent(path: Path, nulls: Tensor) -> frozenset[str]:
     return frozenset(name for name, count in found.items() if count == total)
 
 
-def _record(path: Path, part: _Part, absent: Collection[str]) -> Scored:
+def _record(path: Path, part: _ReadRows, absent: Collection[str]) -> Scored:
     """Return the record of a part, without the columns that are `absent`. Raises Damage."""
     table = part.rows
 

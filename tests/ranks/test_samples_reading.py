@@ -123,7 +123,7 @@ def complaint(path: Path) -> str:
         ("response_ids", "column response_ids: it is null in 4 of 4 rows"),
     ],
 )
-def test_faults_in_rows_of_one_rank_are_raised_on_all(pool: RankPool, tmp_path: Path, name: str, said: str) -> None:
+def test_faults_of_a_rank_are_raised_on_all(pool: RankPool, tmp_path: Path, name: str, said: str) -> None:
     write_samples(tmp_path / "file", drawn([3, 1, 4, 1, 5, 9, 2, 6], num_prompts=4), None, step=1)
     table = pq.read_table(tmp_path / "file")
     place = table.schema.get_field_index(name)

@@ -1,6 +1,7 @@
 """Partial rollouts by hand: what a step learns from, what continues, how old its tokens are, and what a file keeps."""
 
 import random
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
@@ -15,7 +16,7 @@ from megarl.platform.small_files import Damage
 from megarl.rollout.config import PartialSection
 from megarl.rollout.responses import of_groups
 from megarl.rollout.session import WINDOW
-from megarl.samples.in_flight import InFlight
+from megarl.samples.in_flight import InFlight, rows_of, to_bytes
 from megarl.training.partial import Drawn, Partial, draw_enough, staleness
 from tests.support.ranks import world_of_one
 
@@ -310,3 +311,18 @@ def test_other_data_and_damage_are_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(Damage, match="cannot be read as unfinished samples"):
         found(tmp_path)
+
+
+def test_tokens_are_read_as_arrays(tmp_path: Path) -> None:
+    """Objects for each token would take several times the memory."""
+    length = 100_000
+    tokens = Generation(
+        0, int32(range(length)), float32([-0.5] * length), truncated=False, weight_versions=int32([3] * length)
+    )
+    (tmp_path / "file").write_bytes(to_bytes({0: Group(prompt=prompt(1), samples=(tokens,), started=3)}, Shares()))
+    tracemalloc.start()
+    [row] = rows_of(tmp_path / "file")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert row.sample == tokens
+    assert peak <= 3 * 12 * length
