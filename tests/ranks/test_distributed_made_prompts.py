@@ -96,7 +96,7 @@ def resumed() -> list[int]:
     begun = Generation(0, int32([1]), float32([-1.0]), truncated=False, complete=False)
     samples = [replace(begun, complete=True), begun, replace(begun, token_ids=int32())]
     rows = [
-        SampleRow(Path("file"), place, place, LENGTHS[place], 0, 0, sample)
+        SampleRow(Path("file"), (place, place, LENGTHS[place], 0, 0), sample)
         for place, sample in enumerate(samples * 2)
         if DRAWN_BY[place] == shares.here
     ]
