@@ -167,6 +167,7 @@ def test_messages_of_replicas_of_several_ranks(workspace: Workspace, tmp_path: P
 
     few, few_replayed = counted("few", length=16)
     longer, longer_replayed = counted("longer", length=96)
+    assert "send of scoring.py:_results" in few
     assert not grown(few, longer, EXCHANGES_BYTES)
     assert not grown(few_replayed, longer_replayed, NAMES_BYTES)
 
@@ -196,4 +197,5 @@ def test_messages_of_episodes(workspace: Workspace, tmp_path: Path) -> None:
 
     few = counted("few", num_words=1)
     longer = counted("longer", num_words=20)
+    assert {"send of made_prompts.py:bring", *IN_A_REPLICA} <= {*few}
     assert not grown(few, longer, EXCHANGES_BYTES)

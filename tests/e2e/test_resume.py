@@ -79,7 +79,12 @@ def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str
             "data.max_response_length=96",
         ]
     if name == "partial_episodes":
-        return [*algorithm_arguments("turns", workspace, root), *GOES_ON]
+        return [
+            *algorithm_arguments("turns", workspace, root),
+            *GOES_ON,
+            "environment.kwargs={words: ' 7'}",
+            "data.max_prompt_length=72",
+        ]
     if name == "partial_steps":
         partial = "actor_rollout_ref.rollout.partial.stop_when"
         return [*algorithm_arguments("partial", workspace, root), f"{partial}=16"]

@@ -16,6 +16,7 @@ from megarl.distributed import exchange, grid
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import (
     all_reduce,
+    from_first_rank,
     host_group,
     join_rings,
     join_world,
@@ -116,6 +117,16 @@ def brought_to_first() -> tuple[list[str], list[str]]:
     """Bring objects of very different sizes, and then none."""
     rank = dist.get_rank()
     return to_first_rank([f"{rank}-{number}" * 100**rank for number in range(3 - rank)]), to_first_rank([])
+
+
+def exchanged_in_pairs() -> tuple[list[str], float, int]:
+    """Bring objects to the first of ranks 0 and 2, or 1 and 3, a number from it, and find the largest rank of both."""
+    rank = dist.get_rank()
+    group = [dist.new_group([first, first + 2]) for first in range(2)][rank % 2]
+    number, largest = torch.tensor([-float(rank)]), torch.tensor(rank)
+    from_first_rank(number, group=group)
+    all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return to_first_rank([f"{rank}" * 10**rank], group=group), float(number), int(largest)
 
 
 def reduced_in_grid() -> tuple[int, list[int], int]:
@@ -287,3 +298,13 @@ def of_all_ranks() -> dict[str, float]:
 def test_step_reports_maximum_memory_and_mean_wait(pool: RankPool, num_ranks: int) -> None:
     lost = {"perf/time_lost_to_stragglers": 0.5} if num_ranks > 1 else {}
     assert pool.run(num_ranks, of_all_ranks) == [{"perf/max_host_memory_gb": float(num_ranks)} | lost] * num_ranks
+
+
+def test_ranks_of_a_group_exchange_alone(pool: RankPool) -> None:
+    texts = [f"{rank}" * 10**rank for rank in range(4)]
+    assert pool.run(4, exchanged_in_pairs) == [
+        (texts[0::2], 0.0, 2),
+        (texts[1::2], -1.0, 3),
+        ([], 0.0, 2),
+        ([], -1.0, 3),
+    ]
