@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.commands.cli.command import parse, print_error
 from megarl.commands.cli.table import PLAN
 from megarl.config.faults import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import load_config, load_reward_train_config, load_sft_config
 from megarl.config.report import show_plan
 from megarl.config.trial import find_architectures
 from megarl.platform.errors import UserError
@@ -21,53 +21,82 @@ from megarl.platform.screen import Screen
 
 if TYPE_CHECKING:
     from megarl.planning.device import Device
+    from megarl.planning.traffic import Links
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan; return 1 if the run does not fit, else 0."""
     typed = parse(PLAN, argv)
     try:
-        config = load_config(typed["configuration"], world_size=None, check_paths=False)
-        find_architectures(config)
-        # Models that are not found are reported before torch is imported.
-        from megarl.planning.device import choose_device
-        from megarl.planning.machine import EngineCost, Lengths
-        from megarl.planning.planner import Planner
-        from megarl.planning.report import show, to_dict
-        from megarl.planning.traffic import Links
-
-        device = choose_device(typed["device"], config.trainer, config.actor_rollout_ref.actor.megatron.dtype)
-        device = with_options(device, typed)
-        inside_latency_us, between_latency_us = typed["latency_us"]
-        links = Links(
-            inside=typed["intra_node_bandwidth"],
-            between=typed["inter_node_bandwidth"],
-            domain=typed["nvlink_domain"],
-            inside_latency=inside_latency_us / 1e6,
-            between_latency=between_latency_us / 1e6,
-        )
-        planner = Planner(
-            typed["configuration"],
-            device=device,
-            ranks_per_node=typed["gpus_per_node"],
-            host_bytes=typed["host_memory"],
-            links=links,
-            engine=EngineCost(*(ms / 1e3 for ms in typed["engine_ms"])),
-            lengths=typed["lengths"] and Lengths(*typed["lengths"]),
-        )
-        plan = planner.plan()
+        return _plan(typed) if typed["run"] == "train" else _plan_supervised(typed)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     except UserError as error:
         print_error(error)
         return 1
+
+
+def _plan(typed: Mapping[str, Any]) -> int:
+    config = load_config(typed["configuration"], world_size=None, check_paths=False)
+    find_architectures(config)
+    # Models that are not found are reported before torch is imported.
+    from megarl.planning.device import choose_device
+    from megarl.planning.machine import EngineCost, Lengths
+    from megarl.planning.planner import Planner
+    from megarl.planning.report import show, to_dict
+
+    device = choose_device(typed["device"], config.trainer, config.actor_rollout_ref.actor.megatron.dtype)
+    planner = Planner(
+        typed["configuration"],
+        device=with_options(device, typed),
+        ranks_per_node=typed["gpus_per_node"],
+        host_bytes=typed["host_memory"],
+        links=_links(typed),
+        engine=EngineCost(*(ms / 1e3 for ms in typed["engine_ms"])),
+        lengths=typed["lengths"] and Lengths(*typed["lengths"]),
+    )
+    plan = planner.plan()
     if typed["as_json"]:
         print(json.dumps(to_dict(plan)))
     else:
         show_plan(plan.workload.config)
         show(plan, Screen())
     return 1 if plan.shortfalls or plan.host_missing else 0
+
+
+def _plan_supervised(typed: Mapping[str, Any]) -> int:
+    """Plan a run that learns from files alone."""
+    load = load_sft_config if typed["run"] == "sft" else load_reward_train_config
+    config = load(typed["configuration"], world_size=None, check_paths=False)
+    find_architectures(config)
+    from megarl.planning.device import choose_device
+    from megarl.planning.machine import Machine
+    from megarl.planning.planner import architecture_of
+    from megarl.planning.supervised import plan_supervised
+
+    device = with_options(choose_device(typed["device"], config.trainer, config.megatron.dtype), typed)
+    ranks_per_node = typed["gpus_per_node"] or config.trainer.n_gpus_per_node
+    machine = Machine(peaks=device.peaks, links=_links(typed), ranks_per_node=ranks_per_node)
+    plan = plan_supervised(config, architecture_of(config.model), device, machine, host_bytes=typed["host_memory"])
+    if typed["as_json"]:
+        print(json.dumps(plan.to_dict()))
+    else:
+        plan.show(Screen())
+    return 0 if plan.fits else 1
+
+
+def _links(typed: Mapping[str, Any]) -> "Links":
+    from megarl.planning.traffic import Links
+
+    inside_latency_us, between_latency_us = typed["latency_us"]
+    return Links(
+        inside=typed["intra_node_bandwidth"],
+        between=typed["inter_node_bandwidth"],
+        domain=typed["nvlink_domain"],
+        inside_latency=inside_latency_us / 1e6,
+        between_latency=between_latency_us / 1e6,
+    )
 
 
 def with_options(device: "Device", typed: Mapping[str, Any]) -> "Device":

@@ -17,7 +17,7 @@ HASH_BYTES = 4 * 4
 PLACE = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<linear>.+)\.adapter\.lora_a")
 """Names of adapters outside of experts, whose adapters have no dropout."""
 CUT_BY_COLUMNS = ("linear_proj", "linear_fc2", "out_proj")
-"""Linear layers of which a rank has some columns, and so all tokens under sequence parallelism too."""
+"""Linear layers with a part of the columns on each rank, and so with all tokens under sequence parallelism too."""
 
 
 def dropout_bytes(model: TrainerModel, grid: Grid, *, stage: int, rank: int) -> int:

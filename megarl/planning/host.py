@@ -5,15 +5,16 @@ CUDA and the libraries take a few GB a rank), files that the system caches, and 
 memory, which it takes in powers of two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megarl.config.root import Config
+from megarl.models.grid import Grid
 from megarl.planning.engine import route_bytes
 from megarl.planning.memory import RankMemory, own_weights
 from megarl.planning.samples import SampleMemory, sample_memory
 from megarl.planning.states import copied_bytes
-from megarl.planning.workload import Workload
+from megarl.planning.workload import TrainerModel, Workload
 from megarl.rewards.config import isolation_of
 
 
@@ -44,7 +45,7 @@ def host_memory(workload: Workload, memory: RankMemory) -> HostMemory:
             parts[f"{model.name} weights"] = num_ranks * own_weights(model, states)
         if model.section.optimizer_offload and model.updates:
             parts[f"{model.name} optimizer"] = num_ranks * states.optimizer
-    parts["copies for a save"] = _save_bytes(workload, memory, num_ranks=num_ranks)
+    parts["copies for a save"] = save_bytes(workload.models, workload.grid, rank=memory.rank, num_ranks=num_ranks)
     phases = sample_memory(workload.config, num_shares=workload.grid.dp)
     fullest = max(phases, key=lambda phase: phase.total)  # D431
     parts |= {name: num_ranks * num_bytes for name, num_bytes in fullest.parts.items()}
@@ -84,13 +85,10 @@ def reward_processes(config: Config) -> tuple[int, float]:
     return config.rules.num_workers * (1 + is_forked), config.rules.max_memory_gb
 
 
-def _save_bytes(workload: Workload, memory: RankMemory, *, num_ranks: int) -> int:
+def save_bytes(models: Iterable[TrainerModel], grid: Grid, *, rank: int, num_ranks: int) -> int:
     """Return the bytes that saves copy to the host, asynchronously or while training waits.
 
     Every run saves at some time, because a run that is asked to end does.
     """
-    grid = workload.grid
-    learning = [model for model in workload.models if model.updates]
-    return num_ranks * sum(
-        copied_bytes(model.learning_shapes(grid, memory.rank), model.section, grid) for model in learning
-    )
+    learning = [model for model in models if model.updates]
+    return num_ranks * sum(copied_bytes(model.learning_shapes(grid, rank), model.section, grid) for model in learning)

@@ -14,6 +14,7 @@ import torch
 
 from megarl.models.architecture import Architecture
 from megarl.models.engine import engine_placement
+from megarl.models.grid import Grid
 from megarl.models.trainer import parameter_shapes
 from megarl.planning.activations import PhaseWork, inference_bytes, training_bytes
 from megarl.planning.adapter_dropout import dropout_bytes
@@ -97,7 +98,7 @@ def fullest_rank(workload: Workload, *, device_bytes: int, bucket_bytes: int) ->
 def rank_memory(workload: Workload, stage: int, engine: EngineMemory, *, bucket_bytes: int) -> RankMemory:
     """Return the memory of the first rank of a pipeline stage."""
     rank = stage * (workload.grid.num_ranks // workload.grid.pp)
-    states = {model.name: model_states(workload, model, rank) for model in workload.models}
+    states = {model.name: model_states(workload.grid, model, rank) for model in workload.models}
     moments = tuple(_moments(workload, stage, states, engine, bucket_bytes=bucket_bytes))
     host_copies = 0
     if workload.config.trainer.async_save:
@@ -108,9 +109,8 @@ def rank_memory(workload: Workload, stage: int, engine: EngineMemory, *, bucket_
     return RankMemory(rank=rank, stage=stage, states=states, engine=engine, moments=moments, host_copies=host_copies)
 
 
-def model_states(workload: Workload, model: TrainerModel, rank: int) -> States:
+def model_states(grid: Grid, model: TrainerModel, rank: int) -> States:
     """Return weights, gradients and optimizer of a model on a rank, with nothing offloaded."""
-    grid = workload.grid
     if model.is_start:
         return States(weights=0)
     if model.updates is None:
@@ -124,7 +124,7 @@ def model_states(workload: Workload, model: TrainerModel, rank: int) -> States:
 def optimizer_on_all_ranks(workload: Workload, model: TrainerModel) -> int:
     """Return the bytes of a model's gradients and optimizer state over all ranks; those of a stage are alike."""
     ranks_per_stage = workload.grid.num_ranks // workload.grid.pp
-    states = (model_states(workload, model, stage * ranks_per_stage) for stage in range(workload.grid.pp))
+    states = (model_states(workload.grid, model, stage * ranks_per_stage) for stage in range(workload.grid.pp))
     return ranks_per_stage * sum(one.gradients + one.optimizer for one in states)
 
 

@@ -51,6 +51,7 @@ def step_time(
     """Return the least time of a step of `workload`, whose fullest rank is `memory`."""
     config = workload.config
     grid = workload.grid
+    on_cpu = config.trainer.device == "cpu"
     num_samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     tokens = Tokens(
         lengths=[lengths.prompt + lengths.response] * num_samples, num_outputs=num_samples * lengths.response
@@ -65,7 +66,7 @@ def step_time(
     for model in readers:
         if model.name != "actor" or not config.fused_old_log_probs:
             num_passes = sum(config.passes_of_reference.values()) if model.is_reference else 1
-            passes = _passes(workload, model, model.infers, machine, tokens, num_passes=num_passes)
+            passes = pass_seconds(grid, model, model.infers, machine, tokens, num_passes=num_passes, on_cpu=on_cpu)
             seconds[f"infer {model.name}"] = passes
             flops += num_passes * forward_flops(model.architecture, tokens, model.lora)
     for model in workload.models:
@@ -74,8 +75,8 @@ def step_time(
             states = memory.states[model.name]
             num_updates = section.ppo_epochs * -(-config.data.train_batch_size // section.ppo_mini_batch_size)
             seconds[f"update {model.name}"] = (
-                _passes(workload, model, model.updates, machine, tokens, num_passes=section.ppo_epochs)
-                + num_updates * _optimizer(model, states, machine, grid=grid)
+                pass_seconds(grid, model, model.updates, machine, tokens, num_passes=section.ppo_epochs, on_cpu=on_cpu)
+                + num_updates * optimizer_seconds(model, states, machine, grid=grid)
                 + _moves(model, states)
             )
             flops += section.ppo_epochs * update_flops(model.architecture, tokens, model.lora)
@@ -83,8 +84,15 @@ def step_time(
     return StepTime(seconds=seconds, generation=generation, flops=flops, peak=peak)
 
 
-def _passes(
-    workload: Workload, model: TrainerModel, work: PhaseWork, machine: Machine, tokens: Tokens, *, num_passes: float
+def pass_seconds(
+    grid: Grid,
+    model: TrainerModel,
+    work: PhaseWork,
+    machine: Machine,
+    tokens: Tokens,
+    *,
+    num_passes: float,
+    on_cpu: bool,
 ) -> float:
     """Return the seconds of `num_passes` passes over all samples, with the messages and an idle pipeline.
 
@@ -92,13 +100,12 @@ def _passes(
     """
     a = model.architecture
     section = model.section
-    grid = workload.grid
     forward = forward_flops(a, tokens, model.lora)
     again = feed_forward_share(a, tokens) if work.recompute == "selective" else float(work.recompute)
     if work is model.updates:
         num_passes *= update_flops(a, tokens, model.lora) / forward + again
     computing = num_passes * forward / grid.num_ranks / machine.peaks.flops_at(a.hidden_size)
-    if workload.config.trainer.device == "cpu":
+    if on_cpu:
         moved = num_passes * forward_bytes(a, tokens, dtype=section.dtype) / grid.num_ranks
         computing += moved / machine.peaks.bytes_per_second
     mine = tokens.num_tokens / (grid.dp * grid.cp)
@@ -118,7 +125,7 @@ def _passes(
     return (computing + talking) * (1 + idle)
 
 
-def _optimizer(model: TrainerModel, states: States, machine: Machine, *, grid: Grid) -> float:
+def optimizer_seconds(model: TrainerModel, states: States, machine: Machine, *, grid: Grid) -> float:
     """Return the seconds of an optimizer step: gradients summed, weights and moments updated, weights gathered."""
     replicas = grid.dp * grid.cp
     learning = states.gradients + states.weights - states.frozen

@@ -217,17 +217,34 @@ def _work(
     longest = policy.rollout.prompt_length + policy.rollout.response_length
     num_samples = num_samples or (num_prompts or config.data.train_batch_size) * policy.rollout.n
     share = ceil(num_samples / grid.dp)
-    bounds = [share * longest]
-    if policy.actor.use_dynamic_bsz or max_sequences is None:
-        bounds.append((max_tokens or policy.actor.ppo_max_token_len_per_gpu) * grid.cp)
+    has_budget = policy.actor.use_dynamic_bsz or max_sequences is None
+    budget = (max_tokens or policy.actor.ppo_max_token_len_per_gpu) * grid.cp
+    num_tokens, num_micro_batches = micro_batches(
+        grid,
+        num_sequences=share,
+        longest=longest,
+        max_sequences=max_sequences,
+        max_tokens=budget if has_budget else None,
+    )
+    return PhaseWork(num_tokens=num_tokens, num_micro_batches=num_micro_batches, role=role, recompute=recompute)
+
+
+def micro_batches(
+    grid: Grid, *, num_sequences: int, longest: int, max_sequences: int | None, max_tokens: int | None
+) -> tuple[int, int]:
+    """Return the tokens of a micro-batch on a rank, and the number of micro-batches of a share of `num_sequences`.
+
+    All sequences have the length `longest`. `max_tokens` are those of a context-parallel group; None: no limit.
+    """
+    bounds = [num_sequences * longest]
+    if max_tokens is not None:
+        bounds.append(max_tokens)
     if max_sequences is not None:
         bounds.append(max_sequences * longest)
     num_tokens = min(bounds)
     round_size = grid.pp if grid.vpp > 1 else 1  # the interleaved schedule has complete rounds
-    num_micro_batches = ceil(ceil(share / max(1, num_tokens // longest)) / round_size) * round_size
-    return PhaseWork(
-        num_tokens=ceil(num_tokens / grid.cp), num_micro_batches=num_micro_batches, role=role, recompute=recompute
-    )
+    number = ceil(ceil(num_sequences / max(1, num_tokens // longest)) / round_size) * round_size
+    return ceil(num_tokens / grid.cp), number
 
 
 def _recomputes(enabled: Recompute, section: MegatronSection) -> Recompute:

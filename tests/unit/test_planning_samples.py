@@ -1,4 +1,4 @@
-"""What the plan says that a rank holds of samples is what the code of a step allocates, on one rank of eight."""
+"""The plan of what a rank holds of samples agrees with what the code of a step allocates, on one rank of eight."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace

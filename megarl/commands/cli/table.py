@@ -183,6 +183,12 @@ PLAN = Command(
     "plan",
     configuration("train"),
     option(
+        "--run",
+        "The command whose run is planned. The other two have no options of a sync or of an engine.",
+        type=click.Choice(["train", "sft", "train-reward"]),
+        default="train",
+    ),
+    option(
         "--device",
         "The device of a rank. here: this machine's GPU, or a share of its CPU, which is measured in seconds. "
         "auto: here, if trainer.device=cpu, if this machine has GPUs, or if the run has one rank; else h100.",
