@@ -25,6 +25,7 @@ from benchmarks.samples_step import STEP, Case, Exchange, first_step, job_of
 from megarl.distributed.exchange import join_world
 from megarl.distributed.sharded import Shares
 from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
+from megarl.platform.imports import import_modules
 from megarl.platform.screen import Screen
 from megarl.tracking.timers import Timers
 from megarl.training.loop import take_step
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         print(samples_page.markdown(json.loads(options.page.read_text(encoding="utf-8"))), end="")
         return 0
     prefer_huge_pages()  # as a run does, in all processes that measure
-    from vllm import outputs  # noqa: F401 - once, before processes are forked
+    import_modules(["vllm.outputs"])  # once, before processes are forked
 
     if options.peer:
         samples_peer.check()

@@ -441,12 +441,6 @@ class Rollouts(Prompts):
         """Return the number of places of each sample: `[B]` int64."""
         return self.lengths() - 1
 
-    def routes_of(self, samples: Tensor) -> Tensor | None:
-        """Return the routes of the given samples (int64 indices `[b]`), in their order; None if there are none."""
-        if self.routes is None or self.are_all(samples):
-            return self.routes
-        return cut(self.routes, spans(samples, self.num_places()))
-
     def select(self, samples: Tensor) -> Self:
         """Return only the given samples (int64 indices `[b]`), in that order. Prompts are kept."""
         if self.are_all(samples):

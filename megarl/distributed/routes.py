@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import Rollouts
+from megarl.columns import cut, spans
 from megarl.distributed.exchange import begin_receiving, begin_sending, together
 from megarl.distributed.routing import by_share, pass_on
 from megarl.distributed.runs import Runs
@@ -104,8 +105,9 @@ def _receive(samples: Sharded[Rollouts], needed: Tensor, layers: list[int], foun
 
 def _routes(samples: Sharded[Rollouts], local: Tensor, layers: list[int]) -> Tensor:
     """Return the routes of samples of this rank's old share, by their places in it, on the given layers."""
-    routes = samples.share.routes_of(local)
-    assert routes is not None, "samples without routes"
+    share = samples.share
+    assert share.routes is not None, "samples without routes"
+    routes = share.routes if share.are_all(local) else cut(share.routes, spans(local, share.num_places()))
     return routes[:, layers]
 
 

@@ -257,6 +257,6 @@ def test_a_pass_returns_its_own_choice(pool: RankPool, checkpoints: dict[str, Pa
     world_size, section = SPLITS[which] if which else (1, {})
     for samples, routes, layers, _ in pool.run(world_size, recorded, checkpoints["qwen3_moe"], section, 48):
         assert routes.dtype == torch.uint8
-        expected = own.routes_of(samples)
+        expected = own.select(samples).routes
         assert expected is not None
         assert torch.equal(routes.sort(-1).values, expected[:, layers].sort(-1).values)
