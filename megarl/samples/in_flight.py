@@ -204,12 +204,7 @@ def joined(
     file_of = np.repeat(np.arange(len(files)), [file.num_rows for file in files])[rows[firsts]]
     faults = [partial(_other_data, files[file].path, row) for file, row in zip(file_of, found[:, 1], strict=True)]
     prompts = [_prompt(row, prompt_of, fault) for row, fault in zip(found[:, 1].tolist(), faults, strict=True)]
-    asked: Sequence[Prompt] = prompts
-    if opened:  # groups that are complete enter no session, which would bring their prompts
-        has_tokens = homes >= 0
-        places = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
-        asked = opened(Prompts(prompts=prompts)).prompts
-        asked = bring(asked, places[has_tokens], homes[has_tokens], shares.ranks)
+    asked = _brought(opened(Prompts(prompts=prompts)).prompts, counts, homes, shares) if opened else prompts
     for prompt, (_, _, num_tokens, digest, _), fault in zip(asked, found.tolist(), faults, strict=True):
         # An environment may begin with other words.
         if len(prompt.token_ids) != num_tokens or (not opened and _digest(prompt) != digest):
@@ -221,6 +216,22 @@ def joined(
         table=SampleTable(table, own),
     )
     return dict(zip(found[:, 0].tolist(), groups, strict=True))
+
+
+def _brought(prompts: Sequence[Prompt], counts: Integers, homes: Tensor, shares: Shares) -> Sequence[Prompt]:
+    """Return the prompts, with their tokens if this rank's share has samples of them. Collective.
+
+    Groups that are complete enter no session, which would bring their prompts.
+
+    Args:
+        prompts: that an environment has opened.
+        counts: the samples of each prompt.
+        homes: int64, the share that has each sample; negative if it has no token.
+        shares: of the samples.
+    """
+    has_tokens = homes >= 0
+    places = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+    return bring(prompts, places[has_tokens], homes[has_tokens], shares.ranks)
 
 
 class _FileRead(NamedTuple):
