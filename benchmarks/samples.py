@@ -1,8 +1,8 @@
 """`python -m benchmarks samples`: what the samples of a step cost the processors of the ranks, outside of models.
 
 Processes exchange over gloo, as in a run. Each has vLLM's outputs as an engine replica of one rank returns them, and
-takes the loop's own step with them: the reading of tokens and log-probabilities from lists, a record, the exchange with
-the ranks that learn, the gate, the advantages, metrics and mini-batches. Texts are left out, and models answer at once.
+takes the loop's own step with them: the reading of tokens and log-probabilities, a record, the exchange with the ranks
+that learn, the gate, the advantages, metrics and mini-batches. Texts are left out, and models answer at once.
 Processor time is counted, because the processes share the cores of this machine.
 """
 

@@ -41,7 +41,7 @@ def markdown(found: Found) -> str:
         "# The samples of a step, outside of models",
         "<!-- Written by `python -m benchmarks samples --page`; change benchmarks/samples_page.py instead. -->",
         _paragraph(
-            "Ranks take a step of the loop from vLLM's outputs on: lists become a record, which travels "
+            "Ranks take a step of the loop from vLLM's outputs on: samples become a record, which travels "
             "to the ranks that learn; then the gate, advantages, metrics and mini-batches, but no text and no model. "
             "Processor time is that of the busiest rank."
         ),

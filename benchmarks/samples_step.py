@@ -33,6 +33,7 @@ from megarl.models.architecture import read_architecture
 from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
 from megarl.rollout.open_groups import OpenGroups
+from megarl.rollout.patches import DrawnTokens
 from megarl.rollout.responses import of_groups
 from megarl.rollout.sampling import read_output
 from megarl.rollout.table import GroupRows
@@ -139,25 +140,18 @@ def open_groups(case: Case, shares: Shares) -> GroupRows:
 
 
 def engine_outputs(case: Case, shares: Shares) -> dict[int, "RequestOutput"]:
-    """Return what vLLM returns of the samples of this rank, by their places: tokens and log-probabilities in lists."""
-    from vllm.logprobs import FlatLogprobs
+    """Return what vLLM returns of the samples of this rank, by their places: tokens in lists and `DrawnTokens`."""
     from vllm.outputs import CompletionOutput, RequestOutput
 
     generator = np.random.default_rng(shares.here)
     found = {}
     for place in np.flatnonzero(case.replicas().numpy() == shares.here).tolist():
         length = case.lengths[place]
-        drawn = generator.integers(0, 1 << 16, length)
-        numbers = (-generator.random(length, dtype=np.float32)).tolist()
-        log_probs = FlatLogprobs(
-            start_indices=[*range(length)],
-            end_indices=[*range(1, length + 1)],
-            token_ids=drawn.tolist(),
-            logprobs=numbers,
-            ranks=[0] * length,
-            decoded_tokens=[None] * length,
-        )
-        completion = CompletionOutput(0, "", drawn.tolist(), sum(numbers), log_probs, finish_reason="stop")
+        token_ids = generator.integers(0, 1 << 16, length).tolist()
+        log_probs: Any = DrawnTokens()
+        log_probs.token_ids.extend(token_ids)
+        log_probs.logprobs.extend(-generator.random(length, dtype=np.float32))
+        completion = CompletionOutput(0, "", token_ids, 0.0, log_probs, finish_reason="stop")
         found[place] = RequestOutput(str(place), None, PROMPT, None, [completion], finished=True)
     return found
 

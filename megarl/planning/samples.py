@@ -18,8 +18,8 @@ TEXT_BYTES = 5
 """About the letters of a token."""
 PROMPT_TOKEN_BYTES = 4 + 2 * TEXT_BYTES
 """Bytes of a token of a prompt: the token, and the text, as it was given and as a model reads it."""
-INT_BYTES, FLOAT_BYTES, ENTRY_BYTES = 32, 24, 8.5
-"""Bytes of a Python number, and of its place in a list, which has room for a sixteenth more on average."""
+INT_BYTES, ENTRY_BYTES = 32, 8.5
+"""Bytes of a Python integer, and of its place in a list, which has room for a sixteenth more on average."""
 HASH_BYTES = 4
 """Bytes of a token for the name of its block of cached keys."""
 REQUEST_BYTES = 10_000
@@ -27,9 +27,8 @@ REQUEST_BYTES = 10_000
 REQUEST_TOKEN_BYTES = round(INT_BYTES + 4 * ENTRY_BYTES + HASH_BYTES)
 """Bytes of a response token in vLLM while it draws the sample: two lists of the request, one of the model runner, and
 one of the output."""
-LOG_PROB_TOKEN_BYTES = round(3 * INT_BYTES + FLOAT_BYTES + 6 * ENTRY_BYTES)
-"""Bytes that its log-probability adds: the token again, the number, and the begin and the end of the token, in six
-lists."""
+LOG_PROB_TOKEN_BYTES = 4 + 4
+"""Bytes that its log-probability adds: the token again and the number, in two arrays."""
 REQUEST_PROMPT_TOKEN_BYTES = round(INT_BYTES + 2 * ENTRY_BYTES + HASH_BYTES)
 """Bytes of a token of the prompt of each request."""
 TABLE_BYTES = 4

@@ -319,6 +319,7 @@ def _start(arguments: dict[str, Any]) -> Any:
     from vllm import LLM
 
     patches.draw_together()
+    patches.keep_log_probs_in_arrays()
     try:
         with patches.start_isolated():
             return LLM(**arguments)

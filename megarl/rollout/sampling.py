@@ -52,17 +52,18 @@ def read_output(output: "RequestOutput | None", *, given: Sequence[int], where: 
     sample = output.outputs[0]
     if sample.finish_reason not in ("stop", "length", None) or output.finished and not sample.token_ids:
         raise RuntimeError(f"The engine gave up {where} after {len(sample.token_ids)} tokens: {sample.finish_reason}")
+    token_ids: Sequence[int] = sample.token_ids
     log_probs = None
     if sample.logprobs is not None:
-        log_probs = float32(sample.logprobs.logprobs)
-        if len(log_probs) != len(sample.token_ids) or np.isnan(log_probs).any():
+        token_ids, log_probs = sample.logprobs.token_ids, float32(sample.logprobs.logprobs)
+        if not len(token_ids) == len(log_probs) == len(sample.token_ids) or np.isnan(log_probs).any():
             raise RuntimeError(f"The engine's log-probabilities {where} are missing or NaN: its weights are broken")
     return Generation(
         prompt=0,
-        token_ids=int32(sample.token_ids),
+        token_ids=int32(token_ids),
         log_probs=log_probs,
         truncated=sample.finish_reason == "length",
         num_cached=output.num_cached_tokens or 0,
-        weight_versions=int32([weight_version]) * len(sample.token_ids),
+        weight_versions=int32([weight_version]) * len(token_ids),
         complete=output.finished,
     )

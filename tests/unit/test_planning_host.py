@@ -100,7 +100,7 @@ def test_samples_of_deepseek_v3() -> None:
         "token table of the engine": 1024 * 8192 * 4,
     }
     assert samples() == {
-        "generate": always | {"requests of the engine": drawn * (70 + 171) + 256 * (10_000 + 1024 * 53)},
+        "generate": always | {"requests of the engine": drawn * (70 + 8) + 256 * (10_000 + 1024 * 53)},
         "record": always | {"drawn responses": drawn * 12, "records": drawn * 13},
         "exchange": always | {"records": drawn * 18, "messages": (drawn + learnt) * 9, "learnt tokens": learnt * 9},
         "update": always
@@ -128,7 +128,7 @@ def test_rank_of_large_run_holds_little() -> None:
 def test_slots_bound_requests() -> None:
     """Of 256 responses of a replica 64 are drawn at once, before which no other has a token."""
     found = samples("actor_rollout_ref.rollout.max_num_seqs=64")["generate"]
-    assert found["requests of the engine"] == 64 * 7168 * (70 + 171) + 256 * (10_000 + 1024 * 53)
+    assert found["requests of the engine"] == 64 * 7168 * (70 + 8) + 256 * (10_000 + 1024 * 53)
     assert found["drawn responses"] == 192 * 7168 * (12 + 1)
 
 

@@ -6,6 +6,7 @@ Importing this package does not import vLLM. Invariant: nothing here changes wha
 from megarl.rollout.patches.blocks import cache_ready, note_freed_blocks
 from megarl.rollout.patches.draws import draw_together
 from megarl.rollout.patches.kernels import normalize_by_kernels
+from megarl.rollout.patches.log_probs import DrawnTokens, keep_log_probs_in_arrays
 from megarl.rollout.patches.process import (
     compilation,
     frozen,
@@ -19,10 +20,12 @@ from megarl.rollout.patches.router import choose_without_groups, note_router_log
 from megarl.rollout.patches.shared_memory import name_channels, name_message_queues
 
 __all__ = [
+    "DrawnTokens",
     "cache_ready",
     "compilation",
     "draw_together",
     "frozen",
+    "keep_log_probs_in_arrays",
     "mend_cpu_build",
     "name_message_queues",
     "note_freed_blocks",
