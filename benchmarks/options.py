@@ -185,6 +185,9 @@ def samples_parser() -> Arguments:
         "--simulate", type=int, nargs="+", default=[], metavar="R", help="take the steps of one of R ranks too, alone"
     )
     parser.add_argument(
+        "--log-probs", type=int, nargs="+", default=[], metavar="N", help="take the log-probabilities of N requests too"
+    )
+    parser.add_argument(
         "--peer", choices=("transferqueue",), help="send samples through this library too (`make setup-peers`)"
     )
     parser.add_argument(

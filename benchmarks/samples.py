@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks import report, samples_exchange, samples_page, samples_peer, samples_simulated
+from benchmarks import report, samples_exchange, samples_log_probs, samples_page, samples_peer, samples_simulated
 from benchmarks.options import samples_parser
 from benchmarks.samples_meter import CROSSING_BYTES, DRAWN_BYTES, counted, peak
 from benchmarks.samples_step import STEP, Case, Exchange, first_step, job_of
@@ -62,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
         for number in options.simulate
         for measured in samples_simulated.measure(Case(number, share * number, options.tokens, estimator, ragged=True))
     ]
+    found["log_probs"] = [samples_log_probs.measure(number) for number in options.log_probs]
     if options.peer:
         found["peer"] = samples_peer.measure(num_samples=share, num_tokens=options.tokens)
     found |= summary(found)

@@ -85,6 +85,8 @@ def tables(found: Found) -> Iterator[Rows]:
         yield _exchange(found["exchange"])
     if found["simulated"]:
         yield _simulated(found["simulated"])
+    if found["log_probs"]:
+        yield _log_probs(found["log_probs"])
     if "peer" in found:
         yield _peer(found["peer"])
 
@@ -165,6 +167,19 @@ def _spots(ranks: Sequence[Found]) -> Rows:
         for each in ranks
     ]
     return Rows("Parts of a simulated step", "Microseconds.", ("ranks", "rank", "estimator", *names), rows)
+
+
+def _log_probs(sizes: Sequence[Found]) -> Rows:
+    columns = ("requests", "vocabulary", "us in vLLM", "us here")
+    rows = [
+        (str(each["num_requests"]), str(each["vocabulary"]), f"{each['vllm_cpu_us']:.0f}", f"{each['cpu_us']:.0f}")
+        for each in sizes
+    ]
+    text = (
+        "In each step an engine gives each request the log-probability of the token that it has drawn. "
+        "vLLM also counts the tokens that are likelier."
+    )
+    return Rows("Log-probabilities of drawn tokens", text, columns, rows)
 
 
 def _peer(peer: Found) -> Rows:

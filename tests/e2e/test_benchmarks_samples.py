@@ -15,7 +15,7 @@ SIZES = ["samples", "--samples", "32", "--tokens", "16", "--json"]
 
 @pytest.mark.timeout(600)
 def test_samples_cross_once_and_exchanges_take_rounds(tmp_path: Path) -> None:
-    arguments = [*SIZES, "--processes", "2", "--exchange", "2", "4", "8", "--simulate", "4"]
+    arguments = [*SIZES, "--processes", "2", "--exchange", "2", "4", "8", "--simulate", "4", "--log-probs", "2"]
     printed = run_python("-m", "benchmarks", *arguments, timeout_s=560).splitlines()[-1]
     found = json.loads(printed)
     assert found["command"] == f"python -m benchmarks {' '.join(arguments)}"
@@ -24,10 +24,12 @@ def test_samples_cross_once_and_exchanges_take_rounds(tmp_path: Path) -> None:
     assert [each["messages"] for each in found["exchange"]] == [2, 4, 6]
     assert found["growth_of_exchange"] == found["exchange"][2]["cpu_us"] / found["exchange"][0]["cpu_us"]
     assert [each["num_ranks"] for each in found["simulated"]][:1] == [4]
+    assert [each["num_requests"] for each in found["log_probs"]] == [2]
     (tmp_path / "samples.json").write_text(printed)
     page = run_python("-m", "benchmarks", "samples", "--page", str(tmp_path / "samples.json"), timeout_s=60)
     assert page.startswith("# The samples of a step")
     assert "## Many ranks, simulated" in page
+    assert "## Log-probabilities of drawn tokens" in page
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="no environment with TransferQueue: make setup-peers")
