@@ -37,13 +37,14 @@ def share_device() -> None:
 
     def create_on_shared_device(group: object, *place: object, **how: object) -> None:
         is_usual = how.keys() - {RECONFIGURED} == {"timeout"} and not how.get(RECONFIGURED)
-        if not is_usual or os.environ.get(LAZY_INIT, "").lower() in TRUE:
-            return create(group, *place, **how)
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # D257
-        options._timeout = how["timeout"]
-        options._devices = list(_devices(os.getpid(), os.environ.get(INTERFACES, "")))
-        options._threads = 2 * len(options._devices)  # as torch counts them
-        return create(group, *place, options)
+        with _threads_that_do_not_preempt():
+            if not is_usual or os.environ.get(LAZY_INIT, "").lower() in TRUE:
+                return create(group, *place, **how)
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # D257
+            options._timeout = how["timeout"]
+            options._devices = list(_devices(os.getpid(), os.environ.get(INTERFACES, "")))
+            options._threads = 2 * len(options._devices)  # as torch counts them
+            return create(group, *place, options)
 
     replace(DEVICE, __init__=create_on_shared_device)
 
@@ -51,18 +52,17 @@ def share_device() -> None:
 @cache
 def _devices(process: int, interfaces: str) -> tuple[object, ...]:
     """Return the devices of a process, because a thread does not survive a fork; `interfaces` is as torch reads it."""
-    with _threads_that_do_not_preempt():
-        if not interfaces:
-            return (ProcessGroupGloo.create_default_device(),)
-        return tuple(ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(","))
+    if not interfaces:
+        return (ProcessGroupGloo.create_default_device(),)
+    return tuple(ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(","))
 
 
 @contextmanager
 def _threads_that_do_not_preempt() -> Iterator[None]:
     """Let the threads that the block starts wait for a core when they wake, rather than preempt what runs there.
 
-    A thread that writes holds the lock of its connection. If the device's thread preempts it to read the answer, it
-    polls for that lock until its time slice ends, and the writer cannot go on (D449).
+    A thread that writes holds the lock of its connection. If the device's thread preempts it to read the answer, that
+    thread polls for the lock until its time slice ends, and the writer cannot go on (D449).
     """
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
