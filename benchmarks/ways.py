@@ -15,7 +15,7 @@ from benchmarks.peer_mbridge import Counter as Received
 from benchmarks.peer_mbridge import Exporter, on_this_platform
 from benchmarks.subject import TrainerAndEngine
 from megarl.distributed.exchange import together
-from megarl.learner.model import padded_vocab_size
+from megarl.models.trainer import padded_vocab_size
 from megarl.reshard.executor import Reshard
 from megarl.reshard.layout import placement_of
 from megarl.reshard.plan import RankPlan, Transfer, aligned

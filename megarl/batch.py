@@ -142,11 +142,11 @@ class Generation:
         """Whether the engine's log-probabilities are known."""
         return self.log_probs is not None
 
-    def seen_from_afar(self, replica: int) -> "Sample":
+    def as_remote(self, replica: int) -> "Sample":
         """Return this sample of `replica` as other replicas know it: without tokens, or itself if it has none."""
         if not self.token_ids and not self.complete:
             return self
-        return Elsewhere(
+        return RemoteSample(
             self.prompt,
             self.sample,
             replica=replica,
@@ -176,7 +176,7 @@ class Generation:
         )
 
 
-class Elsewhere(NamedTuple):
+class RemoteSample(NamedTuple):
     """A sample whose tokens the ranks of another engine replica have. The fields are those of `Generation`.
 
     A step has one for nearly every sample of all replicas, and a tuple is made in a quarter of the time of a dataclass.
@@ -192,16 +192,16 @@ class Elsewhere(NamedTuple):
     truncated: bool
     complete: bool
 
-    def seen_from_afar(self, replica: int) -> "Elsewhere":
+    def as_remote(self, replica: int) -> "RemoteSample":
         """Return this sample itself."""
         return self
 
-    def of_prompt(self, place: int) -> "Elsewhere":
+    def of_prompt(self, place: int) -> "RemoteSample":
         """Return this sample with another place of its prompt."""
         return self._replace(prompt=place)
 
 
-Sample = Generation | Elsewhere
+Sample = Generation | RemoteSample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,10 +291,6 @@ def per_token(**settings: Any) -> Any:
     return field(metadata={PER_TOKEN: True}, **settings)
 
 
-def _itself(column: Tensor) -> Tensor:
-    return column
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rollouts(Prompts):
     """Prompts with the responses that the engine generated."""
@@ -365,12 +361,9 @@ class Rollouts(Prompts):
             else:
                 yield sample_sums(mask, counts).to(torch.int64), [part[mask] for part in parts]
 
-    def sums(self, *columns: Tensor, of: Callable[..., Tensor] = _itself) -> Tensor:
-        """Return the sum over each sample of a column, or of what `of` makes of columns: `[B]` float64.
-
-        It depends on no other sample.
-        """
-        return torch.cat([sample_sums(of(*parts), self.num_tokens[block]) for block, parts in self.blocks(*columns)])
+    def sums(self, column: Tensor) -> Tensor:
+        """Return the sum of a column over each sample: `[B]` float64. It depends on no other sample."""
+        return torch.cat([sample_sums(part, self.num_tokens[block]) for block, (part,) in self.blocks(column)])
 
     def num_learnt(self) -> Tensor:
         """Return the number of tokens of the policy in each sample: `[B]` int64."""

@@ -62,7 +62,8 @@ def spans_of_parts(samples: Tensor, counts: Tensor, sizes: Sequence[int]) -> lis
         counts: `[B]` int64, the rows of each sample of all parts.
         sizes: the number of samples of each part, whose sum is `B`.
     """
-    chosen, lengths = samples.numpy(), counts.numpy()
+    chosen = samples.numpy()
+    lengths = counts.numpy()
     ends_of_parts = np.cumsum(sizes)
     parts = ends_of_parts.searchsorted(chosen, side="right")
     firsts, starts, ends = _runs(chosen, lengths, parts)
@@ -105,7 +106,8 @@ def reduced(reduce: np.ufunc, column: Tensor, counts: Tensor, *, dtype: type[np.
         counts: `[b]` int64, the tokens of each sample.
         dtype: of the result; None: that of the column.
     """
-    numbers, lengths = column.numpy(), counts.numpy()
+    numbers = column.numpy()
+    lengths = counts.numpy()
     starts = lengths.cumsum() - lengths
     if len(lengths) and lengths.all():
         return torch.from_numpy(reduce.reduceat(numbers, starts, dtype=dtype))

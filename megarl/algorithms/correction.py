@@ -68,7 +68,8 @@ def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, num_tokens: Tens
         rollout_log_probs: `[N]` of the engine.
         num_tokens: `[B]` int64, how many tokens of each sample count.
     """
-    trainer, engine = log_probs.to(torch.float64, copy=True), rollout_log_probs.double()
+    trainer = log_probs.to(torch.float64, copy=True)
+    engine = rollout_log_probs.double()
     sums = {"trainer": sample_sums(trainer, num_tokens), "engine": sample_sums(engine, num_tokens)}
     log_ratio = trainer.sub_(engine)
     sums["log_ratio"] = sample_sums(log_ratio, num_tokens)

@@ -6,7 +6,6 @@ the losses of any split of a mini-batch over micro-batches and ranks add up to t
 Shapes: `b` sequences of a micro-batch, `T` response tokens; `[b, T]` tensors are float32, `mask` is bool.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Self
@@ -26,12 +25,6 @@ class PolicyOutputs:
     log_probs: Tensor  # [N]
     entropy: Tensor | None = None  # [N] nats, of the whole next-token distribution; None: not asked for
     kl: Tensor | None = None  # [N] nats, exact, from the reference, over the whole vocabulary; None: not asked for
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "PolicyOutputs":
-        """Return what `change` makes of each column."""
-        entropy = None if self.entropy is None else change(self.entropy)
-        kl = None if self.kl is None else change(self.kl)
-        return PolicyOutputs(log_probs=change(self.log_probs), entropy=entropy, kl=kl)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,12 +253,14 @@ def dppo(
         clip_high: largest divergence of a probability that has risen.
         clip_c: largest ratio that counts; the paper's is 20.
     """
-    log_probs, old_log_probs = masked(log_probs, mask), masked(old_log_probs, mask)
+    log_probs = masked(log_probs, mask)
+    old_log_probs = masked(old_log_probs, mask)
     advantages = masked(advantages, mask)
     log_ratio = log_probs - old_log_probs
     ratio = bounded_exp(log_ratio.detach())
     distance = _bernoulli_divergence(log_probs.detach(), old_log_probs, divergence)
-    rises, falls = (advantages > 0) & (ratio > 1), (advantages < 0) & (ratio < 1)
+    rises = (advantages > 0) & (ratio > 1)
+    falls = (advantages < 0) & (ratio < 1)
     leaves = rises & (distance > clip_high) | falls & (distance > clip_low)
     losses = (-ratio.clamp(max=clip_c) * advantages * log_probs).masked_fill(leaves, 0.0)
     held = (ratio > clip_c) & ~leaves
@@ -274,7 +269,8 @@ def dppo(
 
 def _bernoulli_divergence(log_p: Tensor, log_q: Tensor, divergence: Literal["tv", "kl"]) -> Tensor:
     """Return the divergence of the distributions `(q, 1 - q)` and `(p, 1 - p)` for each token, `[b, T]`."""
-    p, q = log_p.exp(), log_q.exp()
+    p = log_p.exp()
+    q = log_q.exp()
     if divergence == "tv":
         return (p - q).abs()
     least = torch.finfo(p.dtype).tiny

@@ -1,4 +1,4 @@
-"""The records of any run: its directory, its checkpoints and its trackers."""
+"""The frame of any run: its directory, its schedule, its checkpoints and its trackers."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -25,10 +25,12 @@ from megarl.report.tracker import REPORT_FILE, ReportTracker
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.console import Console
 from megarl.tracking.history import HISTORY_FILE, History
+from megarl.tracking.profile import make_traces
 from megarl.tracking.protocol import NullTracker, Tracker
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.status import STATUS_FILE, Status
 from megarl.tracking.tracker import Trackers, make_tracker
+from megarl.training.steps import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,22 @@ def check_directories(trainer: TrainerSection) -> None:
                 check_writable(Path(name), key)
 
     together(check)
+
+
+def make_schedule(
+    trainer: TrainerSection, launch: Launch, *, first_step: int, last_step: int, resumed: bool
+) -> Schedule:
+    """Make the schedule of a run that starts at `first_step`."""
+    return Schedule(
+        first_step=first_step,
+        last_step=last_step,
+        test_freq=trainer.test_freq,
+        save_freq=trainer.save_freq,
+        save_last=trainer.save_last,
+        save_best=trainer.save_best,
+        validate_first=trainer.val_before_train and not resumed,
+        traces=make_traces(trainer, launch),
+    )
 
 
 def make_checkpoints(

@@ -14,6 +14,7 @@ from megarl.assembly.records import (
     check_directories,
     finish_records,
     make_checkpoints,
+    make_schedule,
     name_custom_code,
     run_tracker,
 )
@@ -51,8 +52,6 @@ from megarl.platform.peaks import published_flops
 from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
 from megarl.samples.in_flight import NOTHING, InFlight
-from megarl.tracking.config import TrainerSection
-from megarl.tracking.profile import make_traces
 from megarl.tracking.protocol import Tracker
 from megarl.training.collect import SampleSource
 from megarl.training.custom import CustomEstimator, CustomLoss, load_estimator, load_loss
@@ -314,22 +313,6 @@ def _make_gate(config: Config, launch: Launch) -> Gate | None:
     if launch.rank == 0:
         logger.info(gate)
     return gate
-
-
-def make_schedule(
-    trainer: TrainerSection, launch: Launch, *, first_step: int, last_step: int, resumed: bool
-) -> Schedule:
-    """Make the schedule of a run that starts at `first_step`."""
-    return Schedule(
-        first_step=first_step,
-        last_step=last_step,
-        test_freq=trainer.test_freq,
-        save_freq=trainer.save_freq,
-        save_last=trainer.save_last,
-        save_best=trainer.save_best,
-        validate_first=trainer.val_before_train and not resumed,
-        traces=make_traces(trainer, launch),
-    )
 
 
 def make_progress(config: Config, inputs: Inputs, resume_point: ResumePoint) -> Progress:

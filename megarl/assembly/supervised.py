@@ -5,7 +5,14 @@ from functools import partial
 from pathlib import Path
 
 from megarl.assembly.prompts import make_tokenizer
-from megarl.assembly.records import check_directories, finish_records, make_checkpoints, name_custom_code, run_tracker
+from megarl.assembly.records import (
+    check_directories,
+    finish_records,
+    make_checkpoints,
+    make_schedule,
+    name_custom_code,
+    run_tracker,
+)
 from megarl.assembly.resume import ResumePoint, template_time
 from megarl.checkpoint.directory import HUGGINGFACE, MANIFEST_FILE
 from megarl.checkpoint.huggingface import POLICY_ROLE, VALUE_ROLE, export_model
@@ -18,7 +25,7 @@ from megarl.data.conversations import Conversations
 from megarl.data.pairs import PairStream
 from megarl.data.preferences import PreferenceStream
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed.exchange import on_first_rank, together
+from megarl.distributed.exchange import on_first_rank
 from megarl.distributed.launch import Launch
 from megarl.distributed.signals import graceful_stop
 from megarl.learner.batching import Budget
@@ -26,11 +33,9 @@ from megarl.learner.factory import make_learner
 from megarl.learner.learner import Learner
 from megarl.learner.parallel import build_mesh
 from megarl.models.source import Source
-from megarl.tracking.profile import make_traces
 from megarl.tracking.tracker import recording
 from megarl.training.objectives import PreferenceObjective, SFTObjective
 from megarl.training.skips import Skips
-from megarl.training.steps import Schedule
 from megarl.training.supervised import SupervisedTask, mean_loss, preference_metrics, train
 
 logger = logging.getLogger(__name__)
@@ -108,7 +113,7 @@ def _learn(
     resume_point = ResumePoint.find(config)
     if resume_point.is_at(last_step):
         finish_records(config, launch, resume_point, last_step=last_step)
-        if together(lambda: is_exported(run_dir / HUGGINGFACE, resume_point))[0]:
+        if on_first_rank(lambda: is_exported(run_dir / HUGGINGFACE, resume_point)):
             return None
     on_first_rank(lambda: record_time(run_dir, tokenizer.now))
     if launch.rank == 0:
@@ -140,13 +145,9 @@ def _learn(
     if resume_point.is_at(last_step):
         return learner
     tracker = run_tracker(config, launch, resume_point, last_step=last_step)
-    schedule = Schedule(
-        first_step=resume_point.state.step,
-        last_step=last_step,
-        test_freq=trainer.test_freq,
-        save_freq=trainer.save_freq,
-        save_last=trainer.save_last,
-        traces=make_traces(trainer, launch),
+    first_step = resume_point.state.step
+    schedule = make_schedule(
+        trainer, launch, first_step=first_step, last_step=last_step, resumed=resume_point.is_resumed
     )
     with graceful_stop(), recording(tracker):
         skips = Skips(task.name, trainer)

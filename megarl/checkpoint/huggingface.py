@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import Launch
 from megarl.learner.learner import Learner
 from megarl.models.architecture import hf_shapes
@@ -74,16 +74,15 @@ def export_adapters(
 @contextmanager
 def _with_tokenizer(source: Source, tokenizer: Tokenizer, out: Path, launch: Launch) -> Iterator[None]:
     """Write the tokenizer; if the block then fails, remove `out` if it is new."""
-    is_new = together(lambda: not out.exists())[0]
+    is_new = on_first_rank(lambda: not out.exists())
 
     def write() -> None:
-        if launch.rank == 0:
-            with explained(str(out)):
-                source.write_tokenizer(out, tokenizer)
-                (out / CONFIG).unlink(missing_ok=True)  # a directory that has it has weights of the same model too
+        with explained(str(out)):
+            source.write_tokenizer(out, tokenizer)
+            (out / CONFIG).unlink(missing_ok=True)  # a directory that has it has weights of the same model too
 
     try:
-        together(write)
+        on_first_rank(write)
         yield
     except Exception:
         if is_new and launch.rank == 0:

@@ -232,11 +232,11 @@ def _work(program: JobProgram[C], config: C, launch: Launch) -> int:
 def _run_watched(program: JobProgram[C], config: C, launch: Launch) -> int:
     """Run the body under the watchdog until all ranks are done with it; return the exit code of the job."""
     from megarl.distributed import signals
-    from megarl.distributed.exchange import together
+    from megarl.distributed.exchange import on_first_rank
 
     trainer = config.trainer
     code = 0
-    name = together(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")[0]
+    name = on_first_rank(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
     reports = Path(trainer.default_local_dir) / name
     timeout_s = trainer.phase_timeout_s
     with watching(reports, rank=launch.rank, world_size=launch.world_size, timeout_s=timeout_s):

@@ -10,9 +10,9 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 from megarl.commands.cli.table import SFT
 from megarl.commands.entry import run
 from megarl.commands.supervised import program_of
-from megarl.config.load import load_sft_config
+from megarl.config.root import SFTConfig
 
-PROGRAM = program_of(SFT, load_sft_config)
+PROGRAM = program_of(SFT, SFTConfig)
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:

@@ -11,9 +11,9 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 from megarl.commands.cli.table import TRAIN_REWARD
 from megarl.commands.entry import run
 from megarl.commands.supervised import program_of
-from megarl.config.load import load_reward_train_config
+from megarl.config.root import RewardTrainConfig
 
-PROGRAM = program_of(TRAIN_REWARD, load_reward_train_config)
+PROGRAM = program_of(TRAIN_REWARD, RewardTrainConfig)
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:

@@ -74,7 +74,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> VerifyArgu
 
 def verify(arguments: VerifyArguments, launch: Launch) -> None:
     """Verify, print the report on rank 0, and end the program with code 1 if a check failed."""
-    from megarl.distributed.exchange import together
+    from megarl.distributed.exchange import on_first_rank
     from megarl.weight_sync.verification import VerifySetup, probability_limit, run_checks
 
     if arguments.as_json:
@@ -83,7 +83,7 @@ def verify(arguments: VerifyArguments, launch: Launch) -> None:
         setup = VerifySetup.build(arguments.config, scratch, launch)
         found = run_checks(setup, scratch)
         limit = probability_limit(arguments.config)
-        report = together(lambda: found.report(probability_limit=limit))[0]  # only rank 0 ran transformers
+        report = on_first_rank(lambda: found.report(probability_limit=limit))  # which alone ran transformers
     if launch.rank == 0:
         if arguments.as_json:
             print(json.dumps(report), flush=True)
@@ -103,10 +103,9 @@ def scratch_directory() -> Iterator[Path]:
     """
     import torch.distributed as dist
 
-    from megarl.distributed.exchange import together, wait_for_all
+    from megarl.distributed.exchange import on_first_rank, together, wait_for_all
 
-    is_main = dist.get_rank() == 0
-    path = Path(together(lambda: tempfile.mkdtemp(prefix="megarl-verify-") if is_main else "")[0])
+    path = Path(on_first_rank(lambda: tempfile.mkdtemp(prefix="megarl-verify-")))
 
     def see() -> None:
         if not path.is_dir():
@@ -119,7 +118,7 @@ def scratch_directory() -> Iterator[Path]:
         yield path
         wait_for_all()
     finally:
-        if is_main:
+        if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -23,6 +23,7 @@ from megarl.platform.errors import UserError
 from megarl.platform.log import LOG_DIRECTORY
 from megarl.platform.screen import Screen, plain
 from megarl.platform.terminal import visible
+from megarl.report.charts import thin
 from megarl.report.read import NOTHING_YET, Points, Run, read_mapping, read_run
 from megarl.report.summary import score_of, summary
 from megarl.tracking.names import KL, LEARNT, REWARD
@@ -94,10 +95,7 @@ def headline(run: Run, status: Mapping[str, Any], now: float) -> str:
 
 def sparkline(points: Points, width: int = WIDTH) -> str:
     """Return a curve as one line of blocks, from its least to its largest value; the middle for a level curve."""
-    size = -(-len(points) // width) or 1
-    values = [value for _, value in points]
-    parts = (values[start : start + size] for start in range(0, len(values), size))
-    means = [sum(part) / len(part) for part in parts]
+    means = [value for _, value in thin(points, width)]
     low = min(means, default=0.0)
     high = max(means, default=0.0)
     if high == low:

@@ -62,7 +62,8 @@ def _estimator(config: Config) -> Iterator[Fault]:
 
 @rule(RULES, "algorithm.filter_groups", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl", f"{ACTOR}.use_kl_loss")
 def _filter_metric(config: Config) -> Iterator[Fault]:
-    algorithm, asked = config.algorithm, config.algorithm.use_kl_in_reward
+    algorithm = config.algorithm
+    asked = config.algorithm.use_kl_in_reward
     in_reward = not config.actor_rollout_ref.actor.use_kl_loss if asked is None else asked
     wanted = algorithm.filter_groups.enable and algorithm.filter_groups.metric == "seq_final_reward"
     if wanted and in_reward and algorithm.kl_ctrl.kl_coef > 0.0:
@@ -128,7 +129,8 @@ def _bounds(correction: RolloutCorrectionSection) -> Iterator[Fault]:
         )
     if not correction.rollout_rs:
         return
-    upper, lower = correction.largest_ratio, correction.rollout_rs_threshold_lower
+    upper = correction.largest_ratio
+    lower = correction.rollout_rs_threshold_lower
     lower = 1.0 / upper if lower is None else lower
     if lower >= upper:
         yield Fault(

@@ -155,17 +155,21 @@ def _read_value(key: str, value: object, reading: Reading) -> Reading:
         return _read_mapping(key, value, remark)
     if key in (IS_THRESHOLD, RS_THRESHOLD) and isinstance(value, str):
         return _two_bounds(key, value)
-    found, missing = [], False
-    for row in (row for row in VALUES if row.matches(key)):
-        items = value if isinstance(value, list) else [value]
-        refused = [item for item in items if row.does_refuse(item)]
-        found += [row.say(key, item) for item in refused]
-        missing = missing or (bool(refused) and row.missing)
+    answers = list[str]()
+    missing = False
+    for row in VALUES:
+        if not row.matches(key):
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            if row.does_refuse(item):
+                answers.append(row.say(key, item))
+                missing = missing or row.missing
         new = row.value_here(value)
         if new != value or type(new) is not type(value):
             why = row.why.format(value=value) or f"{shown(value)} is {shown(new)} here"
-            remark, value = Remark(remark.written if remark else key, value, key, why), new
-    return Reading({key: value}, remark, answer="; ".join(found), missing=missing)
+            remark = Remark(remark.written if remark else key, value, key, why)
+            value = new
+    return Reading({key: value}, remark, answer="; ".join(answers), missing=missing)
 
 
 def _read_mapping(key: str, value: dict[str, object], remark: Remark | None) -> Reading:
@@ -197,7 +201,9 @@ def _two_bounds(key: str, value: str) -> Reading:
     if not 1 <= len(bounds) <= 2 or min(bounds) <= 0.0:
         return Reading({key: value})  # its type is a fault
     if key == IS_THRESHOLD:
-        leaves: dict[str, object] = {key: bounds[-1], **({f"{key}_lower": bounds[0]} if len(bounds) == 2 else {})}
+        leaves: dict[str, object] = {key: bounds[-1]}
+        if len(bounds) == 2:
+            leaves[f"{key}_lower"] = bounds[0]
         why = f"each of the bounds {value} has a key here"
         return Reading(leaves, Remark(key, value, key, why))
     upper = 1 / bounds[0] if len(bounds) == 2 else bounds[0]

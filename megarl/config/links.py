@@ -145,7 +145,8 @@ def _lead(link: re.Match[str], values: Mapping[str, object], trail: tuple[str, .
     """Return what a link leads to."""
     if link["key"]:
         return follow(link["key"], values, trail)
-    variable, default = link["variable"], link["default"]
+    variable = link["variable"]
+    default = link["default"]
     if variable in os.environ:
         return os.environ[variable]
     if default is None:

@@ -234,7 +234,8 @@ def other_defaults(
 
 def unwritten_keys(config: RunConfig, argv: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each key that `argv` leaves out and whose default differs from that of other trainers."""
-    written, remarks = written_keys(type(config), argv), foreign_keys(type(config), argv)
+    written = written_keys(type(config), argv)
+    remarks = foreign_keys(type(config), argv)
     others = other_defaults(config, written, remarks) if remarks else {}
     if others:
         listed = ", ".join(f"{key}={shown(ours)} (verl: {shown(theirs)})" for key, (ours, theirs) in others.items())

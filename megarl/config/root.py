@@ -124,8 +124,10 @@ class Config:
     @property
     def critic_shares_base(self) -> bool:
         """Tell whether actor and critic are adapters on the same frozen weights, which are in memory once."""
-        actor, critic = self.actor_rollout_ref.model, self.critic.model
-        ours, theirs = self.actor_rollout_ref.actor.megatron, self.critic.megatron
+        actor = self.actor_rollout_ref.model
+        critic = self.critic.model
+        ours = self.actor_rollout_ref.actor.megatron
+        theirs = self.critic.megatron
         return (
             self.has_critic
             and actor.has_adapters

@@ -234,7 +234,8 @@ def _rows(config: Config, section: RulesSection, *, takes_ids: bool) -> Iterator
     for index in _spread(section.trial_rows, [*rows.file_starts, len(rows)]):
         row = rows[index]
         with placed(f"{rows.place(index)}, "):
-            truth, info = columns.ground_truth(row), columns.extra_info(row)
+            truth = columns.ground_truth(row)
+            info = columns.extra_info(row)
         response = "" if truth is None else str(truth)
         arguments = {
             "prompt": str(row[data.prompt_key]),

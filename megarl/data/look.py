@@ -7,7 +7,7 @@ from typing import TypeVar
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.distributed.exchange import in_shares
-from megarl.platform.errors import UserError
+from megarl.platform.errors import UserError, placed
 
 SHOWN_FAULTS = 20
 
@@ -33,18 +33,12 @@ def check_each(rows: Rows, numbers: range, check: Callable[[DataRow], T], faults
     for number in numbers:
         try:
             row = rows[number]
-            result = _checked(rows, number, row, check)
+            with placed(f"{rows.place(number)}, "):
+                result = check(row)
         except UserError as error:
             faults.add(str(error))
         else:
             yield number, result
-
-
-def _checked(rows: Rows, number: int, row: DataRow, check: Callable[[DataRow], T]) -> T:
-    try:
-        return check(row)
-    except UserError as error:
-        raise UserError(f"{rows.place(number)}, {error}") from error
 
 
 def raise_faults(found: Iterable[RowFaults]) -> None:

@@ -59,7 +59,8 @@ class OwnFile:
             return table if columns is None else table.select(columns)
         with _opened(self.path, self.what) as parquet:
             table = parquet.read_row_groups(chosen, columns=columns)
-        first, last = self.groups[chosen[0]].start, self.groups[chosen[-1]].stop
+        first = self.groups[chosen[0]].start
+        last = self.groups[chosen[-1]].stop
         if len(table) != last - first:
             raise Damage(self.path, f"cannot be read as {self.what}: it has {len(table)} of {last - first} rows")
         start = max(wanted.start - first, 0)

@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.platform.hashing import hashed
+
 ROUNDS = 6
 
 
@@ -33,12 +35,5 @@ def _network(numbers: NDArray[np.uint64], half: np.uint64, rounds: NDArray[np.ui
     left = numbers >> half
     right = numbers & mask
     for of_round in rounds:
-        left, right = right, left ^ (_mix(right ^ of_round) & mask)
+        left, right = right, left ^ (hashed(right ^ of_round) & mask)
     return (left << half) | right
-
-
-def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a hash of each number (the finaliser of SplitMix64; Steele, Lea and Flood 2014)."""
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return numbers ^ (numbers >> np.uint64(31))

@@ -52,7 +52,8 @@ def bring_routes(samples: Sharded[Rollouts], runs: Runs, holders: Holders) -> Te
     Returns:
         `[M, L, k]`, the routes of this rank's layers, of the samples of its new share in their order.
     """
-    routes, old = samples.share.routes, samples.shares
+    routes = samples.share.routes
+    old = samples.shares
     assert routes is not None, "samples without routes"
     needed = runs.places(holders.share)
     layers = list(holders.layers)
@@ -84,7 +85,8 @@ def _send(samples: Sharded[Rollouts], runs: Runs, holders: Holders) -> list[dist
 
 def _receive(samples: Sharded[Rollouts], needed: Tensor, layers: list[int], found: Tensor) -> None:
     """Fill `found` with the routes of the samples at the places `needed`, of all old shares."""
-    old, counts = samples.shares, samples.index.lengths - 1
+    old = samples.shares
+    counts = samples.index.lengths - 1
     places = dict(zip(needed.tolist(), found.split(counts[needed].tolist()), strict=True))
     coming = []
     for source, chosen in by_share(samples.index.runs.owners_of(needed)):

@@ -231,7 +231,8 @@ def _send(samples: Sharded[Rollouts], layout: _Layout[R], runs: Runs, shares: Sh
 
 def _receive(samples: Sharded[Rollouts], layout: _Layout[R], needed: Tensor) -> R:
     """Return the record of the samples of this rank's new share, at the places `needed` (int64 `[b]`) among all."""
-    index, old = samples.index, samples.shares
+    index = samples.index
+    old = samples.shares
     by_source = dict(by_share(index.runs.owners_of(needed)))
     if by_source.keys() <= {old.here}:
         return layout.keep(samples, needed)

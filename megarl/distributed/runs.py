@@ -32,7 +32,8 @@ class Runs:
             counts: `[n]` int64, the number of samples of each neighbour; None: one.
         """
         is_last = np.ones(len(groups), dtype=bool)
-        prompts, shares = groups.numpy(), owners.numpy()
+        prompts = groups.numpy()
+        shares = owners.numpy()
         is_last[:-1] = (prompts[1:] != prompts[:-1]) | (shares[1:] != shares[:-1])
         lasts = torch.from_numpy(np.flatnonzero(is_last))
         ends = lasts + 1 if counts is None else counts.cumsum(0)[lasts]

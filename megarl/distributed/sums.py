@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.columns import Integers
 from megarl.distributed.exchange import all_reduce
 from megarl.distributed.selection import order_keys
 
-Integers = npt.NDArray[np.int64]
 MANTISSA_BITS = 52  # of a float64, without the leading one
 UNIT = 1074  # the smallest float64 is 2 ** -UNIT
 DIGIT_BITS = 32

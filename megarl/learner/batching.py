@@ -56,7 +56,9 @@ class Batching:
             groups: `[n]` int64.
             counts: `[n]` int64, samples of each; None: one.
         """
-        costs = lengths if self.balance else torch.ones_like(lengths) if counts is None else counts
+        costs = lengths
+        if not self.balance:
+            costs = torch.ones_like(lengths) if counts is None else counts
         return partition(costs, groups, self.mesh.dp_size)
 
     def divide(self, share: Rollouts, budget: Budget) -> list[list[int]]:

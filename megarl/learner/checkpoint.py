@@ -7,7 +7,7 @@ optimizer's configuration, so a run may resume with another learning rate or for
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -32,7 +32,7 @@ from megarl.learner.patches.cpu import megatron_platform
 from megarl.learner.patches.optimizer import gathered_later
 from megarl.learner.patches.reading import load_index, reading_data_only
 from megarl.learner.patches.writing import first_rank_failing_with_all
-from megarl.learner.staging import Staging, copy_optimizer, copy_shards, keep_written, room_for_optimizer
+from megarl.learner.staging import OptimizerCopy, Staging, copy_optimizer, copy_shards, keep_written, room_for_optimizer
 from megarl.models.architecture import hf_shapes
 from megarl.models.lora import adapter_shapes
 from megarl.platform.device import local_device
@@ -52,21 +52,27 @@ WRITER = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_check
 class Writing:
     """A learner's state on its way to a directory."""
 
-    gather: Callable[[], None]  # completes this rank's copies by messages of the others; may run in any thread
-    write_files: Callable[[], None]  # writes this rank's state from the copies; may run in any thread
-    finish: Callable[[], None]  # collective; to be called after all ranks have written
+    copies: Sequence[OptimizerCopy]
+    request: Any  # the `AsyncRequest` of Megatron, which writes the state
 
     def write(self) -> None:
         """Complete the copies, and write this rank's state from them; may run in any thread."""
         write_all([self])
 
+    def finish(self) -> None:
+        """Complete the checkpoint after all ranks have written. Collective."""
+        with megatron_platform(), first_rank_failing_with_all():
+            for finalize in self.request.finalize_fns:
+                finalize()
+
 
 def write_all(writings: Sequence[Writing]) -> None:
     """Write the state of several learners. All messages come before a file can fail on one rank alone."""
     for writing in writings:
-        writing.gather()
+        for copy in writing.copies:
+            copy.gather()
     for writing in writings:
-        writing.write_files()
+        writing.request.async_fn()
 
 
 def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing:
@@ -97,17 +103,7 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
                 **WRITER,
             )
         torch.cuda.synchronize()
-
-    def gather() -> None:
-        for copy in copies:
-            copy.gather()
-
-    def finish() -> None:
-        with megatron_platform(), first_rank_failing_with_all():
-            for finalize in request.finalize_fns:
-                finalize()
-
-    return Writing(gather=gather, write_files=request.async_fn, finish=finish)
+    return Writing(copies=copies, request=request)
 
 
 def load_learner(learner: Learner, directory: Path) -> None:
@@ -243,7 +239,8 @@ def _sharded_state(learner: Learner, *, is_loading: bool) -> ShardedStateDict:
         model = [_without_extras(module.sharded_state_dict(metadata=metadata)) for module in learner.modules]
     state: ShardedStateDict = {"model": dict(enumerate(model))}
     if learner.optimizer:
-        optimizer, schedule = learner.optimizer.megatron, learner.optimizer.schedule
+        optimizer = learner.optimizer.megatron
+        schedule = learner.optimizer.schedule
         _count_for_idle_parts(learner.optimizer)
         state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         state["schedule"] = {"num_steps": schedule.num_steps}

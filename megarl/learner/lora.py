@@ -105,10 +105,14 @@ class Adapter(nn.Module):
         """
         place = self._mesh.cut
         if self.is_stacked:
-            shared, rank, size = [(0, place.ep_rank, place.ep_size)], place.etp_rank, place.etp_size
+            shared = [(0, place.ep_rank, place.ep_size)]
+            rank = place.etp_rank
+            size = place.etp_size
             replica = parallel_state.get_expert_data_parallel_rank()
         else:
-            shared, rank, size = [], place.tp_rank, place.tp_size
+            shared = []
+            rank = place.tp_rank
+            size = place.tp_size
             replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         if self._part.cuts_columns if matrix == "lora_a" else self._part.cuts_rows:
             # The columns of [rows, columns], or the rows of [blocks, rows, rank].
@@ -118,9 +122,11 @@ class Adapter(nn.Module):
     @torch.no_grad()
     def merged(self, weight: Tensor, place: int | None) -> Tensor:
         """Return a new tensor: the weight with its adapter, computed in float32. `place` is that of its expert."""
-        a, b = self.lora_a.detach(), self.wide_b()
+        a = self.lora_a.detach()
+        b = self.wide_b()
         if place is not None:
-            a, b = a[place], b[place]
+            a = a[place]
+            b = b[place]
         return torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scale).to(weight.dtype)
 
 
@@ -146,7 +152,8 @@ class LinearAdapter(Adapter):
         seed: int,
     ) -> None:
         super().__init__(parts, lora, dtype, mesh)
-        first, count = self._part.first_column, self._part.shape[1]
+        first = self._part.first_column
+        count = self._part.shape[1]
         self.dropout: TokenDropout | None = None
         if lora.dropout:
             self.dropout = TokenDropout(
@@ -291,27 +298,20 @@ def adapter_weights(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 def adapter_layout(modules: Sequence[nn.Module]) -> Layout:
     """Return the boxes of PEFT's parameters in `adapter_weights`."""
-    heads = [
-        Piece(HEAD_OF_ADAPTERS, whole(tuple(tensor.shape)), param, 0, row_major(tuple(tensor.shape)), tensor.dtype)
-        for param, tensor in adapter_weights(modules).items()
-        if not is_adapter(param)
-    ]
-    adapters = (
-        piece
-        for number, chunk in enumerate(modules)
-        for path, adapter in chunk.named_modules()
-        if isinstance(adapter, Adapter)
-        for place, part in enumerate(adapter.parts.values())
-        for piece in adapter_pieces(
-            part,
-            adapter.rank,
-            a=f"{number}.{path}.lora_a",
-            b=f"{number}.{path}.lora_b",
-            place=place,
-            dtype=adapter.lora_a.dtype,
-        )
-    )
-    return (*adapters, *heads)
+    layout = list[Piece]()
+    for number, chunk in enumerate(modules):
+        for path, adapter in chunk.named_modules():
+            if not isinstance(adapter, Adapter):
+                continue
+            a = f"{number}.{path}.lora_a"
+            b = f"{number}.{path}.lora_b"
+            for place, part in enumerate(adapter.parts.values()):
+                layout += adapter_pieces(part, adapter.rank, a=a, b=b, place=place, dtype=adapter.lora_a.dtype)
+    for param, tensor in adapter_weights(modules).items():
+        if not is_adapter(param):
+            shape = tuple(tensor.shape)
+            layout.append(Piece(HEAD_OF_ADAPTERS, whole(shape), param, 0, row_major(shape), tensor.dtype))
+    return layout
 
 
 def trained_shards(chunk: GPTModel) -> dict[str, ShardedTensor]:
@@ -384,12 +384,12 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __init__(self, weights: Mapping[str, Tensor], modules: Sequence[nn.Module]) -> None:
         self._weights = weights
-        self._adapters = {
-            local_name(name, number, modules): (adapter, place if adapter.is_stacked else None)
-            for number, chunk in enumerate(modules)
-            for adapter in adapters_of([chunk])
-            for place, name in enumerate(adapter.parts)
-        }
+        self._adapters = dict[str, tuple[Adapter, int | None]]()
+        for number, chunk in enumerate(modules):
+            for adapter in adapters_of([chunk]):
+                for place, name in enumerate(adapter.parts):
+                    param = local_name(name, number, modules)
+                    self._adapters[param] = (adapter, place if adapter.is_stacked else None)
 
     def __getitem__(self, param: str) -> Tensor:
         weight = self._weights[param]

@@ -48,6 +48,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.config import Recompute
 from megarl.models.linear import LinearAttention
 from megarl.models.rotary import LinearScaling, RopeScaling, Yarn
+from megarl.models.trainer import padded_vocab_size
 from megarl.platform.determinism import is_deterministic
 from megarl.platform.device import local_device, on_cuda
 
@@ -152,12 +153,6 @@ class ValueHead(torch.nn.Module):
 def hand_through(hidden: Tensor, *, divisor: float = 1.0, **_: object) -> tuple[Tensor, None]:
     """Return the hidden states over the divisor of logits: the `forward` of an `output_layer` without logits."""
     return hidden if divisor == 1.0 else hidden / divisor, None
-
-
-def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Return the rows of the embedding: the vocabulary, rounded up so that every rank has a multiple of 64 rows."""
-    step = 64 * tp_size
-    return -(-vocab_size // step) * step
 
 
 def block_spec(

@@ -136,7 +136,10 @@ class Offload:
     def _move_buffers(self, device: str, **parts: bool) -> None:
         for model in self._models:
             for buffer in model.buffers + model.expert_parallel_buffers:
-                (buffer.offload_to_cpu if device == "cpu" else buffer.reload_from_cpu)(**parts)
+                if device == "cpu":
+                    buffer.offload_to_cpu(**parts)
+                else:
+                    buffer.reload_from_cpu(**parts)
 
     def _moved(self, name: Hashable, tensor: torch.Tensor, device: str) -> torch.Tensor:
         """Return a tensor of the optimizer in its memory of the host, or on the device when the side stream has it."""

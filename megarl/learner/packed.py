@@ -83,17 +83,11 @@ def pack_samples(
     if missing:
         used = torch.nn.functional.pad(used, (0, 1))
         lengths = torch.nn.functional.pad(lengths, (0, 1), value=missing)
-    whole = _laid_out(tokens[has_next], used, lengths, padding=tokens.new_zeros(()))
-
-    mask = batch.mask
-    starts = (lengths.cumsum(0) - lengths)[: len(samples)]
-    predictors = (starts.repeat_interleave(batch.num_tokens) + batch.predictors())[mask]  # in the whole row, ascending
     places, positions = places_of(lengths, cp_rank, cp_size)
     padding_mask = positions >= used.repeat_interleave(lengths // cp_size)
-    local = torch.full_like(whole, -1).index_copy(0, places, torch.arange(len(places)))[predictors]
-    mine = local >= 0
-    mask = mask.masked_scatter(mask, mine)
-    rows = batch.rows(mask)
+    whole = _laid_out(tokens[has_next], used, lengths, padding=tokens.new_zeros(()))
+    predictors, predicted = _own_predictors(batch, lengths, places)
+    rows = batch.rows(predicted)
     routes = batch.routes
     if routes is not None:
         one_each = torch.arange(routes.shape[2], dtype=routes.dtype).expand(routes.shape[1:])
@@ -108,13 +102,32 @@ def pack_samples(
         positions=to_device(positions[None], device),
         padding_mask=to_device(padding_mask[None], device) if padding_mask.any() else None,
         sequences=_bounds(lengths, cp_size, device),
-        predictors=to_device(local[mine], device),
-        targets=to_device(batch.responses[mask].to(torch.int64), device),
+        predictors=to_device(predictors, device),
+        targets=to_device(batch.responses[predicted].to(torch.int64), device),
         scatter_index=to_device(rows.flatten().nonzero()[:, 0], device),
         shape=(rows.shape[0], rows.shape[1]),
         routes=routes,
         keys=keys,
     )
+
+
+def _own_predictors(batch: Rollouts, lengths: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the predictors among this rank's places, and which response tokens they predict.
+
+    Args:
+        batch: `b` samples.
+        lengths: [S] int64, places of each sequence in the row; the first `b` are those of the samples.
+        places: [N] int64, this rank's places in the row.
+
+    Returns:
+        [R] int64, as in `Packed`; and bool, a column of the batch.
+    """
+    starts = (lengths.cumsum(0) - lengths)[: len(batch)]
+    predictors = (starts.repeat_interleave(batch.num_tokens) + batch.predictors())[batch.mask]  # in the row, ascending
+    number = torch.full((int(lengths.sum()),), -1).index_copy(0, places, torch.arange(len(places)))
+    local = number[predictors]
+    is_own = local >= 0
+    return local[is_own], batch.mask.masked_scatter(batch.mask, is_own)
 
 
 def _laid_out(values: Tensor, used: Tensor, lengths: Tensor, *, padding: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ class Rotation(torch.autograd.Function):
             return kernels.rotate(x, cosines, sines, from_neighbours=neighbours, to_neighbours=False)
         out = torch.empty_like(x)
         size = 2 * cosines.shape[-1]
-        (a, b), (c, d) = _pairs(x, size, neighbours), _pairs(out, size)
+        a, b = _pairs(x, size, neighbours)
+        c, d = _pairs(out, size)
         torch.mul(a, cosines, out=c).addcmul_(b, sines, value=-1)
         torch.mul(b, cosines, out=d).addcmul_(a, sines)
         out[..., size:] = x[..., size:]
@@ -46,7 +47,8 @@ class Rotation(torch.autograd.Function):
             return back, None, None, None
         out = torch.empty_like(gradient)
         size = 2 * cosines.shape[-1]
-        (a, b), (c, d) = _pairs(out, size, ctx.settings), _pairs(gradient, size)
+        a, b = _pairs(out, size, ctx.settings)
+        c, d = _pairs(gradient, size)
         torch.mul(c, cosines, out=a).addcmul_(d, sines)
         torch.mul(d, cosines, out=b).addcmul_(c, sines, value=-1)
         out[..., size:] = gradient[..., size:]

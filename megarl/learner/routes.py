@@ -22,7 +22,8 @@ def join_choices(share: Rollouts, micro_batches: Sequence[MicroBatch], mesh: Mes
     counts = share.num_places()
     rows = list[Tensor]()
     for micro_batch in micro_batches:
-        samples, lengths = micro_batch.row.samples, micro_batch.row.sequences.lengths
+        samples = micro_batch.row.samples
+        lengths = micro_batch.row.sequences.lengths
         used = torch.nn.functional.pad(counts[samples], (0, len(lengths) - len(samples)))  # padding has no tokens
         _, position = places_of(lengths, 0, 1)
         rows.append(_whole(micro_batch, mesh)[position < used.repeat_interleave(lengths)])

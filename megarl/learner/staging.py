@@ -111,13 +111,26 @@ def room_for_optimizer(part: DistributedOptimizer) -> dict[object, object]:
     return state
 
 
+Message = tuple[Callable[..., dist.Work | None], Tensor, int]
+"""`dist.isend` or `dist.irecv`, the memory, and the other rank of the group."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerCopy:
     """The part of a distributed optimizer that a rank copied: the state of the parameters that it writes."""
 
     state: dict[object, object]  # as `get_parameter_state_dp_zero` returns it
     written: frozenset[int]  # the numbers of these parameters
-    gather: Callable[[], None]  # completes the state when all data-parallel ranks call it, from any thread
+    messages: Sequence[Message]  # between this rank and other data-parallel ranks, which complete the state
+    group: dist.ProcessGroup | None  # of these ranks
+
+    def gather(self) -> None:
+        """Complete the state. All data-parallel ranks call this, from any thread."""
+        operations = [
+            dist.P2POp(operation, data, group=self.group, group_peer=peer) for operation, data, peer in self.messages
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
 
 
 @dataclass(frozen=True)
@@ -133,10 +146,6 @@ class _Values:
         return self.memory[self.places[place.start]]
 
 
-Message = tuple[Callable[..., dist.Work | None], Tensor, int]
-"""`dist.isend` or `dist.irecv`, the memory, and the other rank of the group."""
-
-
 def copy_optimizer(part: DistributedOptimizer, staging: Staging, name: str) -> OptimizerCopy:
     """Copy this rank's shard of a distributed optimizer's state.
 
@@ -146,7 +155,8 @@ def copy_optimizer(part: DistributedOptimizer, staging: Staging, name: str) -> O
     rank = part.data_parallel_group.rank()
     group = staging.group(members) if len(members) > 1 else None
     state: dict[object, object] = {"buckets_coalesced": True}
-    written = list[bool]()  # of each parameter
+    num_parameters = 0
+    written = set[int]()  # the numbers of parameters
     messages = list[Message]()
     for number, (buffer, by_dtype) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
         [dtype] = by_dtype
@@ -158,9 +168,10 @@ def copy_optimizer(part: DistributedOptimizer, staging: Staging, name: str) -> O
         for each, (param, (start, *_)) in zip(pieces, buffer.param_index_map.items(), strict=True):
             place = slice(end, end + each.copied_by(rank))
             end = place.stop
-            written.append(each.owner == rank)
             if each.owner == rank:
+                written.add(num_parameters)
                 places[start] = place
+            num_parameters += 1
             if rank in each.on_ranks:
                 values = part._get_main_param_and_optimizer_states(param)
                 for key in OPTIMIZED:
@@ -169,14 +180,7 @@ def copy_optimizer(part: DistributedOptimizer, staging: Staging, name: str) -> O
                     messages += _messages(copy, each, rank)
         values_of = {key: _Values(memory[key], places) for key in OPTIMIZED}
         state[number] = {dtype: {"numel_unpadded": buffer.numel} | values_of}
-
-    def gather() -> None:
-        operations = [dist.P2POp(operation, data, group=group, group_peer=peer) for operation, data, peer in messages]
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
-
-    numbers = frozenset(number for number, is_written in enumerate(written) if is_written)
-    return OptimizerCopy(state=state, written=numbers, gather=gather)
+    return OptimizerCopy(state=state, written=frozenset(written), messages=messages, group=group)
 
 
 def _messages(copy: Tensor, pieces: Pieces, rank: int) -> list[Message]:

@@ -245,15 +245,14 @@ def layer_kinds(architecture: Architecture) -> tuple[LayerKind, ...]:
     attention: dict[int, Literal["sliding", "linear"]] = {layer: "sliding" for layer in a.windowed_layers}
     if a.linear:
         attention |= {layer: "linear" for layer in a.linear.layers}
-
-    def kind(layer: int) -> LayerKind:
-        return LayerKind(
+    return tuple(
+        LayerKind(
             attention="latent" if a.latent else attention.get(layer, "full"),
             feed_forward="dense" if layer < num_dense else "experts",
             is_rotated=layer not in unrotated,
         )
-
-    return tuple(kind(layer) for layer in range(a.num_layers))
+        for layer in range(a.num_layers)
+    )
 
 
 def padded_vocabulary(rows: int) -> int:
@@ -325,7 +324,7 @@ def llama_shapes(architecture: Architecture) -> Mapping[str, Shape]:
     shapes: Shapes = {EMBEDDING: (a.vocab_size, a.hidden_size)}
     for number, kind in enumerate(a.layer_kinds):
         shapes.update({f"model.layers.{number}.{name}": shape for name, shape in layers[kind].items()})
-    shapes |= _norm_shapes(a, "model.norm")
+    shapes |= norm_shapes(a, "model.norm.")
     if a.scalar_head:
         shapes[SCORE] = (1, a.hidden_size)
     elif not a.tied_embeddings:
@@ -343,7 +342,7 @@ def _layer_shapes(a: Architecture, kind: LayerKind) -> Shapes:
     elif a.linear and kind.attention == "linear":
         shapes = linear_shapes(a.linear, a.traits.linear_sections, a.hidden_size)
     for norm in a.norms:
-        shapes |= _norm_shapes(a, norm)
+        shapes |= norm_shapes(a, f"{norm}.")
     return shapes | (_expert_shapes(a, a.experts) if kind.is_sparse and a.experts else _feed_forward_shapes(a))
 
 
@@ -364,8 +363,9 @@ def _attention_shapes(a: Architecture) -> Shapes:
     return shapes | projection_shapes(a, "self_attn.o_proj", a.hidden_size, query)
 
 
-def _norm_shapes(a: Architecture, name: str) -> Shapes:
-    return {f"{name}.{part}": (a.hidden_size,) for part in a.traits.norm_parts}
+def norm_shapes(a: Architecture, prefix: str) -> Shapes:
+    """Return the shapes of a norm of hidden states, whose names begin with `prefix`."""
+    return {f"{prefix}{part}": (a.hidden_size,) for part in a.traits.norm_parts}
 
 
 def projection_shapes(a: Architecture, name: str, rows: int, columns: int) -> Shapes:

@@ -25,7 +25,7 @@ from megarl.models.linear import CONVOLUTION, PREFIX, LinearAttention
 from megarl.models.placing import behind, placed
 from megarl.models.weights import box_at, stride_at
 from megarl.platform.errors import UserError
-from megarl.reshard.layout import Box, Layout, Piece, Placement, placement_of, row_major, whole
+from megarl.reshard.layout import Box, Layout, Piece, Placement, placement_of, row_major, rows_of, whole
 
 
 @dataclass(frozen=True)
@@ -134,17 +134,16 @@ class _Cut:
     def rows(self, name: str, *, num_parts: int | None = None) -> _PlacedPart:
         """Return this rank's slice of the rows. With fewer parts than ranks, neighbours have the same slice."""
         num_parts = num_parts or self.tp_size
-        rows, *rest = self._shape(name)
-        size = _share(rows, num_parts, name)
+        shape = self._shape(name)
+        size = _share(shape[0], num_parts, name)
         part = self.tp_rank * num_parts // self.tp_size
-        return self._placed(name, Box((part * size, *(0 for _ in rest)), ((part + 1) * size, *rest)))
+        return self._placed(name, rows_of(shape, part * size, (part + 1) * size))
 
     def section(self, name: str, begin: int, size: int) -> _PlacedPart:
         """Return this rank's slice of the `size` rows from `begin`."""
         share = size // self.tp_size
         first = begin + self.tp_rank * share
-        rest = self._shape(name)[1:]
-        return self._placed(name, Box((first, *(0 for _ in rest)), (first + share, *rest)))
+        return self._placed(name, rows_of(self._shape(name), first, first + share))
 
     def columns(self, name: str) -> _PlacedPart:
         """Return this rank's slice of the columns."""
@@ -154,11 +153,11 @@ class _Cut:
 
     def vocabulary(self, name: str) -> list[_PlacedPart]:
         """Return this rank's slice of the padded rows; nothing if all of its rows are padding."""
-        rows, columns = self._shape(name)
-        size = _share(padded_vocabulary(rows), self.tp_size, name)
+        shape = self._shape(name)
+        size = _share(padded_vocabulary(shape[0]), self.tp_size, name)
         first = self.tp_rank * size
-        end = min((self.tp_rank + 1) * size, rows)
-        return [self._placed(name, Box((first, 0), (end, columns)))] if first < end else []
+        end = min((self.tp_rank + 1) * size, shape[0])
+        return [self._placed(name, rows_of(shape, first, end))] if first < end else []
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return llama_shapes(self.architecture)[self.prefix + name]

@@ -37,13 +37,13 @@ class Fields:
             raise wrong(key, value, f"must be a whole number from {least} to {most}")
         return value
 
-    def number(self, key: str, default: float | None = None, *, least: float = 0.0) -> float:
-        """Return a finite number above `least`."""
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number above 0."""
         if key not in self.values and default is not None:
             return default
         value = self._required(key)
-        if type(value) not in (int, float) or not least < _as_float(value) < math.inf:
-            raise wrong(key, value, f"must be a number above {least:g}")
+        if type(value) not in (int, float) or not 0.0 < _as_float(value) < math.inf:
+            raise wrong(key, value, "must be a number above 0")
         return float(value)
 
     def flag(self, key: str, *, default: bool = False) -> bool:

@@ -140,7 +140,8 @@ def read_model(directory: ModelDirectory, overrides: Mapping[str, object]) -> tu
 def stop_token_ids(directory: Path, tokenizer_eos: int | None) -> list[int]:
     """Return every token that ends a response: of generation_config.json, else config.json, and of the tokenizer."""
     ids = set() if tokenizer_eos is None else {tokenizer_eos}
-    generation, config = directory / GENERATION, directory / CONFIG
+    generation = directory / GENERATION
+    config = directory / CONFIG
     declared = read_json(generation).get("eos_token_id") if generation.exists() else None
     if declared is None and config.exists():
         declared = read_config(directory, {}).get("eos_token_id")

@@ -4,11 +4,18 @@ Nothing here looks at a real model; tests prove that real models agree.
 """
 
 import itertools
-from collections.abc import Callable
 
 import torch
 
-from megarl.models.architecture import Architecture, LatentAttention, LayerKind, Shapes, hf_shapes, projection_shapes
+from megarl.models.architecture import (
+    Architecture,
+    LatentAttention,
+    LayerKind,
+    Shapes,
+    hf_shapes,
+    norm_shapes,
+    projection_shapes,
+)
 from megarl.models.experts import Experts
 from megarl.models.families import OUTPUT_NORMS
 from megarl.models.grid import Cut, Grid
@@ -59,23 +66,24 @@ def parameter_shapes(
             chunk |= _named(number, of_kind[architecture.kind(number)])
         chunks.append(chunk)
     if stage == grid.pp - 1:
-        chunks[-1] |= _norm(architecture, FINAL_NORM)
+        chunks[-1] |= norm_shapes(architecture, FINAL_NORM)
         if not architecture.tied_embeddings or grid.pp > 1:
             chunks[-1][OUTPUT] = _output(architecture, vocabulary)
     return chunks
 
 
-def _vocabulary(a: Architecture, tp_size: int, multiple: int) -> tuple[int, int]:
+def padded_vocab_size(vocab_size: int, tp_size: int, multiple: int = VOCAB_MULTIPLE) -> int:
+    """Return the rows of the embedding: the vocabulary, rounded up so that every rank has a multiple of some rows."""
     step = multiple * tp_size
-    return -(-a.vocab_size // step) * multiple, a.hidden_size
+    return -(-vocab_size // step) * step
+
+
+def _vocabulary(a: Architecture, tp_size: int, multiple: int) -> tuple[int, int]:
+    return padded_vocab_size(a.vocab_size, tp_size, multiple) // tp_size, a.hidden_size
 
 
 def _output(a: Architecture, vocabulary: tuple[int, int]) -> tuple[int, int]:
     return (1, a.hidden_size) if a.scalar_head else vocabulary
-
-
-def _norm(a: Architecture, prefix: str) -> Shapes:
-    return {f"{prefix}{part}": (a.hidden_size,) for part in a.traits.norm_parts}
 
 
 def _attention(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool) -> Shapes:
@@ -87,7 +95,7 @@ def _attention(a: Architecture, cut: Cut, kind: LayerKind, *, fused_norms: bool)
     rows = (of_query * a.num_attention_heads + 2 * a.num_key_value_heads) * a.head_dim // cut.tp_size
     shapes: Shapes = {}
     if a.traits.input_norms:
-        shapes = _norm(a, "self_attention.linear_qkv.layer_norm_" if fused_norms else "input_layernorm.")
+        shapes = norm_shapes(a, "self_attention.linear_qkv.layer_norm_" if fused_norms else "input_layernorm.")
     shapes["self_attention.linear_qkv.weight"] = (rows, a.hidden_size)
     if a.qkv_bias:
         shapes["self_attention.linear_qkv.bias"] = (rows,)
@@ -143,9 +151,9 @@ def _layer(
     experts = a.experts
     if not kind.is_sparse or experts is None:
         if a.traits.input_norms:
-            attention |= _norm(a, "mlp.linear_fc1.layer_norm_" if fused_norms else "pre_mlp_layernorm.")
+            attention |= norm_shapes(a, "mlp.linear_fc1.layer_norm_" if fused_norms else "pre_mlp_layernorm.")
         for norm in OUTPUT_NORMS if a.traits.output_norms else ():
-            attention |= _norm(a, f"{norm}.")
+            attention |= norm_shapes(a, f"{norm}.")
         return attention | _feed_forward(a, a.ffn_hidden_size // cut.tp_size)
     shapes: Shapes = {
         "pre_mlp_layernorm.weight": (a.hidden_size,),
@@ -208,9 +216,7 @@ def _layout(architecture: Architecture, shapes: Shapes, cut: Cut, dtype: torch.d
     return layout
 
 
-def trainer_placement(
-    architecture: Architecture, grid: Grid, *, dtype: torch.dtype, vocab_multiple: int = VOCAB_MULTIPLE
-) -> Placement:
+def trainer_placement(architecture: Architecture, grid: Grid, *, dtype: torch.dtype) -> Placement:
     """Return the boxes that each rank of a trainer holds.
 
     All layers of a kind are cut alike. So boxes are computed for one layer of each kind and for each different cut, and
@@ -225,17 +231,14 @@ def trainer_placement(
     last = by_stage[-1]
     if architecture.tied_embeddings and grid.pp > 1:
         first = [[*front, *back] for front, back in zip(first, last, strict=True)]
-    vocabulary = _vocabulary(architecture, grid.tp, vocab_multiple)
-    at_last = _norm(architecture, FINAL_NORM)
+    vocabulary = _vocabulary(architecture, grid.tp, VOCAB_MULTIPLE)
+    at_last = norm_shapes(architecture, FINAL_NORM)
     if not architecture.tied_embeddings:
         at_last[OUTPUT] = _output(architecture, vocabulary)
-
-    def placement(of_cut: Callable[[Cut], Shapes]) -> Placement:
-        return placement_of([_layout(architecture, of_cut(cut), cut, dtype) for cut in ranks])
-
-    found = placed(placement(lambda cut: {EMBEDDING: vocabulary}), first)
-    found |= placed(placement(lambda cut: at_last), last)
-    layers = placement(lambda cut: _one_of_each_kind(architecture, cut))
+    embedding: Shapes = {EMBEDDING: vocabulary}
+    layers = placement_of([_layout(architecture, _one_of_each_kind(architecture, cut), cut, dtype) for cut in ranks])
+    found = placed(placement_of([_layout(architecture, embedding, cut, dtype) for cut in ranks]), first)
+    found |= placed(placement_of([_layout(architecture, at_last, cut, dtype) for cut in ranks]), last)
     for stage, of_stage in enumerate(by_stage):
         boxes = placed(layers, of_stage)
         of_kind = {

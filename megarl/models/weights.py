@@ -21,7 +21,7 @@ from megarl.models.grid import Cut
 from megarl.models.linear import CONVOLUTION, PREFIX
 from megarl.platform.errors import UserError
 from megarl.reshard.headers import Shape
-from megarl.reshard.layout import Box, Piece, row_major
+from megarl.reshard.layout import Box, Piece, row_major, rows_of
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,6 @@ class CutRule(ABC):
         """Yield the regions that the shard holds."""
 
 
-def _rows(full_shape: Shape, first: int, end: int) -> Box:
-    """Return rows `first .. end` of a parameter, complete in the other dimensions."""
-    rest = full_shape[1:]
-    return Box((first, *(0 for _ in rest)), (end, *rest))
-
-
 @dataclass(frozen=True)
 class Sliced(CutRule):
     """A parameter that is cut along one dimension (rank `t` holds slice `t`), or that every rank holds complete."""
@@ -108,8 +102,8 @@ class GatedMLP(CutRule):
         """Yield gate above up."""
         full_shape = shard.full_shape(self.gate)
         first, end = shard.slice_of(full_shape[0])
-        yield Region(self.gate, _rows(full_shape, first, end), 0)
-        yield Region(self.up, _rows(full_shape, first, end), end - first)
+        yield Region(self.gate, rows_of(full_shape, first, end), 0)
+        yield Region(self.up, rows_of(full_shape, first, end), end - first)
 
 
 @dataclass(frozen=True)
@@ -132,7 +126,7 @@ class FusedQKV(CutRule):
             high = min(end, begin + rows)
             if low < high:
                 name = f"self_attn.{projection}_proj.{self.suffix}"
-                box = _rows(shard.full_shape(name), low + row - begin, high + row - begin)
+                box = rows_of(shard.full_shape(name), low + row - begin, high + row - begin)
                 yield Region(name, box, low - first)
             begin += rows
 
@@ -171,7 +165,7 @@ class HeadGroups(CutRule):
                 for kinds in sections:
                     rows = linear.rows(kinds)
                     first = begin + group * rows
-                    yield Region(name, _rows(shard.full_shape(name), first, first + rows), row)
+                    yield Region(name, rows_of(shard.full_shape(name), first, first + rows), row)
                     begin += linear.size(kinds)
                     row += rows
 
@@ -193,7 +187,7 @@ class Vocabulary(CutRule):
             raise UserError(f"{padded_rows} rows on {shard.num_parts} ranks cannot hold {full_shape[0]} rows of {name}")
         first, end = shard.slice_of(padded_rows)
         if first < full_shape[0]:
-            yield Region(name, _rows(full_shape, first, min(end, full_shape[0])), 0)
+            yield Region(name, rows_of(full_shape, first, min(end, full_shape[0])), 0)
 
 
 MODEL: Mapping[str, CutRule] = {

@@ -43,7 +43,8 @@ def place_of(error: BaseException) -> str:
     frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _is_custom(frame.f_globals)]
     if not frames:
         return ""
-    file, line = frames[-1][0].f_code.co_filename, frames[-1][1]
+    file = frames[-1][0].f_code.co_filename
+    line = frames[-1][1]
     code = linecache.getline(file, line).strip()
     if not code or any(map(is_secret, re.findall(r"\w+", code))):
         return f" ({file}:{line})"

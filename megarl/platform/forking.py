@@ -20,7 +20,8 @@ def run_in_child(look: Callable[[], T]) -> T:
 
     If the forked process ends before, this process ends with the same exit code. Signals reach this process alone.
     """
-    parent, (source, target) = os.getpid(), os.pipe()
+    parent = os.getpid()
+    source, target = os.pipe()
     pid = fork()
     if pid == 0:
         die_with_parent(signal.SIGKILL, parent=parent)

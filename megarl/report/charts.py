@@ -72,9 +72,9 @@ def figures(runs: Sequence[Run]) -> Iterator[Figure]:
             yield {"title": title, "expect": chart.expect, "data": traces, "layout": layout}
 
 
-def thin(points: Points) -> Points:
-    """Return at most `MOST_POINTS` points: each the mean of neighbouring points, at the last of their steps."""
-    size = -(-len(points) // MOST_POINTS) or 1
+def thin(points: Points, most: int) -> Points:
+    """Return at most so many points: each the mean of neighbouring points, at the last of their steps."""
+    size = -(-len(points) // most) or 1
     parts = [points[start : start + size] for start in range(0, len(points), size)]
     return [(part[-1][0], fmean(value for _, value in part)) for part in parts]
 
@@ -110,7 +110,7 @@ def _traces(chart: Chart, run: Run, number: int, num_runs: int) -> Iterator[Figu
 
 
 def _line(points: Points, title: str, colour: str, dash: str) -> Figure:
-    steps, values = zip(*thin(points), strict=True) if points else ((), ())
+    steps, values = zip(*thin(points, MOST_POINTS), strict=True) if points else ((), ())
     return {
         "type": "scatter",
         "mode": "lines" if len(points) > 30 else "lines+markers",

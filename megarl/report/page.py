@@ -32,23 +32,29 @@ def write_report(runs: Sequence[Run], path: Path) -> None:
 
 def render(runs: Sequence[Run], *, browser: str | None = None) -> str:
     """Return the page, with a link to the page of all samples if there is one."""
-    single = runs[0] if len(runs) == 1 else None
-    better, worse = _changes(single) if single else ([], [])
     return template("page.html").render(
         title=", ".join(run.name for run in runs),
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
         runs=[_summary(run) for run in runs],
         figures=json.dumps(list(figures(runs))).replace("<", "\\u003c"),  # no text can end the script
-        better=better,
-        worse=worse,
-        phases=list(_phases(single)) if single else [],
-        differences=list(from_default(single.config)) if single else [],
-        compared={} if single else between([run.config for run in runs]),
-        history=[_event(row) for row in single.history] if single else [],
-        versions=_versions(single) if single else {},
+        single=_single(runs[0]) if len(runs) == 1 else None,
+        compared=between([run.config for run in runs]),
         browser=browser,
         library=library(),
     )
+
+
+def _single(run: Run) -> dict[str, object]:
+    """Return what the page shows of a run only if there is no other."""
+    better, worse = _changes(run)
+    return {
+        "better": better,
+        "worse": worse,
+        "phases": list(_phases(run)),
+        "differences": list(from_default(run.config)),
+        "history": [_event(row) for row in run.history],
+        "versions": _versions(run),
+    }
 
 
 @cache

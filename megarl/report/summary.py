@@ -80,7 +80,8 @@ def summary(run: Run) -> str:
     score = score_of(run)
     if score is None:
         return f"{run.name} has recorded no score yet."
-    (first_step, first), (last_step, last) = score.points[0], score.points[-1]
+    first_step, first = score.points[0]
+    last_step, last = score.points[-1]
     if len(score.points) == 1:
         return f"The {score.title} is {first:.4g} at step {first_step}; there is no second value yet."
     best_step, best = score.best

@@ -83,21 +83,20 @@ class ChecksumLog:
             SyncError: on all ranks, with the first boxes that differ on any rank.
         """
         assert not self._to_write, f"{min(self._to_write)} is not closed"
-        found = {
-            sender: torch.stack([value for _, value in boxes if value is not None])
-            for sender, boxes in self._written.items()
-        }
-        sent = {reader: torch.stack(values) for reader, values in self._sent.items()}
-        expected = {
-            sender: sent[sender] if sender == self._rank else torch.empty_like(values)
-            for sender, values in found.items()
-        }
-        messages = [
-            dist.P2POp(operation, values, group=group, group_peer=peer)
-            for operation, by_peer in ((dist.irecv, expected), (dist.isend, sent))
-            for peer, values in sorted(by_peer.items())
-            if peer != self._rank
-        ]
+        sent = {reader: torch.stack(values) for reader, values in sorted(self._sent.items())}
+        found = dict[int, Tensor]()
+        expected = dict[int, Tensor]()
+        messages = list[dist.P2POp]()
+        for sender, boxes in sorted(self._written.items()):
+            found[sender] = torch.stack([value for _, value in boxes if value is not None])
+            expected[sender] = torch.empty_like(found[sender])
+            if sender == self._rank:
+                expected[sender] = sent[sender]
+            else:
+                messages.append(dist.P2POp(dist.irecv, expected[sender], group=group, group_peer=sender))
+        for reader, values in sent.items():
+            if reader != self._rank:
+                messages.append(dist.P2POp(dist.isend, values, group=group, group_peer=reader))
         for work in dist.batch_isend_irecv(messages) if messages else []:
             work.wait()
         self._raise(found, expected, group)
@@ -105,12 +104,11 @@ class ChecksumLog:
     def _raise(
         self, found: Mapping[int, Tensor], expected: Mapping[int, Tensor], group: dist.ProcessGroup | None
     ) -> None:
-        wrong = [
-            f"{piece.name} {piece.box} from rank {sender} to rank {self._rank}"
-            for sender, values in sorted(found.items())
-            for position in (values != expected[sender]).nonzero().flatten().tolist()
-            for piece, _ in [self._written[sender][position]]
-        ]
+        wrong = list[str]()
+        for sender, values in found.items():
+            for position in (values != expected[sender]).nonzero().flatten().tolist():
+                piece, _ = self._written[sender][position]
+                wrong.append(f"{piece.name} {piece.box} from rank {sender} to rank {self._rank}")
         faults: list[list[str]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(faults, wrong[:MOST_NAMED], group=group or host_group())
         named = [fault for of_rank in faults for fault in of_rank]

@@ -41,25 +41,6 @@ class Destination(Protocol):
 
 
 @dataclass(frozen=True)
-class TensorDestination:
-    """A destination with ready local tensors."""
-
-    pieces: Layout
-    tensors: Mapping[str, Tensor]
-
-    def layout(self) -> Layout:
-        """Return the pieces."""
-        return self.pieces
-
-    def open(self, param: str) -> Tensor:
-        """Return the tensor itself."""
-        return self.tensors[param]
-
-    def close(self, param: str) -> None:
-        """Do nothing."""
-
-
-@dataclass(frozen=True)
 class SyncReport:
     """The bytes, the buffers and the time of one run on this rank."""
 

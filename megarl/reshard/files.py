@@ -39,7 +39,7 @@ from megarl.reshard.headers import (
     read_index,
     stored_tensors,
 )
-from megarl.reshard.layout import Box, Layout, Piece, row_major, whole
+from megarl.reshard.layout import Layout, Piece, rows_of, whole
 from megarl.reshard.planner import plan_between
 from megarl.reshard.quantised import (
     FP8,
@@ -106,7 +106,7 @@ class CheckpointFiles:
 
     def layout(self) -> Layout:
         """Return one piece per tensor of `names`, in the dtype that is read; `param` is the name of the tensor."""
-        return [_whole_piece(name, stored.shape, stored.dtype) for _, name, stored in self._stored(self.names)]
+        return [Piece.complete(name, stored.shape, stored.dtype) for _, name, stored in self._stored(self.names)]
 
     @torch.no_grad()
     def load(self, layout: Layout, tensors: Mapping[str, Tensor], *, shapes: Shapes | None = None) -> None:
@@ -225,8 +225,7 @@ def _described(file: Path, stored: Any) -> Stored:
 
 def _rows(stored: StoredTensor, rows: range) -> Tensor:
     """Return some rows of a stored tensor in float64."""
-    rest = stored.shape[1:]
-    box = Box((rows.start, *(0 for _ in rest)), (rows.stop, *rest))
+    box = rows_of(stored.shape, rows.start, rows.stop)
     return torch.cat([numbers.double() for _, numbers in stored.read(box)])
 
 
@@ -242,9 +241,8 @@ def export(
     device: torch.device,
     bucket_bytes: int = 1 << 28,
     names: ExportNames = OF_MODEL,
-    group: dist.ProcessGroup | None = None,
 ) -> SyncReport:
-    """Write a Hugging Face checkpoint from the local tensors of the ranks of `group`. All of them must call this.
+    """Write a Hugging Face checkpoint from the local tensors of all ranks. Collective.
 
     The ranks share the files, so all must see the same `directory`. An earlier export of a model or of adapters is
     replaced.
@@ -260,26 +258,25 @@ def export(
         device: of the buckets, see `Reshard`.
         bucket_bytes: the most bytes that travel from or to a rank at once.
         names: of the files.
-        group: by default all ranks.
 
     Raises:
         UserError: nobody holds some parameter.
         WriteError: on all ranks, if a rank could not write. Existing files stay unchanged until all bytes are written;
             after that the directory may be incomplete, and has no configuration.
     """
-    rank = dist.get_rank(group)
+    rank = dist.get_rank()
     files = _split(shapes, dtype, names)
-    shares = _shares(files, shapes, dtype, num_writers=dist.get_world_size(group))
+    shares = _shares(files, shapes, dtype, num_writers=dist.get_world_size())
     destinations = [list(chain.from_iterable(share.values())) for share in shares]
     plan = plan_between(sources, destinations, rank=rank, ranks_per_node=ranks_per_node, bucket_bytes=bucket_bytes)
     with explained(str(directory)), ExitStack() as stack:
         writer = ShardWriter()
-        together(lambda: _make_files(directory, shares[rank], writer, stack), group=group)
-        report = Reshard(plan, group=group, device=device).run(tensors, writer)
-        together(writer.finish, group=group)
-        on_first_rank(lambda: _remove_configs(directory), group=group)
-        together(stack.close, group=group)
-        on_first_rank(lambda: _finish(directory / names.config, files, shapes, config, dtype), group=group)
+        together(lambda: _make_files(directory, shares[rank], writer, stack))
+        report = Reshard(plan, device=device).run(tensors, writer)
+        together(writer.finish)
+        on_first_rank(lambda: _remove_configs(directory))
+        together(stack.close)
+        on_first_rank(lambda: _finish(directory / names.config, files, shapes, config, dtype))
     return report
 
 
@@ -401,9 +398,5 @@ def _shares(
     """Return the files that each rank writes, adjacent files together, with their parameters."""
     shares: list[dict[str, list[Piece]]] = [{} for _ in range(num_writers)]
     for number, (file, names) in enumerate(files.items()):
-        shares[number * num_writers // len(files)][file] = [_whole_piece(name, shapes[name], dtype) for name in names]
+        shares[number * num_writers // len(files)][file] = [Piece.complete(name, shapes[name], dtype) for name in names]
     return shares
-
-
-def _whole_piece(name: str, shape: Shape, dtype: torch.dtype) -> Piece:
-    return Piece(name, whole(shape), name, 0, row_major(shape), dtype)

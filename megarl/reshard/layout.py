@@ -74,6 +74,11 @@ class Piece:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def complete(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> "Piece":
+        """Return the piece of a rank whose local tensor is the full parameter, of the same name."""
+        return cls(name, whole(shape), name, 0, row_major(shape), dtype)
+
     def part(self, box: Box) -> "Piece":
         """Return the piece that holds only `box`, which must be inside this piece's box."""
         if box == self.box:
@@ -135,6 +140,12 @@ Placement = Mapping[str, ShardedBoxes]  # of all ranks, by Hugging Face name
 def whole(shape: Sequence[int]) -> Box:
     """Return the box of a full tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
+
+
+def rows_of(shape: Sequence[int], first: int, end: int) -> Box:
+    """Return the box of rows `first .. end` of a tensor of this shape, complete in the other dimensions."""
+    rest = shape[1:]
+    return Box((first, *(0 for _ in rest)), (end, *rest))
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -61,11 +61,6 @@ class Wave:
     sends: list[Transfer] = field(default_factory=list)
     receives: list[Transfer] = field(default_factory=list)
 
-    def written(self) -> Iterator[Piece]:
-        """Yield the pieces that this wave fills."""
-        yield from (copy.destination for copy in self.copies)
-        yield from (transfer.piece for transfer in self.receives)
-
 
 @dataclass(frozen=True, slots=True)
 class Template:
@@ -154,13 +149,9 @@ class RankPlan:
 
     def bucket_sizes(self) -> Integers:
         """Return [2, num_waves]: the bytes of bucket that each wave needs to send, and to receive."""
-        space = aligned(self._num_bytes())
-
-        def total_after_waves(chosen: Choice) -> Integers:
-            total: Integers = np.concatenate([[0], np.cumsum(space * chosen)])
-            return total[self.ends]
-
-        return np.diff(np.stack([total_after_waves(self.sent()), total_after_waves(self.received())]), prepend=0)
+        space = aligned(self._num_bytes()) * np.stack([self.sent(), self.received()])
+        totals = np.cumsum(np.pad(space, ((0, 0), (1, 0))), axis=1)
+        return np.diff(totals[:, self.ends], prepend=0)
 
     def lifetimes(self) -> tuple[list[list[str]], list[list[str]]]:
         """Return for each wave the local tensors of the destination that it is the first, and the last, to write."""

@@ -8,8 +8,11 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from megarl.platform.hashing import hashed
 from megarl.reshard.layout import Box, Integers, Layout
 from megarl.reshard.plan import DELAY, RankPlan
+
+INCREMENT = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64, so that zeros are hashed too
 
 
 def check_plan(plan: RankPlan) -> None:
@@ -66,34 +69,22 @@ def _check_forwarded(plan: RankPlan) -> None:
 
 def _check_disjoint(layout: Layout, rank: int) -> None:
     """Raise ValueError if two pieces have an element of a local tensor in common."""
-    params: dict[str, int] = {}
-    runs: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Integers, int]] = {}
-    owners = []
-    counts = []
-    offsets = []
-    relative = []
-    lengths = []
-    for piece in layout:
-        kind = piece.box.shape, piece.stride
-        if kind not in runs:
-            runs[kind] = _runs(*kind)
-        first, length = runs[kind]
-        owners.append(params.setdefault(piece.param, len(params)))
-        counts.append(len(first))
-        offsets.append(piece.offset)
-        relative.append(first)
-        lengths.append(length)
-    if not counts:
+    if not layout:
         return
-    starts = np.repeat(offsets, counts) + np.concatenate(relative)
-    ends = starts + np.repeat(lengths, counts)
-    tensors = np.repeat(owners, counts)
-    pieces = np.repeat(np.arange(len(counts)), counts)
+    params = {param: number for number, param in enumerate(dict.fromkeys(piece.param for piece in layout))}
+    kinds = [(piece.box.shape, piece.stride) for piece in layout]
+    runs = {kind: _runs(*kind) for kind in set(kinds)}
+    starts_of_piece = [piece.offset + runs[kind][0] for piece, kind in zip(layout, kinds, strict=True)]
+    counts = [len(starts) for starts in starts_of_piece]
+    starts = np.concatenate(starts_of_piece)
+    ends = starts + np.repeat([runs[kind][1] for kind in kinds], counts)
+    tensors = np.repeat([params[piece.param] for piece in layout], counts)
+    pieces = np.repeat(np.arange(len(layout)), counts)
     order = np.lexsort((starts, tensors))
     same = tensors[order][1:] == tensors[order][:-1]
     clashes = np.flatnonzero(same & (starts[order][1:] < ends[order][:-1]))
     if clashes.size:
-        one, other = (layout[pieces[order[clashes[0] + side]]] for side in (0, 1))
+        one, other = (layout[piece] for piece in pieces[order[clashes[0] : clashes[0] + 2]])
         raise ValueError(
             f"rank {rank}: {one.name} {one.box} and {other.name} {other.box} share an element of {one.param}"
         )
@@ -140,7 +131,7 @@ def disagreement(plan: RankPlan) -> Integers:
         sender = np.full(len(rows), plan.rank) if side == 0 else peers[template]
         parcel = names
         for value in (boxes[template], wave[rows], sender, position):
-            parcel = _mixed(parcel + value.astype(np.uint64))
+            parcel = hashed(parcel + value.astype(np.uint64) + INCREMENT)
         if side == 0:
             np.add.at(total, peers[template], parcel)
         else:
@@ -150,11 +141,3 @@ def disagreement(plan: RankPlan) -> Integers:
 
 def _hashes(texts: Sequence[str]) -> npt.NDArray[np.uint64]:
     return np.array([zlib.crc32(text.encode()) for text in texts], dtype=np.uint64)
-
-
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Apply a step of splitmix64 (Steele, Lea and Flood 2014): a bit of a value changes half the bits of its result."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

@@ -104,14 +104,7 @@ class Routes:
 
     def _part(self, part: int, num_parts: int) -> "Routes":
         """Return part `part` of `num_parts` equal parts of each box; a part without an index is left out."""
-        extents = self.hi - self.lo
-        lo = self.lo.copy()
-        hi = self.hi.copy()
-        if extents.size:
-            row = np.arange(len(lo))
-            dim = np.argmax(extents > 1, axis=1)
-            lo[row, dim] += extents[row, dim] * part // num_parts
-            hi[row, dim] = self.lo[row, dim] + extents[row, dim] * (part + 1) // num_parts
+        lo, hi = equal_parts(self.lo, self.hi, part, num_parts)
         return self._only(np.flatnonzero((lo < hi).all(axis=1)), lo, hi)
 
     def _only(self, boxes: Integers, lo: Integers, hi: Integers) -> "Routes":
@@ -121,6 +114,25 @@ class Routes:
         mine = number[self.box] >= 0
         columns = {name: getattr(self, name)[mine] for name in ("sender", "source", "reader", "destination")}
         return replace(self, lo=lo[boxes], hi=hi[boxes], box=number[self.box[mine]], **columns)
+
+
+def equal_parts(
+    lo: Integers, hi: Integers, part: int | Integers, num_parts: int | Integers
+) -> tuple[Integers, Integers]:
+    """Return the ends of one of equal parts of each box, along its first dimension that can be cut.
+
+    `lo` and `hi` are [num_boxes, num_dims], with at least one dimension. `part` counts from 0; all boxes have the same
+    `part` and `num_parts`, or each has its own, [num_boxes].
+    """
+    row = np.arange(len(lo))
+    dim = np.argmax(hi - lo > 1, axis=1)
+    start = lo[row, dim]
+    extent = hi[row, dim] - start
+    lo = lo.copy()
+    hi = hi.copy()
+    lo[row, dim] = start + extent * part // num_parts
+    hi[row, dim] = start + extent * (part + 1) // num_parts
+    return lo, hi
 
 
 def find_routes(
@@ -148,7 +160,8 @@ def find_routes(
     Raises:
         UserError: nobody holds an element of a destination place.
     """
-    wanted, (readers, places_read) = destination.bounds, destination.owners
+    wanted = destination.bounds
+    readers, places_read = destination.owners
     cells, holders = _cells(source, num_dims=wanted[0].shape[1])
     lo = np.maximum(cells[0][:, None], wanted[0])
     hi = np.minimum(cells[1][:, None], wanted[1])

@@ -69,7 +69,8 @@ class ExpertSlice:
     def __getitem__(self, index: tuple[slice, slice]) -> Tensor:
         """Return a box of the matrix."""
         rows, columns = index
-        expert, row = self.place.expert or 0, self.place.row
+        expert = self.place.expert or 0
+        row = self.place.row
         numbers: Tensor = self.numbers[expert : expert + 1, row + rows.start : row + rows.stop, columns]
         return numbers[0]
 
@@ -118,7 +119,8 @@ class Mxfp4Experts:
 
     def read(self, box: Box) -> Iterator[tuple[Box, Tensor]]:
         """Yield the box by experts and, of an expert, by some rows of its matrix."""
-        (first, top, left), (last, bottom, right) = box.lo, box.hi
+        first, top, left = box.lo
+        last, bottom, right = box.hi
         groups = slice(top // MXFP4_SIZE, -(-bottom // MXFP4_SIZE))
         begin = top - groups.start * MXFP4_SIZE
         for expert in range(first, last):

@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.reshard.columns import count_up
 from megarl.reshard.layout import Integers
-from megarl.reshard.routes import Routes
+from megarl.reshard.routes import Routes, equal_parts
 
 
 def two_hops(routes: Routes, *, ranks_per_node: int, bucket_bytes: int) -> Iterator[tuple[Routes, Routes]]:
@@ -49,7 +49,8 @@ def _share(routes: Routes, *, ranks_per_node: int) -> tuple[Routes, Routes]:
     turn = np.arange(len(order)) - first[group]
     # The share of each importer is a new box, numbered after the boxes of the unchanged (direct) routes.
     direct = np.setdiff1d(np.arange(len(routes.box)), order)
-    lo, hi = _shares(routes, routes.box[order], turn, sizes[group])
+    boxes_of_order = routes.box[order]
+    lo, hi = equal_parts(routes.lo[boxes_of_order], routes.hi[boxes_of_order], turn, sizes[group])
     kept = np.flatnonzero((lo < hi).all(axis=1))
     imports = _only(routes, np.concatenate([direct, order[kept]]))
     boxes = np.concatenate([routes.box[direct], len(routes.lo) + np.arange(len(kept))])
@@ -71,20 +72,6 @@ def _share(routes: Routes, *, ranks_per_node: int) -> tuple[Routes, Routes]:
         source=routes.destination[order[importer]],
     )
     return first_hop, passed
-
-
-def _shares(routes: Routes, box: Integers, turn: Integers, num: Integers) -> tuple[Integers, Integers]:
-    """Return the ends of the `turn`-th of `num` equal parts of each box, along its first dimension that can be cut."""
-    lo = routes.lo[box].copy()
-    hi = routes.hi[box].copy()
-    extents = hi - lo
-    row = np.arange(len(lo))
-    dim = np.argmax(extents > 1, axis=1)
-    extent = extents[row, dim]
-    low = lo[row, dim].copy()
-    lo[row, dim] = low + extent * turn // num
-    hi[row, dim] = low + extent * (turn + 1) // num
-    return lo, hi
 
 
 def _only(routes: Routes, chosen: Integers) -> Routes:

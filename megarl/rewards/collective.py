@@ -8,16 +8,16 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from megarl.platform import progress
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import sum_of_ranks
 from megarl.platform.errors import UserError
-from megarl.sandbox.pool import ScoringResult
+from megarl.sandbox.pool import Pool, ScoringResult
 
 ROUND_S = 1.0
 NUM_WARNINGS = 3
 K = TypeVar("K")
 V = TypeVar("V")
-Results = Sequence[Future[ScoringResult]]
 logger = logging.getLogger(__name__)
 
 
@@ -47,8 +47,7 @@ def finish(
     num: int,
     read: Callable[[K, ScoringResult], V],
     *,
-    wait_for: Callable[[Results], object] = lambda left: wait(left, timeout=ROUND_S),
-    arrived: Callable[[int], object] = lambda number: None,
+    pool: Pool | None = None,
 ) -> dict[K, V]:
     """Wait for the results of all ranks. Return what `read` makes of those of this rank, by their keys. Collective.
 
@@ -58,14 +57,18 @@ def finish(
         futures: of this rank.
         num: of all ranks.
         read: called once for each result of this rank. If it raises, all ranks do.
-        wait_for: waits for results, at most `ROUND_S`.
-        arrived: receives the number of results, of all ranks, whenever there are some.
+        pool: which computes them, and may start processes meanwhile; people see how many results have come.
     """
     found = dict[K, V]()
     left = dict(futures)
+    if pool:
+        progress.announce(num, "rewards")
 
     def collect() -> int:
-        wait_for(list(left.values()))
+        if pool:
+            pool.count_pending([*left.values()], within_s=ROUND_S)
+        else:
+            wait(left.values(), timeout=ROUND_S)
         done = [key for key, future in left.items() if future.done()]
         found.update({key: read(key, left.pop(key).result()) for key in done})
         return len(done)
@@ -75,7 +78,8 @@ def finish(
             num_new = sum_of_ranks(collect)
             if num_new:
                 watchdog.note_progress()
-                arrived(num_new)
+                if pool:
+                    progress.advance(num_new)
             num -= num_new
     return found
 

@@ -83,7 +83,8 @@ def _is_consistent(part: str) -> bool:
 
 
 def _sides_equal(found: str, gold: str) -> bool:
-    sides, gold_sides = [side for side in forms.sides(found) if side], forms.sides(gold)
+    sides = [side for side in forms.sides(found) if side]
+    gold_sides = forms.sides(gold)
     if len(gold_sides) == 2 and is_name(gold_sides[0]):
         value = gold_sides[1]
     elif len(gold_sides) > 1:  # an equation is no number

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
 
-from megarl.platform import progress
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.distributed.exchange import all_reduce, from_first_rank, on_each_rank, to_first_rank
 from megarl.distributed.sharded import Sharded
@@ -27,7 +26,6 @@ from megarl.platform.secrets import beginning
 from megarl.rewards.built_in import known_data_source
 from megarl.rewards.collective import (
     NUM_WARNINGS,
-    ROUND_S,
     Mean,
     RewardError,
     ScoringMetrics,
@@ -132,14 +130,8 @@ class RuleScorer:
         """
         shares = samples.shares
         mine = self._started(samples.share, shares.group)
-        progress.announce(len(samples), "rewards")
-        found = finish(
-            {sample: response.result for sample, response in mine.items()},
-            len(samples),
-            lambda sample, result: (mine[sample].text, result),
-            wait_for=lambda left: self.pool.count_pending(left, within_s=ROUND_S),
-            arrived=progress.advance,
-        )
+        results = {sample: response.result for sample, response in mine.items()}
+        found = finish(results, len(samples), lambda sample, result: (mine[sample].text, result), pool=self.pool)
         on_each_rank(lambda: self._require_unchanged([result for _, result in found.values()]))
         found |= to_first_rank([] if shares.reports else [*found.items()], group=shares.group)  # D443
         return [found.get(sample, UNTOLD) for sample in range(len(samples.share))]

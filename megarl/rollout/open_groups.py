@@ -47,7 +47,8 @@ class OpenGroups:
         samples = table.column("sample").numpy()
         assert (samples - np.repeat(samples[firsts] - firsts, counts) == np.arange(len(table))).all(), "missing samples"
 
-        size, grown = len(self._numbers), max(len(self._place_of), int(numbers.max(initial=-1)) + 1)
+        size = len(self._numbers)
+        grown = max(len(self._place_of), int(numbers.max(initial=-1)) + 1)
         self._place_of = np.append(self._place_of, np.full(grown - len(self._place_of), -1))
         self._place_of[numbers] = size + np.arange(len(numbers))
         self._prompts = [*self._prompts, *groups.prompts] if self._prompts else groups.prompts
@@ -90,13 +91,15 @@ class OpenGroups:
     def group(self, number: int) -> Group:
         """Return a group, with the number of its prompt in the samples."""
         place = self._place_of[number]
-        first, count = int(self._firsts[place]), int(self._counts[place])
+        first = int(self._firsts[place])
+        count = int(self._counts[place])
         samples = SampleRows(self._table, first, first + count)
         return Group(prompt=self._prompts[place], samples=samples, started=int(self._started[place]))
 
     def everything(self) -> GroupRows:
         """Return all groups, in their order."""
-        started, counts = torch.from_numpy(self._started), torch.from_numpy(self._counts)
+        started = torch.from_numpy(self._started)
+        counts = torch.from_numpy(self._counts)
         return GroupRows(prompts=self._prompts, started=started, counts=counts, table=self._table)
 
     def _take(self, chosen: npt.NDArray[np.bool_]) -> list[int]:

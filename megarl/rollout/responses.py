@@ -45,7 +45,8 @@ def of_groups(groups: Sequence[Group], shares: Shares, no_routes: Tensor | None 
         UserError: samples that an earlier job drew have no routes.
     """
     groups = GroupRows.of(groups)
-    table, prompts = groups.table, Prompts(prompts=PromptList.of(groups.prompts))
+    table = groups.table
+    prompts = Prompts(prompts=PromptList.of(groups.prompts))
     size = int(groups.counts[0])
     _require_counts(prompts.prompts, groups.counts, n=size)
     mine = table.mine()

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.batch import Elsewhere, Generation, Group, Prompt, Sample, float32, int32
+from megarl.batch import Generation, Group, Prompt, RemoteSample, Sample, float32, int32
 from megarl.columns import int64
 from megarl.distributed.evenly import Integers
 from megarl.on_demand import OnDemand
 
-FIELDS = Elsewhere._fields
+FIELDS = RemoteSample._fields
 ROW = {name: row for row, name in enumerate(FIELDS)}
 _fields_of = attrgetter(*FIELDS)
 
@@ -28,7 +28,7 @@ _fields_of = attrgetter(*FIELDS)
 class SampleTable:
     """The samples of groups, by place: group by group, and in a group by their numbers."""
 
-    numbers: Tensor  # [9, B] int32: the fields of `Elsewhere`, of each sample; the replica is -1 of those of this rank
+    numbers: Tensor  # [9, B] int32: the fields of `RemoteSample`; the replica of samples of this rank is -1
     own: dict[int, Generation] = field(default_factory=dict)  # by place; it means nothing if the replica is not -1
 
     @classmethod
@@ -68,7 +68,7 @@ class SampleTable:
         return self.numbers.shape[1]
 
     def column(self, name: str) -> Tensor:
-        """Return a field of `Elsewhere` of each sample: `[B]` int32, a view."""
+        """Return a field of `RemoteSample` of each sample: `[B]` int32, a view."""
         return self.numbers[ROW[name]]
 
     def mine(self) -> Tensor:
@@ -86,7 +86,7 @@ class SampleTable:
 
     def sample(self, place: int) -> Sample:
         """Return a sample. A sample without tokens may still be drawn here."""
-        known = Elsewhere(*self.numbers[:, place].tolist())
+        known = RemoteSample(*self.numbers[:, place].tolist())
         has_log_probs = bool(known.has_log_probs)
         if known.replica != Generation.replica:
             return known._replace(

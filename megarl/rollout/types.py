@@ -34,7 +34,8 @@ def _type(node: ast.expr) -> Any:
         case ast.Name(id=name) if name in PLAIN | HOLDING and name != "Literal":
             return (PLAIN | HOLDING)[name]
         case ast.BinOp(op=ast.BitOr(), left=left, right=right):
-            one, other = _type(left), _type(right)
+            one = _type(left)
+            other = _type(right)
             return Any if Any in (one, other) else one | other
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
             return Literal[ast.literal_eval(inner)]

@@ -54,7 +54,7 @@ class Windows:
 
     @cached_property
     def finished(self) -> Tensor:
-        """The fields of `Elsewhere` of all `F` finished samples, replica by replica: `[9, F]` int64."""
+        """The fields of `RemoteSample` of all `F` finished samples, replica by replica: `[9, F]` int64."""
         told = self.content[self._is_of_samples].view(-1, len(KNOWN)).T
         replicas = on_tokens(torch.arange(len(self)), self.counts[:, 0])
         is_blank = (told[KNOWN.index("num_tokens")] == 0) & (told[KNOWN.index("complete")] == 0)

@@ -254,7 +254,7 @@ class _Told(NamedTuple):
         return cls(
             files=[_FileRead(path, count) for path, count in Counter(row.path for row in rows).items()],
             numbers=np.array([row.numbers for row in rows], dtype=np.int64).reshape(-1, len(OF_PROMPT)),
-            samples=SampleTable.of([row.sample.seen_from_afar(shares.here) for row in rows]).numbers,
+            samples=SampleTable.of([row.sample.as_remote(shares.here) for row in rows]).numbers,
         )
 
 

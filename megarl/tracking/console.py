@@ -120,7 +120,8 @@ class Console:
         """Show the samples of the last validation next to those of the first, the greatest changes first."""
         if not self._samples:
             return
-        (first, before), (last, now) = self._samples[0], self._samples[-1]
+        first, before = self._samples[0]
+        last, now = self._samples[-1]
         changes = pairs(before, now) if last > first else []
         changes.sort(key=lambda pair: -abs(pair.change))
         if changes:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 GROUP = "megarl.trackers"
 """The entry points of packages that offer a tracker: a name for `trainer.logger`, and a class or function that takes a
 `TrackedRun` and its `Jsonl` and returns a `Tracker`."""
-FILES, CONSOLE = "jsonl", "console"
+FILES = "jsonl"
+CONSOLE = "console"
 """The names of the files, which every run has, and of the console, which only the loop's process has."""
 BUILT_IN: Mapping[str, EntryPoint] = {
     name: EntryPoint(name, place, GROUP)

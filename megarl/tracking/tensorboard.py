@@ -31,7 +31,8 @@ class TensorBoard:
 
     def __init__(self, run: TrackedRun, records: Jsonl) -> None:
         del records  # its own files have all that it was given
-        directory, resume_step = run.run_dir / DIRECTORY, run.resume_step
+        directory = run.run_dir / DIRECTORY
+        resume_step = run.resume_step
         if resume_step is None and directory.exists():
             shutil.rmtree(directory)
         last = _last_step(directory)

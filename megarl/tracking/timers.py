@@ -14,6 +14,7 @@ class Timers:
     """The timers of one step: `with timers("gen"): ...`. The times of a phase that is entered twice are added."""
 
     def __init__(self) -> None:
+        self._start = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -37,3 +38,7 @@ class Timers:
     def seconds(self) -> dict[str, float]:
         """Return the seconds so far, as metrics: `timing_s/gen`, ..."""
         return {f"{TIMING}{phase}": seconds for phase, seconds in self._seconds.items()}
+
+    def elapsed(self) -> float:
+        """Return the seconds since the step began, in phases or between them."""
+        return time.perf_counter() - self._start

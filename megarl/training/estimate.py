@@ -222,7 +222,8 @@ def _row_by_row(
         found = estimator(**dict(zip(columns, rows, strict=True)), **numbers)
         laid_out = found if isinstance(found, tuple) else (found,)
         made = made or [torch.empty(len(share.mask)) for _ in laid_out]
-        start, end = end, end + len(parts[0])
+        start = end
+        end = end + len(parts[0])
         for column, each in zip(made, laid_out, strict=True):
             flat(each, counts, out=column[start:end])
     return made
@@ -269,7 +270,8 @@ def _correction(
         [ratio] = _row_by_row(partial(ratios, level=section.rollout_is), share, columns)
         weights = truncated_weights(ratio, mask, threshold=section.largest_weight)
         if section.rollout_is_threshold_lower is not None:
-            smallest, largest = section.rollout_is_threshold_lower, section.largest_weight
+            smallest = section.rollout_is_threshold_lower
+            largest = section.largest_weight
             weights = masked(weights, accepted(ratio, mask, lower=smallest, upper=largest))
         truncated = (ratio > section.largest_weight).to(torch.float32)
         metrics["rollout_corr/rollout_is_mean"] = mean(samples, weights)
@@ -298,7 +300,8 @@ def mismatch_metrics(samples: Sharded[Rewarded], old_log_probs: Tensor) -> Metri
     share = samples.share
     if share.rollout_log_probs is None:
         return {}
-    counts, moments = list[Tensor](), list[Tensor]()
+    counts = list[Tensor]()
+    moments = list[Tensor]()
     sums = defaultdict[str, list[Tensor]](list)
     for of_block, (mine, drawn) in share.learnt_blocks(old_log_probs, share.rollout_log_probs):
         counts.append(of_block)

@@ -142,17 +142,14 @@ def require_version(samples: Sharded[R], *, step: int, max_staleness: int = 0) -
     versions = share.weight_versions
     if versions is None:
         return samples
-
-    def is_wrong(mask: Tensor, versions: Tensor) -> Tensor:
-        if not len(versions) or (versions.max() <= step and versions.min() >= step - max_staleness):
-            return torch.zeros_like(mask)
-        return mask & ((versions > step) | (versions < step - max_staleness))
-
-    columns = (share.mask, versions)
-    wrong = share.sums(*columns, of=is_wrong) > 0
-    if int(samples.sum(wrong)):
-        wrong_samples = samples.marked(wrong)
-        found = together(lambda: versions[is_wrong(*columns)].unique().tolist())
+    oldest = step - max_staleness
+    wrong = torch.zeros_like(share.mask)
+    if len(versions) and (versions.max() > step or versions.min() < oldest):
+        wrong = share.mask & ((versions > step) | (versions < oldest))
+    has_wrong = share.sums(wrong) > 0
+    if int(samples.sum(has_wrong)):
+        wrong_samples = samples.marked(has_wrong)
+        found = together(lambda: versions[wrong].unique().tolist())
         raise MismatchError(
             f"the trainer has the weights after {step} finished steps, but the engine drew "
             f"{_rows(samples.index, wrong_samples)} with those after "
@@ -199,11 +196,13 @@ def _mismatches(share: Rollouts, log_probs: Tensor, sampled: Tensor) -> tuple[Te
     The numbers of a sample are those of `_means`, how many of its tokens have a mismatch, and the sum of these.
     """
     assert share.rollout_log_probs is not None
-    of_tokens, of_samples = [], []
+    of_tokens = []
+    of_samples = []
     for samples, columns in share.blocks(log_probs, share.rollout_log_probs, sampled):
         num_tokens = share.num_tokens[samples]
         mismatch, comparable = token_mismatch(*columns)
-        counts, totals = sample_sums(comparable, num_tokens), sample_sums(mismatch, num_tokens)
+        counts = sample_sums(comparable, num_tokens)
+        totals = sample_sums(mismatch, num_tokens)
         of_tokens.append(mismatch)
         of_samples.append(torch.stack([_means(mismatch, counts, totals, num_tokens), counts, totals], dim=-1))
     return torch.cat(of_tokens), torch.cat(of_samples)

@@ -5,9 +5,8 @@ and which engine generated a sample.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -18,8 +17,9 @@ from megarl.batch import Experience, Rewarded
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
 from megarl.distributed.sharded import Sharded
+from megarl.distributed.signals import Stopped
 from megarl.samples.in_flight import NOTHING, InFlight
-from megarl.tracking.names import validation_of
+from megarl.tracking.names import STEP_SECONDS, validation_of
 from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
 from megarl.training.collect import SampleSource
@@ -28,11 +28,12 @@ from megarl.training.estimate import estimate, mismatch_metrics
 from megarl.training.gate import Gate, require_version
 from megarl.training.interfaces import Checkpoints, Critic, Metrics, Policy, Reference
 from megarl.training.statistics import mean
-from megarl.training.steps import Schedule, run_steps
+from megarl.training.steps import Schedule, begin_step, end_step
 from megarl.training.validation import Validation
 from megarl.training.work import Work
 
 KL = FixedKL | AdaptiveKL
+T = TypeVar("T", PolicyOutputs, "RefAndValues")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +99,6 @@ class RefAndValues:
     ref_log_probs: Tensor | None  # [n] float32; None: there is no reference
     values: Tensor | None  # [n] float32; None: there is no critic
 
-    def of(self, samples: Sharded[Rewarded], rows: Tensor) -> "RefAndValues":
-        """Return the outputs on the samples at `rows`, int64 `[k]`."""
-
-        def chosen(column: Tensor | None) -> Tensor | None:
-            return None if column is None else samples.tokens_of(rows, column)
-
-        return RefAndValues(ref_log_probs=chosen(self.ref_log_probs), values=chosen(self.values))
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
@@ -117,47 +110,46 @@ class StepBatch:
 
 
 def train(job: Job, progress: Progress) -> None:
-    """Run the steps of the schedule, starting from `progress`. Raises what `run_steps` does."""
+    """Run the steps of the schedule, starting from `progress`.
 
-    def step(number: int, timers: Timers) -> Metrics:
-        nonlocal progress
-        metrics, progress = take_step(job, progress, timers, step=number)
-        return metrics
-
-    def validate(finished: int) -> Metrics:
-        nonlocal progress
-        assert job.validation, "there is nothing to validate on"
-        scores, progress = score_actor(job.validation, progress, step=finished)
-        return scores
-
-    def validate_in_step(finished: int, timers: Timers) -> Metrics:
-        with timers("testing"):
-            return validate(finished)
-
-    def throughput(metrics: Metrics, seconds: float) -> Metrics:
-        per_rank = metrics["perf/total_num_tokens"] / seconds / job.num_ranks
-        utilization = job.work.utilization(metrics["perf/tflop"], seconds)
-        return {"perf/throughput": per_rank} | utilization
-
-    def is_best(finished: int) -> bool:
-        return progress.best is not None and progress.best.step == finished
-
+    Raises:
+        Stopped: the job received a signal to end. The last finished step is saved, whatever the schedule says.
+    """
     schedule = job.schedule
-    if job.validation and schedule.validate_first:
-        job.tracker.log(validate(schedule.first_step), step=schedule.first_step)
-    run_steps(
-        schedule,
-        step=step,
-        validate=validate_in_step if job.validation else None,
-        state=lambda finished, metrics: progress.state(finished, metrics),
-        tracker=job.tracker,
-        checkpoints=job.checkpoints,
-        is_best=is_best,
-        summarize=throughput,
-    )
+    validation = job.validation
+    if validation and schedule.validate_first:
+        scores, progress = validate_actor(validation, progress, step=schedule.first_step)
+        job.tracker.log(scores, step=schedule.first_step)
+    for number in schedule.numbers:
+        timers = begin_step(number)
+        finished = number + 1
+        with schedule.traced(finished):
+            metrics, progress = take_step(job, progress, timers, step=number)
+        if validation and schedule.validates(finished):
+            with timers("testing"):
+                scores, progress = validate_actor(validation, progress, step=finished)
+            metrics |= scores
+        is_stopping = schedule.stops(finished)
+        is_best = progress.best is not None and progress.best.step == finished
+        if is_stopping or schedule.saves(finished, is_best=is_best):
+            with timers("save_checkpoint"):
+                job.checkpoints.save(progress.state(finished, metrics))
+        metrics = metrics | end_step(timers, job.checkpoints)
+        job.tracker.log(metrics | throughput(job, metrics), step=finished)
+        if is_stopping:
+            job.checkpoints.close()
+            raise Stopped(finished)
+    job.checkpoints.close()
 
 
-def score_actor(validation: Validation, progress: Progress, *, step: int) -> tuple[Metrics, Progress]:
+def throughput(job: Job, metrics: Metrics) -> Metrics:
+    """Return the tokens a second and rank of a step, and how far it uses the devices, from its other metrics."""
+    seconds = metrics[STEP_SECONDS]
+    per_rank = metrics["perf/total_num_tokens"] / seconds / job.num_ranks
+    return {"perf/throughput": per_rank} | job.work.utilization(metrics["perf/tflop"], seconds)
+
+
+def validate_actor(validation: Validation, progress: Progress, *, step: int) -> tuple[Metrics, Progress]:
     """Validate the actor. Return the scores, the best so far among them, and the progress that remembers the best."""
     metrics = validation.run(step=step)
     best = Best(fmean(validation_of(metrics).values()), step).or_better(progress.best)
@@ -179,7 +171,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
     gradient = None
     metrics = Metrics()
     if learns and job.fused_old_log_probs:
-        others = infer_frozen(job, samples, timers)
+        others = infer_ref_and_values(job, samples, timers)
         batch = compute_advantages(job, samples, baselines, None, others, progress.kl, timers)
         with timers("update_actor"):
             gradient = job.actor.forward_backward(batch.experience, step=step)
@@ -187,12 +179,12 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
         if checked.rows is not None:
             gradient.discard()
             gradient = None
-            others = others.of(samples, checked.rows)
+            others = on_rows(others, samples, checked.rows)
     else:
         with timers("old_log_prob"):
             outputs, samples = job.actor.infer_first(samples)
         checked = check_against_engine(job, samples, outputs, progress.mismatches, step=step)
-        others = infer_frozen(job, checked.kept, timers)
+        others = infer_ref_and_values(job, checked.kept, timers)
     if gradient is None:
         if baselines is not None and checked.rows is not None:
             baselines = baselines[checked.rows]
@@ -229,14 +221,20 @@ def check_against_engine(
         passed = job.gate.check(samples, outputs.log_probs, mismatches, step=step)
         rows = passed.rows
         if rows is not None:
-            outputs = outputs.map(partial(samples.tokens_of, rows))
+            outputs = on_rows(outputs, samples, rows)
             samples = samples.select(rows)
         metrics = metrics | passed.metrics
         mismatches = passed.healthy
     return CheckedSamples(rows=rows, kept=samples, outputs=outputs, mismatches=mismatches, metrics=metrics)
 
 
-def infer_frozen(job: Job, samples: Sharded[Rewarded], timers: Timers) -> RefAndValues:
+def on_rows(outputs: T, samples: Sharded[Rewarded], rows: Tensor) -> T:
+    """Return a model's outputs on the samples at `rows`, int64 `[k]`, given those on all `samples`."""
+    columns = {name: column for name, column in vars(outputs).items() if column is not None}
+    return replace(outputs, **{name: samples.tokens_of(rows, column) for name, column in columns.items()})
+
+
+def infer_ref_and_values(job: Job, samples: Sharded[Rewarded], timers: Timers) -> RefAndValues:
     """Run the samples through the reference and the critic, if the job has them."""
     with timers("ref"):
         ref_log_probs = job.reference.infer(samples).log_probs if job.reference else None

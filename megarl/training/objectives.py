@@ -56,18 +56,17 @@ class ActorObjective:
         section = self.section
         mean = partial(_mean, micro=micro, totals=totals, mode=section.loss_agg_mode, horizon=self.horizon)
         pg = policy_loss(outputs, micro, section, self.custom)
-        loss = pg_loss = mean(pg.sums)
+        loss = mean(pg.sums)
         metrics = {
-            "actor/pg_loss": pg_loss,
+            "actor/pg_loss": loss,
             "actor/pg_clipfrac": pg.clip_frac / totals.num_tokens,
             "actor/pg_clipfrac_lower": pg.clip_frac_lower / totals.num_tokens,
             "actor/ppo_kl": pg.ppo_kl / totals.num_tokens,
         }
         if self.needs_entropy:
             assert outputs.entropy is not None, "outputs without entropies"
-            metrics["actor/entropy_loss"] = entropy_mean = mean(
-                entropy(micro.rows(outputs.entropy), micro.rows(micro.mask))
-            )
+            entropy_mean = mean(entropy(micro.rows(outputs.entropy), micro.rows(micro.mask)))
+            metrics["actor/entropy_loss"] = entropy_mean
             loss = loss - section.entropy_coeff * entropy_mean
         if section.use_kl_loss:
             divergence = token_divergence(
@@ -78,7 +77,8 @@ class ActorObjective:
                 micro.mask,
                 k3_bound=section.kl_loss_k3_bound,
             )
-            metrics["actor/kl_loss"] = kl_loss = mean(micro.rows(divergence).sum(-1))
+            kl_loss = mean(micro.rows(divergence).sum(-1))
+            metrics["actor/kl_loss"] = kl_loss
             loss = loss + section.kl_loss_coef * kl_loss
         return loss, {name: value.detach() for name, value in metrics.items()}
 
@@ -144,7 +144,8 @@ class PreferenceObjective:
 
     def __call__(self, values: Tensor, micro: Preferences, totals: Totals) -> Contribution:
         """Return loss and metrics of the scores `values` of the pairs in `micro`; a sequence has one token."""
-        (chosen, rejected), num_pairs = values.view(-1, 2).unbind(-1), totals.num_sequences / 2
+        chosen, rejected = values.view(-1, 2).unbind(-1)
+        num_pairs = totals.num_sequences / 2
         loss = bradley_terry(chosen, rejected, micro.margins.flatten()[::2]).sum() / num_pairs
         margins = (chosen - rejected).detach()
         metrics = {

@@ -114,12 +114,10 @@ def _draw(session: Session, groups: Sequence[Group], partial: Partial, *, step: 
     late = {number for number, group in enumerate(groups) if step - group.started >= partial.section.max_staleness}
     session.add({number: group for number, group in enumerate(groups) if number not in complete})
     num_exchanges = 0
-
-    def may_end() -> bool:
+    while session.num_open:
         is_enough = partial.may_end(num_complete=len(complete), num_exchanges=num_exchanges)
-        return is_enough and late <= complete.keys()
-
-    while session.num_open and not may_end():
+        if is_enough and late <= complete.keys():
+            break
         complete |= session.advance()
         num_exchanges += 1
     everything = complete | session.stop()

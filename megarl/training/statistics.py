@@ -88,7 +88,8 @@ def joined(samples: Sharded[Rollouts], counts: Tensor, moments: Tensor) -> list[
     """
     if not counts.all():
         has_tokens = counts > 0
-        counts, moments = counts[has_tokens], moments[has_tokens]
+        counts = counts[has_tokens]
+        moments = moments[has_tokens]
     totals, squares, highest, lowest = moments.unbind(-1)
     counts = counts[:, None].double()
     *of_columns, total = samples.sum(torch.cat([totals, counts], dim=-1)).tolist()
@@ -108,7 +109,8 @@ def summary_of_samples(samples: Sharded[Rollouts], numbers: Tensor) -> Summary:
 
     Collective.
     """
-    numbers, counts = numbers.double(), samples.share.num_learnt()
+    numbers = numbers.double()
+    counts = samples.share.num_learnt()
     moments = torch.stack([counts * numbers, torch.zeros_like(numbers), numbers, numbers], dim=-1)
     [summary] = joined(samples, counts, moments[:, None])
     return summary
@@ -139,7 +141,8 @@ def mean(samples: Sharded[Rollouts], column: Tensor) -> float:
 
 def mean_of_samples(samples: Sharded[Rollouts], column: Tensor) -> float:
     """Return the mean over the samples of their means over the tokens of the policy; 0 without any. Collective."""
-    share, counts = samples.share, samples.share.num_learnt()
+    share = samples.share
+    counts = samples.share.num_learnt()
     means = share.sums(on_learnt(share, column)) / counts.clamp(min=1)
     total, number = samples.sum(torch.stack([means, (counts > 0).double()], dim=-1)).tolist()
     return total / max(number, 1.0)

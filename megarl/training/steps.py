@@ -1,27 +1,20 @@
 """The frame of every training run, from rewards or from files: when a run validates, saves, logs and stops."""
 
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint.state import State
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import seconds_waited, waiting
-from megarl.distributed.signals import Stopped, stop_requested
+from megarl.distributed.signals import stop_requested
 from megarl.distributed.sums import exact_sums, extremes
 from megarl.platform.memory import peak_memory
 from megarl.tracking.names import STEP_SECONDS
 from megarl.tracking.profile import Traces
-from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Checkpoints, Metrics
-
-StepPart = Callable[[int, Timers], Metrics]
-"""Do a part of a step, given its number and timers. Return metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,68 +33,45 @@ class Schedule:
     validate_first: bool = False
     traces: Traces | None = None  # of chosen steps; None: no step is traced
 
-    def is_due(self, frequency: int, step: int) -> bool:
-        """Return True every `frequency` finished steps and after the last step."""
-        return frequency > 0 and (step % frequency == 0 or step == self.last_step)
+    @property
+    def numbers(self) -> range:
+        """The steps, numbered from 0."""
+        return range(self.first_step, self.last_step)
 
-    def saves(self, step: int, *, is_best: bool) -> bool:
-        """Return whether to save after `step` finished steps; `is_best`: its validation is the best so far."""
-        is_due = self.save_freq > 0 and step % self.save_freq == 0
-        return is_due or (self.save_last and step == self.last_step) or (self.save_best and is_best)
+    def traced(self, finished: int) -> AbstractContextManager[None]:
+        """Trace the block, after which so many steps are finished, if its step is to be traced."""
+        return self.traces.of_step(finished) if self.traces else nullcontext()
+
+    def validates(self, finished: int) -> bool:
+        """Return whether to validate after so many finished steps; after the last step too."""
+        return self.test_freq > 0 and (finished % self.test_freq == 0 or finished == self.last_step)
+
+    def saves(self, finished: int, *, is_best: bool = False) -> bool:
+        """Return whether to save after so many finished steps; `is_best`: their validation is the best so far."""
+        is_due = self.save_freq > 0 and finished % self.save_freq == 0
+        return is_due or (self.save_last and finished == self.last_step) or (self.save_best and is_best)
+
+    def stops(self, finished: int) -> bool:
+        """Return whether a signal ends the run after so many finished steps, before the last. Collective."""
+        return stop_requested() and finished < self.last_step
 
 
-def run_steps(
-    schedule: Schedule,
-    *,
-    step: StepPart,
-    validate: StepPart | None,
-    state: Callable[[int, Metrics], State],
-    tracker: Tracker,
-    checkpoints: Checkpoints,
-    is_best: Callable[[int], bool] = lambda finished: False,
-    summarize: Callable[[Metrics, float], Metrics] = lambda metrics, seconds: {},
-) -> None:
-    """Run the steps of the schedule.
+def begin_step(number: int) -> Timers:
+    """Begin a step, which is numbered from 0; return its timers."""
+    watchdog.note(step=number, phase="step")
+    return Timers()
 
-    Args:
-        schedule: the steps, and when to validate and save.
-        step: takes a step, numbered from 0.
-        validate: validates after so many finished steps; None if there is nothing to validate on.
-        state: returns the state to save, given the number of finished steps and the metrics so far.
-        tracker: receives the metrics of each step.
-        checkpoints: saves the state.
-        is_best: tells whether the validation after so many finished steps is the best so far.
-        summarize: computes further metrics from those of a step and its duration in seconds.
 
-    Raises:
-        Stopped: the job received a signal to end. The last finished step is saved, whatever the schedule says.
-    """
-    for number in range(schedule.first_step, schedule.last_step):
-        watchdog.note(step=number, phase="step")
-        timers = Timers()
-        start = time.perf_counter()
-        with schedule.traces.of_step(number + 1) if schedule.traces else nullcontext():
-            metrics = step(number, timers)
-            finished = number + 1
-        if validate and schedule.is_due(schedule.test_freq, finished):
-            metrics |= validate(finished, timers)
-        is_stopping = stop_requested() and finished < schedule.last_step
-        if is_stopping or schedule.saves(finished, is_best=is_best(finished)):
-            with timers("save_checkpoint"):
-                checkpoints.save(state(finished, metrics))
-        metrics |= checkpoints.advance()
-        seconds = time.perf_counter() - start
-        metrics = metrics | timers.seconds() | {STEP_SECONDS: seconds} | summarize(metrics, seconds) | _of_all_ranks()
-        tracker.log(metrics, step=finished)
-        if is_stopping:
-            checkpoints.close()
-            raise Stopped(finished)
-    checkpoints.close()
+def end_step(timers: Timers, checkpoints: Checkpoints) -> Metrics:
+    """Continue asynchronous saves. Return their metrics, the seconds of the step, and its memory. Collective."""
+    saved = checkpoints.advance()
+    return saved | timers.seconds() | {STEP_SECONDS: timers.elapsed()} | _of_all_ranks()
 
 
 def _of_all_ranks() -> Metrics:
     """Return the most memory of a rank, and the seconds that a rank has waited for slower ranks in the step."""
-    peaks, seconds = peak_memory(), seconds_waited()
+    peaks = peak_memory()
+    seconds = seconds_waited()
     with waiting():
         largest, _ = extremes(torch.tensor([[*peaks.values()]], dtype=torch.float64))
         total = exact_sums(torch.tensor([seconds], dtype=torch.float64))

@@ -14,15 +14,15 @@ from megarl.data.pairs import PairStream
 from megarl.data.preferences import PreferenceStream
 from megarl.data.stream import FileStream
 from megarl.distributed import watchdog
+from megarl.distributed.signals import Stopped
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
 from megarl.learner.terms import LossTerm, Objective
 from megarl.tracking.protocol import Tracker
-from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Checkpoints, Metrics
 from megarl.training.objectives import PreferenceObjective
 from megarl.training.skips import Skips
-from megarl.training.steps import Schedule, run_steps
+from megarl.training.steps import Schedule, begin_step, end_step
 from megarl.training.updates import update
 
 
@@ -47,29 +47,26 @@ def train(
     tracker: Tracker,
     checkpoints: Checkpoints,
 ) -> None:
-    """Run the steps of the schedule. Raises what `run_steps` does."""
-
-    def step(number: int, timers: Timers) -> Metrics:
-        with progress.within("step"):
+    """Run the steps of the schedule. Raises what `loop.train` does."""
+    for number in schedule.numbers:
+        timers = begin_step(number)
+        finished = number + 1
+        with schedule.traced(finished), progress.within("step"):
             batch = learner.spread(task.batches.take(number), num_together=task.budget.num_together)
             term = LossTerm(batch=batch, objective=task.objective)
-            return update(learner, [[term]], task.budget, skips=skips, step=number)
-
-    validate = task.validate
-
-    def held_out(finished: int, timers: Timers) -> Metrics:
-        assert validate, "there is nothing to validate on"
-        with timers("testing"):
-            return validate(learner)
-
-    run_steps(
-        schedule,
-        step=step,
-        validate=held_out if validate else None,
-        state=lambda finished, metrics: State(step=finished, metrics=metrics),
-        tracker=tracker,
-        checkpoints=checkpoints,
-    )
+            metrics = update(learner, [[term]], task.budget, skips=skips, step=number)
+        if task.validate and schedule.validates(finished):
+            with timers("testing"):
+                metrics |= task.validate(learner)
+        is_stopping = schedule.stops(finished)
+        if is_stopping or schedule.saves(finished):
+            with timers("save_checkpoint"):
+                checkpoints.save(State(step=finished, metrics=metrics))
+        tracker.log(metrics | end_step(timers, checkpoints), step=finished)
+        if is_stopping:
+            checkpoints.close()
+            raise Stopped(finished)
+    checkpoints.close()
 
 
 def mean_loss(learner: Learner, *, pairs: PairStream, budget: Budget) -> Metrics:

@@ -32,7 +32,8 @@ class Work:
 
         Collective.
         """
-        lengths, outputs = samples.share.lengths(), samples.share.num_learnt()
+        lengths = samples.share.lengths()
+        outputs = samples.share.num_learnt()
 
         def forward(models: PerDataSource[Architecture]) -> int:
             num_flops = 0

@@ -12,16 +12,14 @@ from megarl.models.linear import PREFIX
 from megarl.platform.files import replacing
 from megarl.reshard.files import ShardWriter
 from megarl.reshard.headers import SINGLE
-from megarl.reshard.layout import Piece, row_major, whole
+from megarl.reshard.layout import Piece
 
 LOGIT_STD = 3.0  # some tokens and some experts are far likelier than others, as in a trained model
 
 
 def write_random_weights(architecture: Architecture, directory: Path, *, dtype: torch.dtype) -> None:
     """Write `model.safetensors` with random weights, the same every time. Only one parameter is in memory at a time."""
-    pieces = [
-        Piece(name, whole(shape), name, 0, row_major(shape), dtype) for name, shape in hf_shapes(architecture).items()
-    ]
+    pieces = [Piece.complete(name, shape, dtype) for name, shape in hf_shapes(architecture).items()]
     choosing = [architecture.embedding_name, architecture.head_name]
     if architecture.experts:
         choosing.append(architecture.traits.parameter_name(f".{architecture.expert_names.block}.gate.weight"))

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import Rollouts
 from megarl.config.root import VerifyConfig
-from megarl.distributed.exchange import together, wait_for_all
+from megarl.distributed.exchange import on_first_rank, together, wait_for_all
 from megarl.distributed.launch import Launch
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
@@ -31,7 +30,7 @@ from megarl.models.source import Source
 from megarl.reshard.executor import Destination, Reshard, SyncReport
 from megarl.reshard.files import CheckpointFiles, export
 from megarl.reshard.headers import Shape, has_weights
-from megarl.reshard.layout import Box, Piece, row_major, whole
+from megarl.reshard.layout import Box, Piece, row_major
 from megarl.reshard.plan import RankPlan
 from megarl.reshard.planner import lower_bound
 from megarl.rollout.engine import RolloutEngine
@@ -259,10 +258,14 @@ class VerifySetup:
             shapes: Mapping[str, Shape]
             if learner.lora:
                 shapes = adapter_shapes(learner.architecture, learner.lora)
-                layout, tensors, shift = adapter_layout(learner.modules), adapter_weights(learner.modules), 0.05
+                layout = adapter_layout(learner.modules)
+                tensors = adapter_weights(learner.modules)
+                shift = 0.05
             else:
                 shapes = hf_shapes(learner.architecture)
-                layout, tensors, shift = learner.layout(), weights(learner.modules), 0.001
+                layout = learner.layout()
+                tensors = weights(learner.modules)
+                shift = 0.001
             for piece in layout:
                 for part in _slabs(piece):
                     view = part.view(tensors[part.param])
@@ -298,21 +301,19 @@ def source_or_random(source: Source, scratch: Path, *, dtype: torch.dtype) -> So
     """Return the source itself, or a source of random weights in `scratch` if it has no weights. Collective."""
     if has_weights(source.directory):
         return source
+    directory = scratch / "random"
+    on_first_rank(lambda: _write_random_model(source, directory, dtype))
+    return replace(source, directory=directory, overrides={})  # config.json contains the overrides
+
+
+def _write_random_model(source: Source, directory: Path, dtype: torch.dtype) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    directory = scratch / "random"
-
-    def write() -> None:
-        if dist.get_rank() == 0:
-            directory.mkdir()
-            write_random_weights(source.architecture, directory, dtype=dtype)
-            (directory / "config.json").write_text(
-                json.dumps({"architectures": [causal_lm], **source.hf_config}), encoding="utf-8"
-            )
-
+    directory.mkdir()
+    write_random_weights(source.architecture, directory, dtype=dtype)
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[source.architecture.family]  # without this name vLLM guesses
-    together(write)
-    return replace(source, directory=directory, overrides={})  # config.json contains the overrides
+    config = {"architectures": [causal_lm], **source.hf_config}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def _difference(one: Tensor, other: Tensor, mask: Tensor) -> Deviation:
@@ -323,7 +324,7 @@ def _difference(one: Tensor, other: Tensor, mask: Tensor) -> Deviation:
 
 def _read(files: CheckpointFiles, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
     tensor = torch.empty(shape, dtype=dtype)
-    files.load([Piece(name, whole(shape), name, 0, row_major(shape), dtype)], {name: tensor}, shapes={name: shape})
+    files.load([Piece.complete(name, shape, dtype)], {name: tensor}, shapes={name: shape})
     return tensor
 
 

@@ -11,10 +11,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from megarl.models.experts import Experts
 from megarl.reshard.checksums import SyncError
-from megarl.reshard.executor import Reshard, TensorDestination
+from megarl.reshard.executor import Reshard
 from megarl.reshard.layout import Piece, row_major, whole
 from megarl.reshard.planner import plan_between
-from tests.support.layouts import architecture, blank, engine_layouts, filled, index_valued, trainer_layouts
+from tests.support.layouts import (
+    TensorDestination,
+    architecture,
+    blank,
+    engine_layouts,
+    filled,
+    index_valued,
+    trainer_layouts,
+)
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.ranks

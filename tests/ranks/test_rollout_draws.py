@@ -83,7 +83,7 @@ def to_go(num_tokens: int, *, index: int, here: int) -> Group:
         complete=False,
     )
     samples = [replace(drawn, sample=sample.sample) for sample in group.samples]
-    return replace(group, samples=tuple(each if here == 1 else each.seen_from_afar(1) for each in samples))
+    return replace(group, samples=tuple(each if here == 1 else each.as_remote(1) for each in samples))
 
 
 def test_idle_replica_takes_groups_from_another(pool: RankPool, checkpoints: list[Path]) -> None:
@@ -110,5 +110,5 @@ def replica_of(number: int, found: list[dict[int, Group]]) -> int:
         for replica, groups in enumerate(found)
         if all(isinstance(sample, Generation) for sample in groups[number].samples)
     ]
-    assert found[1 - replica][number].samples == tuple(sample.seen_from_afar(replica) for sample in samples)
+    assert found[1 - replica][number].samples == tuple(sample.as_remote(replica) for sample in samples)
     return replica

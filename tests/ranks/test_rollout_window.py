@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megarl.batch import Elsewhere, Generation, float32, int32
+from megarl.batch import Generation, RemoteSample, float32, int32
 from megarl.rollout.window import Window, exchange
 from tests.support.ranks import RankPool
 from tests.support.windows import each_window
@@ -36,9 +36,9 @@ def test_replicas_know_samples_without_their_tokens(pool: RankPool, tp_size: int
             if replica == rank // tp_size:
                 assert window == told
                 continue
-            samples = [sample.seen_from_afar(replica) for sample in told.finished]
+            samples = [sample.as_remote(replica) for sample in told.finished]
             assert list(window.finished) == samples
-            assert all(isinstance(sample, Elsewhere) or sample == EMPTY for sample in samples)
+            assert all(isinstance(sample, RemoteSample) or sample == EMPTY for sample in samples)
             assert window.counts() == told.counts()
             assert list(window.waiting) == list(told.waiting)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.batch import Elsewhere, Generation, Group, Prompt, float32, int32
+from megarl.batch import Generation, Group, Prompt, RemoteSample, float32, int32
 from megarl.distributed.sharded import Shares
 from megarl.samples.in_flight import InFlight
 from tests.support.ranks import RankPool
@@ -38,9 +38,9 @@ def sample(row: int, number: int) -> Generation:
 def groups_of(replica: int, num_replicas: int) -> tuple[Group, ...]:
     """Return all groups as a replica knows them: in turn, samples have their tokens there."""
 
-    def known(row: int, number: int) -> Generation | Elsewhere:
+    def known(row: int, number: int) -> Generation | RemoteSample:
         whole, owner = sample(row, number), (row + number) % num_replicas
-        return whole if owner == replica else whole.seen_from_afar(owner)  # type: ignore[return-value]
+        return whole if owner == replica else whole.as_remote(owner)  # type: ignore[return-value]
 
     samples = [tuple(known(row, number) for number in range(NUM_SAMPLES)) for row in range(NUM_GROUPS)]
     return tuple(Group(prompt=prompt(row), samples=of_row, started=3) for row, of_row in enumerate(samples))
@@ -81,7 +81,7 @@ def test_ranks_know_all_groups(pool: RankPool, tmp_path: Path, num_writers: int,
             for number, found in enumerate(group.samples):
                 whole = sample(row, number)
                 owner = (row + number) % num_writers % num_replicas
-                assert found == (whole if owner == here else whole.seen_from_afar(owner)), f"rank {rank}, {row}"
+                assert found == (whole if owner == here else whole.as_remote(owner)), f"rank {rank}, {row}"
                 if isinstance(found, Generation) and found.routes is not None:
                     torch.testing.assert_close(found.routes, whole.routes)
         assert len(groups) == NUM_GROUPS

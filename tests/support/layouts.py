@@ -1,14 +1,36 @@
 """Layouts of a model as a trainer and an engine hold it, index-valued tensors, and plain slicing."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megarl.models.architecture import Architecture, hf_shapes
 from megarl.models.engine import engine_layout
 from megarl.models.grid import Grid
 from megarl.models.trainer import trainer_layout
 from megarl.reshard.layout import Box, Layout
+
+
+@dataclass(frozen=True)
+class TensorDestination:
+    """A destination with ready local tensors."""
+
+    pieces: Layout
+    tensors: Mapping[str, Tensor]
+
+    def layout(self) -> Layout:
+        """Return the pieces."""
+        return self.pieces
+
+    def open(self, param: str) -> Tensor:
+        """Return the tensor itself."""
+        return self.tensors[param]
+
+    def close(self, param: str) -> None:
+        """Do nothing."""
 
 
 def architecture(**sizes) -> Architecture:

@@ -48,7 +48,7 @@ def merged(found: Sequence[dict[int, Group]]) -> dict[int, Group]:
 
 def _merged(sample: Sequence[Sample]) -> Generation:
     [(home, own)] = [(replica, each) for replica, each in enumerate(sample) if isinstance(each, Generation)]
-    assert all(each == own.seen_from_afar(home) for replica, each in enumerate(sample) if replica != home)
+    assert all(each == own.as_remote(home) for replica, each in enumerate(sample) if replica != home)
     return own
 
 

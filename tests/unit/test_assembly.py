@@ -12,9 +12,9 @@ from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.assembly.models import reads_everywhere, replays_of_frozen
 from megarl.assembly.next_steps import next_steps
-from megarl.assembly.records import console_tracker, run_tracker
+from megarl.assembly.records import console_tracker, make_schedule, run_tracker
 from megarl.assembly.resume import ResumePoint
-from megarl.assembly.run import make_kl_controller, make_schedule, make_work
+from megarl.assembly.run import make_kl_controller, make_work
 from megarl.checkpoint.state import State
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import COMMANDS

@@ -186,11 +186,10 @@ def test_faults_are_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_long_curve_is_thinned_to_means_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.report.charts.MOST_POINTS", 2)
-    assert thin([(1, 1.0), (2, 3.0), (3, 5.0)]) == [(2, 2.0), (3, 5.0)]
-    assert thin([(1, 1.0)]) == [(1, 1.0)]
-    assert thin([]) == []
+def test_long_curve_is_thinned_to_means_of_neighbours() -> None:
+    assert thin([(1, 1.0), (2, 3.0), (3, 5.0)], 2) == [(2, 2.0), (3, 5.0)]
+    assert thin([(1, 1.0)], 2) == [(1, 1.0)]
+    assert thin([], 2) == []
     assert running_mean([(1, 1.0), (2, 2.0)]) == [(1, 1.0), (2, pytest.approx(1.2))]
 
 

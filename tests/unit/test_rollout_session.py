@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.batch import Elsewhere, Generation, Group, Sample, float32, int32
+from megarl.batch import Generation, Group, RemoteSample, Sample, float32, int32
 from megarl.rollout.session import WINDOW, SamplingSession
 from tests.support.replicas import Engine, Environment, Queue, Replicas, TurnQueue, group, merged
 
@@ -210,8 +210,8 @@ def test_replica_has_tokens_of_its_own_samples_alone() -> None:
     assert isinstance(first, Generation) and isinstance(second, Generation)
     assert (first.token_ids, second.token_ids) == (int32([1] * 4), int32([1] * 5))
     known = {"num_turns": 0, "has_log_probs": True, "truncated": False, "complete": True}
-    assert far_first == Elsewhere(0, 0, replica=0, num_tokens=4, num_learnt=4, **known)
-    assert far_second == Elsewhere(1, 0, replica=1, num_tokens=5, num_learnt=5, **known)
+    assert far_first == RemoteSample(0, 0, replica=0, num_tokens=4, num_learnt=4, **known)
+    assert far_second == RemoteSample(1, 0, replica=1, num_tokens=5, num_learnt=5, **known)
 
 
 def test_group_with_tokens_stays_with_its_replica() -> None:
@@ -222,7 +222,7 @@ def test_group_with_tokens_stays_with_its_replica() -> None:
         [sample] = group(row).samples
         assert isinstance(sample, Generation)
         sample = replace(sample, token_ids=int32([1] * 5), log_probs=float32([-1.0] * 5))
-        return replace(group(row), samples=(sample if engine.replica == 1 else sample.seen_from_afar(1),))
+        return replace(group(row), samples=(sample if engine.replica == 1 else sample.as_remote(1),))
 
     def work(engine: Engine) -> dict[int, Group]:
         session = SamplingSession(engine, queues[engine.replica], num_slots=64)  # type: ignore[arg-type]
@@ -233,4 +233,4 @@ def test_group_with_tokens_stays_with_its_replica() -> None:
         found = list(pool.map(work, Replicas(2).engines))
     assert [queue.rows for queue in queues] == [[4, 5], [30, 31]]
     assert [each.num_tokens for number in range(4) for each in merged(found)[number].samples] == [4, 30, 5, 31]
-    assert isinstance(found[0][1].samples[0], Elsewhere)
+    assert isinstance(found[0][1].samples[0], RemoteSample)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.batch import Elsewhere, Generation, Group, Prompt, Sample, float32, int32
+from megarl.batch import Generation, Group, Prompt, RemoteSample, Sample, float32, int32
 from megarl.distributed.evenly import deal
 from megarl.distributed.sharded import Shares
 from megarl.rollout.open_groups import OpenGroups
@@ -37,7 +37,7 @@ def samples(draw: Any, group: int, number: int, *, complete: bool = True) -> Sam
     own = Generation(group, tokens, float32([-1.0] * length), truncated=ends, sample=number, complete=is_complete)
     own = replace(own, weight_versions=int32([group] * length))
     replica = draw(st.integers(0, REPLICAS - 1))
-    return own if replica == HERE else own.seen_from_afar(replica)
+    return own if replica == HERE else own.as_remote(replica)
 
 
 @st.composite
@@ -112,7 +112,7 @@ def test_windows_reach_groups_as_objects_do(data: st.DataObject) -> None:
                 if known.complete or data.draw(st.booleans()):
                     continue
                 sample = data.draw(samples(number, known.sample, complete=False))
-                replica = sample.replica if isinstance(sample, Elsewhere) else HERE
+                replica = sample.replica if isinstance(sample, RemoteSample) else HERE
                 finished[replica].append(sample)
                 parts = twin[number].samples
                 twin[number] = replace(twin[number], samples=(*parts[:place], sample, *parts[place + 1 :]))

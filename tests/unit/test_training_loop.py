@@ -23,6 +23,7 @@ from megarl.models.architecture import read_architecture
 from megarl.rollout.limits import Limits
 from megarl.training.collect import Collector
 from megarl.training.gate import Gate, MismatchError
+from megarl.training.interfaces import Metrics
 from megarl.training.loop import Job, Progress, train
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
@@ -43,7 +44,7 @@ def run(
     diary = diary or Diary()
     world, records = changes.get("world", World)(diary), Records(diary)
     schedule = {"first_step": 0, "last_step": 3, "test_freq": -1, "save_freq": -1}
-    schedule |= {"save_best": False, "validate_first": False}
+    schedule |= {"save_best": False, "save_last": False, "validate_first": False}
     algorithm = changes.get("algorithm", AlgorithmSection(use_kl_in_reward=True))
     job = {
         "samples": Collector(prompts=world, sampler=world, scorer=world, algorithm=algorithm),
@@ -170,6 +171,32 @@ def test_checkpoint_has_metrics_of_step_and_best_validation() -> None:
 def test_first_of_equal_validations_is_saved_as_best() -> None:
     diary = run(last_step=5, test_freq=2, save_best=True)
     assert [state.best_step for state in diary.saved.values()] == list(diary.saved) == [2]
+
+
+class Graded:
+    """A validation with another score after each step."""
+
+    def run(self, *, step: int) -> Metrics:
+        return {"val/test_score/countdown": {1: 0.2, 2: 0.9, 3: 0.9, 4: 1.0, 5: 0.1}[step]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "saved"),
+    [
+        ({}, []),
+        ({"save_last": True}, [5]),
+        ({"save_freq": 3}, [3]),
+        ({"save_freq": 3, "save_last": True}, [3, 5]),
+        ({"save_best": True}, [1, 2, 4]),
+        ({"save_best": True, "test_freq": 3}, [3]),
+        ({"save_best": True, "test_freq": -1}, []),
+        ({"save_best": True, "save_freq": 2, "save_last": True}, [1, 2, 4, 5]),
+    ],
+    ids=str,
+)
+def test_the_steps_that_are_saved(changes: dict[str, Any], saved: list[int]) -> None:
+    diary = run(**{"last_step": 5, "test_freq": 1, "validation": Graded(), **changes})
+    assert diary.steps_of("save") == saved
 
 
 def test_resumed_run_continues_from_last_step() -> None:

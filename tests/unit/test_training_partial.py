@@ -255,7 +255,7 @@ def test_files_of_two_replicas_keep_every_group(tmp_path: Path) -> None:
     groups = (*carried_groups()[:2], Group.new(prompt(7), range(NUM_SAMPLES), started=1))
     for replica in range(2):
         seen = [
-            tuple(each if each.sample == replica else each.seen_from_afar(1 - replica) for each in group.samples)
+            tuple(each if each.sample == replica else each.as_remote(1 - replica) for each in group.samples)
             for group in groups
         ]
         known = tuple(replace(group, samples=samples) for group, samples in zip(groups, seen, strict=True))

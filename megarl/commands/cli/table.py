@@ -30,18 +30,17 @@ Without a launcher, the command starts trainer.n_gpus_per_node ranks on this hos
 joins the ranks of that launcher. `megarl config` explains every key."""
 
 
-def configuration(root: str, *, first: str = "CONFIG.yaml", required: bool = True) -> click.Argument:
+def configuration(root: str, *, first: str = "CONFIG.yaml") -> click.Argument:
     """Return the argument for YAML files and keys.
 
     Args:
         root: the command whose keys a shell completes.
         first: what the help names as the first argument.
-        required: whether there must be an argument.
     """
     return click.Argument(
         ["configuration"],
         nargs=-1,
-        required=required,
+        required=True,
         type=completion.ConfigurationKey(root),
         metavar=f"{first} [MORE.yaml] [a.b.c=value ...]",
     )

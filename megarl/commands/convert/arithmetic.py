@@ -3,6 +3,7 @@
 import operator
 import re
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 _TOKEN = re.compile(r"\w+|\*\*|\+\+|--|&&|\|\||[-+*/%]=|[<>=!]=|\S")
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -28,7 +29,8 @@ _TIGHTNESS = {
     **{"+": 7, "-": 7, "*": 8, "/": 8, "%": 8, "**": 9},
 }
 """Operator -> how tightly it binds."""
-_ASSIGNMENT, _UNARY = 1, 10
+_ASSIGNMENT = 1
+_UNARY = 10
 _COMPUTED: Mapping[str, Callable[[int, int], int]] = {
     ",": lambda left, right: right,
     "==": operator.eq,
@@ -46,14 +48,23 @@ _COMPUTED: Mapping[str, Callable[[int, int], int]] = {
 }
 
 
+class Variables(Protocol):
+    """The variables of a script."""
+
+    def plain(self, name: str) -> str:
+        """Return the text of a variable, a number or an expression; empty = 0."""
+
+    def set(self, name: str, text: str) -> None:
+        """Give a variable its text."""
+
+
 class _Expression:
     """Reads an expression token by token, and computes it. A branch that is not chosen is read without effect."""
 
-    def __init__(self, text: str, read: Callable[[str], str], write: Callable[[str, str], None]) -> None:
+    def __init__(self, text: str, variables: Variables) -> None:
         self.tokens = [*_TOKEN.findall(text), ""]
         self.index = 0
-        self.read = read
-        self.write = write
+        self.variables = variables
         self.is_chosen = True
 
     @property
@@ -123,7 +134,7 @@ class _Expression:
     def _variable(self, name: str) -> int:
         if not _NAME.fullmatch(name):
             raise ValueError
-        return evaluate(self.read(name), self.read, self.write) if self.is_chosen else 0
+        return evaluate(self.variables.plain(name), self.variables) if self.is_chosen else 0
 
     def _assign(self, name: str, sign: str, value: int) -> int:
         """Give a variable its value by `=`, or change it by `+=`, `++` and the like."""
@@ -132,17 +143,12 @@ class _Expression:
         if not _NAME.fullmatch(name):
             raise ValueError
         if self.is_chosen:
-            self.write(name, str(new))
+            self.variables.set(name, str(new))
         return new
 
 
-def evaluate(text: str, read: Callable[[str], str], write: Callable[[str, str], None]) -> int:
-    """Return the value of an expression.
-
-    Args:
-        text: the expression; without one the value is 0.
-        read: returns the text of a variable, which is a number or an expression; empty = 0.
-        write: gives a variable its text.
+def evaluate(text: str, variables: Variables) -> int:
+    """Return the value of an expression, which may change variables; 0 for an empty text.
 
     Raises:
         ValueError: it is no such expression, or its numbers are too large.
@@ -153,7 +159,7 @@ def evaluate(text: str, read: Callable[[str], str], write: Callable[[str, str], 
         raise ValueError
     if not text.strip():
         return 0
-    expression = _Expression(text, read, write)
+    expression = _Expression(text, variables)
     value = expression.value()
     if expression.next:
         raise ValueError

@@ -273,7 +273,10 @@ class Expander:
                 old, _, new = operand.partition("/")
                 side = old[:1] if old[:1] in ("#", "%") else ""
                 pattern = re.sub(r"\\[zZ]$", "", translate(self.text(old.removeprefix(side))))
-                pattern = rf"\A(?:{pattern})" if side == "#" else rf"(?:{pattern})\Z" if side else pattern
+                if side == "#":
+                    pattern = rf"\A(?:{pattern})"
+                elif side == "%":
+                    pattern = rf"(?:{pattern})\Z"
                 return re.sub(pattern, lambda _: self.text(new), text, count=0 if operation == "//" else 1)
             case _:
                 return _trim(text, operation, self.text(operand))
@@ -286,18 +289,25 @@ class Expander:
             count = int(self.arithmetic(length)) if length else len(items)
         except ValueError:
             return [UNKNOWN]
-        first = max(first + len(items), 0) if first < 0 else first
-        return list(items[first : first + count if count >= 0 else len(items) + count])
+        if first < 0:
+            first = max(first + len(items), 0)
+        end = first + count if count >= 0 else len(items) + count
+        return list(items[first:end])
 
     def arithmetic(self, expression: str) -> str:
         """Return the value of an expression of whole numbers; `UNKNOWN` if it is none."""
         try:
-            return str(evaluate(without_marks(self.text(expression)), self._read, self.variables.__setitem__))
+            return str(evaluate(without_marks(self.text(expression)), self))
         except (ValueError, ArithmeticError, RecursionError):
             return UNKNOWN
 
-    def _read(self, name: str) -> str:
+    def plain(self, name: str) -> str:
+        """Return the text of a parameter, which is empty if nothing sets it."""
         return without_marks(str(self._parameter(name)))
+
+    def set(self, name: str, text: str) -> None:
+        """Give a variable its text."""
+        self.variables[name] = text
 
 
 def braces(word: str) -> Iterator[str]:

@@ -164,7 +164,8 @@ class Flags:
     def divide(self, found: Converted, given: Mapping[str, Any]) -> Iterator[str]:
         """Add the quotients of flags, and yield these flags; counts that leave a rest remain to be decided."""
         for key, (flag, divisor) in self.quotients.items():
-            number, by = given.get(flag), given.get(divisor)
+            number = given.get(flag)
+            by = given.get(divisor)
             if not (_is_number(number) and _is_number(by) and by > 0):
                 continue
             are_counts = isinstance(number, int) and isinstance(by, int)
@@ -256,7 +257,8 @@ def _parsed(text: str) -> object:
 
 def pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield flags with their values: `true` for a flag without one and for other words, a list for several values."""
-    flag, values = "", list[str]()
+    flag = ""
+    values = list[str]()
     for word in (*words, "--"):
         key, is_given, value = word.partition("=")
         ends = word.startswith(("--", "~")) or (is_given and "." in key)
@@ -266,11 +268,13 @@ def pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         if flag:
             several = f"[{', '.join(values)}]" if values else "true"
             yield flag, values[0] if len(values) == 1 else several
-        flag, values = "", []
+        flag = ""
+        values = []
         if not word.startswith("--"):
             yield key.lstrip("+"), value if is_given else "true"
         elif word != "--":
-            flag, values = key[2:].replace("-", "_"), [value] if is_given else []
+            flag = key[2:].replace("-", "_")
+            values = [value] if is_given else []
 
 
 def words_of(tree: Mapping[str, object]) -> list[str]:

@@ -176,7 +176,8 @@ class Shell:
         """Return a further shell, which changes no variable of this one."""
         if self.calls > _MOST_CALLS:
             raise UserError("a shell of the script starts itself, or a command has its own output in it")
-        variables, functions = dict(self.variables), dict(self.functions)
+        variables = dict(self.variables)
+        functions = dict(self.functions)
         return replace(self, variables=variables, functions=functions, commands=[], calls=self.calls + 1, **changes)
 
     def _substitute(self, text: str) -> str:

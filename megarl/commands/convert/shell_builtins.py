@@ -42,7 +42,9 @@ def _numbers(words: Sequence[str]) -> str:
         return UNKNOWN
     first, *steps, last = map(int, words) if len(words) > 1 else (1, int(words[0]))
     step = steps[0] if steps else 1
-    found = range(first, last + (1 if step > 0 else -1), step) if step else range(0)
+    if not step:
+        return ""
+    found = range(first, last + (1 if step > 0 else -1), step)
     return "\n".join(map(str, found)) if len(found) <= _MOST_NUMBERS else UNKNOWN
 
 

@@ -33,10 +33,12 @@ def option(names: str, help: str | None = None, **keywords: Any) -> click.Option
 def single_values(params: Sequence[click.Parameter], words: Sequence[str]) -> Iterator[str]:
     """Yield the words with the name of an option of several values before each value."""
     names = {name for param in params if isinstance(param, Several) for name in param.opts}
-    option, is_first = "", False
+    option = ""
+    is_first = False
     for word in words:
         if word.startswith("--"):
-            option, is_first = word if word in names else "", True
+            option = word if word in names else ""
+            is_first = True
         elif option and not is_first:
             yield option
         else:

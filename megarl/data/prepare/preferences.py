@@ -125,7 +125,8 @@ def _transcripts(problem: DataRow) -> Pair | None:
     rejected = problem.get("rejected")
     if not isinstance(chosen, str) or not isinstance(rejected, str) or TURN not in chosen or TURN not in rejected:
         return None
-    (prompt, _, better), (other, _, worse) = chosen.rpartition(TURN), rejected.rpartition(TURN)
+    prompt, _, better = chosen.rpartition(TURN)
+    other, _, worse = rejected.rpartition(TURN)
     return (prompt + TURN, better, worse) if prompt == other else None
 
 
