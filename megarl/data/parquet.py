@@ -66,6 +66,13 @@ class OwnFile:
         start = max(wanted.start - first, 0)
         return table.slice(start, min(wanted.stop, last) - first - start)
 
+    def num_values(self, column: str) -> list[int]:
+        """Return the number of values in a column of lists, of each row group. No row is read."""
+        with _opened(self.path, self.what) as parquet:
+            groups = [parquet.metadata.row_group(number) for number in range(len(self.groups))]
+            chunks = [group.column(place) for group in groups for place in range(group.num_columns)]
+            return [chunk.num_values for chunk in chunks if chunk.path_in_schema.partition(".")[0] == column]
+
     def take(self, rows: npt.NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
         """Return the given rows, ascending, with some columns. The row groups are read one after the other."""
         tables = [self.schema.empty_table().select(columns)]

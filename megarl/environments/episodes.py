@@ -5,10 +5,11 @@ the session decides by counted engine steps. So what an episode reads, and when,
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain, count
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from megarl.sandbox.wire import pack
 
 MAX_REPLY_BYTES = 16 << 20
 """Most bytes of a prompt or an observation as the environment's process sends it: up to 7 for a character."""
+T = TypeVar("T")
 Key = tuple[int, int]
 """An episode of a session: the number of its prompt, and of the sample."""
 
@@ -258,7 +260,7 @@ class Episodes:
 
     def ask(self, prompt: Prompt, generation: Generation) -> None:
         """Ask about the last turn of an episode, on one rank. Never raises."""
-        key = (generation.prompt, generation.sample)
+        key = _key(generation)
         if prompt.fault:
             unbegun = self._asked[key] = Future[ScoringResult]()
             unbegun.set_result(ScoringResult(seconds=0.0, fault="error", detail=prompt.fault))
@@ -283,17 +285,50 @@ class Episodes:
 
         The ranks of a replica give the same episodes.
         """
-        keys = [(each.prompt, each.sample) for each in generation]
+        keys = [*map(_key, generation)]
         mine = {key: self._asked.pop(key) for key in keys if key in self._asked}
         num = sum_of_ranks(lambda: len(mine))
-        own = finish(mine, num, self._read)
-        answers = dict(chain.from_iterable(part.items() for part in together(lambda: own, group=self._group)))
+        answers = self._exchanged(finish(mine, num, self._read))
         assert len(answers) >= sum(not each.truncated for each in generation), "a turn that no rank has asked about"
         section = self._environments.section
         return [
-            proceed(each, answers.get((each.prompt, each.sample), Answer()), section, max_tokens=self._max_tokens)
-            for each in generation
+            proceed(each, answers.get(key, Answer()), section, max_tokens=self._max_tokens)
+            for key, each in zip(keys, generation, strict=True)
         ]
+
+    def with_texts(self, generation: Sequence[Generation]) -> list[Generation]:
+        """Return episodes that a later step continues, with the texts of their observations. Collective as `answer`.
+
+        Until then only the rank that asks about an episode has these texts. In a later step it may be another rank.
+        """
+        known = {_key(each): [turn.observation for turn in each.turns] for each in generation}
+        asked = {key: known[key] for key in known.keys() & self._playing.keys()}
+        texts = known | _joined(together(lambda: asked, group=self._group))
+        found = []
+        for each in generation:
+            turns = zip(each.turns, texts[_key(each)], strict=True)
+            found.append(replace(each, turns=tuple(replace(turn, observation=text) for turn, text in turns)))
+        return found
+
+    def _exchanged(self, own: dict[Key, Answer]) -> dict[Key, Answer]:
+        """Return the answers that the ranks of the replica have; those of other ranks without texts. Collective.
+
+        Every rank of the replica gives its engine the tokens of observations, which travel as int32 (D426).
+        """
+        told = {
+            key: replace(each, observation=TokensElsewhere(len(each.observation)), text=None)
+            for key, each in own.items()
+        }
+        answers = _joined(together(lambda: told, group=self._group))
+        counts = [len(each.observation) for each in answers.values()]
+        tokens = torch.zeros(sum(counts), dtype=torch.int32)
+        parts = dict(zip(answers, tokens.split(counts), strict=True))
+        for key, each in own.items():
+            parts[key].copy_(torch.tensor(each.observation))
+        if len(tokens):
+            all_reduce(tokens, group=self._group)  # one rank has the tokens of each observation, and the others zeros
+        found = {key: replace(each, observation=int32(parts[key].tolist())) for key, each in answers.items()}
+        return found | own
 
     def _begin(self, prompt: Prompt, generation: Generation, observations: Sequence[str]) -> _Episode:
         """Return an episode after its answered turns. An environment plays turns of earlier steps again.
@@ -327,6 +362,14 @@ class Episodes:
             detail = f"its observation has {len(tokens)} tokens, more than environment.max_observation_length={limit}"
             return _failed(StopReason.FAILED, detail)
         return Answer(reward=reward, observation=int32(tokens), text=result.pred)
+
+
+def _joined(parts: Iterable[Mapping[Key, T]]) -> dict[Key, T]:
+    return dict(chain.from_iterable(part.items() for part in parts))
+
+
+def _key(generation: Generation) -> Key:
+    return generation.prompt, generation.sample
 
 
 def _failed(reason: StopReason, detail: str) -> Answer:

@@ -33,7 +33,7 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.open_groups import OpenGroups
 from megarl.rollout.replica_queue import ReplicaQueue
 from megarl.rollout.table import ROW, GroupRows
-from megarl.rollout.window import Window, Windows
+from megarl.rollout.window import Window
 
 WINDOW = 16
 """Engine steps between two exchanges."""
@@ -106,9 +106,14 @@ class SamplingSession:
 
         Turns of episodes that wait for their answers get them.
         """
-        self._groups.note(self._engine.exchange(lambda: Window(self._queue.stop())))
-        if self._episodes and self._waiting:
-            self._groups.note(self._answers(self._episodes, [sample for _, sample in self._own_waiting]))
+        episodes = self._episodes
+        if episodes is None:
+            self._groups.note(self._engine.exchange(lambda: Window(self._queue.stop())))
+        else:
+            self._groups.note(self._engine.exchange(lambda: Window(episodes.with_texts(self._queue.stop()))))
+            if self._waiting:
+                asked = [sample for _, sample in self._own_waiting]
+                self._groups.note(self._engine.exchange(lambda: Window(episodes.with_texts(episodes.answer(asked)))))
         return {number: self._groups.group(number) for number in self._groups.take_all()}
 
     def occupancy(self) -> float:
@@ -163,10 +168,6 @@ class SamplingSession:
         self._may_wait = any(waiting)
         self._share(waiting)
         return complete
-
-    def _answers(self, episodes: Episodes, mine: Sequence[Generation]) -> Windows:
-        """Return the episodes of all replicas after the answers to their turns; `mine` are those of this replica."""
-        return self._engine.exchange(lambda: Window(episodes.answer(mine)))
 
     def _run(self, num_steps: int | None) -> Window:
         steps = self._queue.num_steps
@@ -228,7 +229,7 @@ class SamplingSession:
         self._own_waiting = [each for each in self._own_waiting if (here, each[0]) not in due]
         for key in due:
             del self._waiting[key]
-        windows = self._answers(episodes, asked)
+        windows = self._engine.exchange(lambda: Window(episodes.answer(asked)))
         self._groups.note(windows)
         replicas = np.repeat(np.arange(len(windows)), windows.counts[:, 0])
         np.subtract.at(self._loads, replicas[windows.finished[ROW["complete"]].numpy() > 0], 1)

@@ -1,7 +1,7 @@
 """The groups that continue in the next step, as files of a checkpoint: a row for each sample.
 
 Each engine replica has a file with the samples whose tokens it has. Prompts are not in the files: they are read again
-from the data, by their row. A rank reads the files of its share, and ranks exchange a few numbers of each sample.
+from the data, by their row. A rank reads the groups of its share, and ranks exchange a few numbers of each sample.
 """
 
 import io
@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn, float32, int32
 from megarl.data.parquet import OwnFile
-from megarl.distributed.evenly import Integers
+from megarl.distributed.evenly import Integers, deal
 from megarl.distributed.exchange import on_each_rank, on_first_rank, together
 from megarl.distributed.made_prompts import bring
 from megarl.distributed.sharded import Shares
@@ -108,17 +110,20 @@ NOTHING = InFlight()
 def to_bytes(groups: Mapping[int, Group], shares: Shares) -> bytes:
     """Return the content of a file with the samples of groups, by number, whose tokens this rank has.
 
-    The first share has samples without tokens too.
+    The first share has samples without tokens too. The samples of a group are a row group, so ranks can read it alone.
     """
-    rows = [
+    rows = (
         _row(number, group, sample)
         for number, group in groups.items()
         for sample in group.samples
         if isinstance(sample, Generation) and (sample.num_tokens or shares.here == 0)
-    ]
-    columns = [pa.array([row[field.name] for row in rows], type=field.type) for field in SCHEMA]
+    )
     file = io.BytesIO()
-    pq.write_table(pa.table(columns, schema=SCHEMA), file, compression="zstd", write_page_checksum=True)
+    with pq.ParquetWriter(file, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
+        for _, of_group in groupby(rows, itemgetter("group")):
+            cells = [*of_group]
+            columns = [pa.array([row[field.name] for row in cells], type=field.type) for field in SCHEMA]
+            writer.write_table(pa.table(columns, schema=SCHEMA))
     return file.getvalue()
 
 
@@ -146,11 +151,10 @@ class SampleRow:
     sample: Generation
 
 
-def rows_of(path: Path) -> list[SampleRow]:
-    """Return the rows of a file. Raises Damage."""
-    table = OwnFile.find(path, CONTENT).rows()
-    if not table.schema.equals(SCHEMA):
-        raise Damage(path, f"cannot be read as {CONTENT}: its columns are {table.column_names}")
+def rows_of(path: Path, places: Integers | None = None) -> list[SampleRow]:
+    """Return the rows of a file at the given places, ascending; by default all. Raises Damage."""
+    file = _found(path)
+    table = file.rows() if places is None else file.take(places, SCHEMA.names)
     with naming(path):
         columns = {name: _arrays(table[name], of) for name, of in NUMBERS.items()}
         columns["routes"] = [cell and array_from(cell) for cell in table["routes"].to_pylist()]
@@ -160,13 +164,23 @@ def rows_of(path: Path) -> list[SampleRow]:
         return [SampleRow(path, tuple(row[name] for name in OF_PROMPT), _sample(row)) for row in rows]
 
 
+def _found(path: Path) -> OwnFile:
+    """Find a file, and check its columns. Raises Damage."""
+    file = OwnFile.find(path, CONTENT)
+    if not file.schema.equals(SCHEMA):
+        raise Damage(path, f"cannot be read as {CONTENT}: its columns are {file.schema.names}")
+    return file
+
+
 def read(
     files: Sequence[Path],
     shares: Shares,
     prompt_of: PromptOf,
     opened: Opened | None = None,
 ) -> dict[int, Group]:
-    """Read the groups in files, by number. Each share takes the tokens of some of the files. Collective.
+    """Read the groups in files, by number. Collective.
+
+    A share takes the tokens of its own file, or, if there are more or fewer shares than files, those of some groups.
 
     Args:
         files: the same on every rank.
@@ -178,9 +192,21 @@ def read(
         Damage: a file is missing or damaged.
         UserError: the data set has other prompts than when the files were written.
     """
-    taken = files[shares.here :: shares.number]
-    mine = on_each_rank(lambda: [row for file in taken for row in rows_of(file)])
-    return joined(mine, shares, prompt_of, opened)
+    return joined(on_each_rank(lambda: _rows_of_share(files, shares)), shares, prompt_of, opened)
+
+
+def _rows_of_share(files: Sequence[Path], shares: Shares) -> list[SampleRow]:
+    """Return the rows that this rank's share takes. Other shares get as many tokens, as far as groups allow (D425)."""
+    if len(files) == shares.number:
+        return rows_of(files[shares.here])
+    found = [*map(_found, files)]
+    sizes = [size for file in found for size in file.num_values("token_ids")]
+    owners = iter(deal(np.zeros(shares.number, dtype=np.int64), np.array(sizes, dtype=np.int64)))
+    mine = list[SampleRow]()
+    for file in found:
+        taken = [np.arange(group.start, group.stop) for group in file.groups if next(owners) == shares.here]
+        mine += rows_of(file.path, np.concatenate(taken)) if taken else []
+    return mine
 
 
 def joined(

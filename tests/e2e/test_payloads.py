@@ -36,9 +36,11 @@ TO_ONE_RANK = {
 """Messages with tokens or texts, from the rank that has them to the one that needs them."""
 IN_A_REPLICA = {
     *(f"{method} of replica_queue.py:_take_step among 2" for method in ("allreduce", "all_gather_single")),
-    "allgather of episodes.py:answer among 2",
+    "allreduce of episodes.py:_exchanged among 2",
+    "allgather of episodes.py:with_texts among 2",
 }
-"""Messages that all ranks of an engine replica need: activations of the model, and the observations that it reads."""
+"""Messages that all ranks of an engine replica need: activations of the model, the observations that it reads, and the
+texts of those whose episodes continue in the next step."""
 NAMES_BYTES = 100
 """By how much names of files and times may differ between two runs."""
 EXCHANGES_BYTES = 2000

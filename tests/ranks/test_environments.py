@@ -1,5 +1,6 @@
 """Episodes on several ranks: each replica plays and scores its own, and all ranks tell the same of them."""
 
+import json
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -194,3 +195,50 @@ def test_each_replica_gets_answers_of_its_own(pool: RankPool) -> None:
     done = StopReason.DONE
     assert pool.run(2, answered, [2, 3]) == [[(0.0, done), (1.0, done)], [(10.0, done), (11.0, done), (12.0, done)]]
     assert pool.run(2, answered, [0, 1]) == [[], [(10.0, done)]]
+
+
+def conversed() -> tuple[list[Any], list[Any], list[Any], list[list[str]]]:
+    """Play three episodes on a replica of two ranks: each asks about some, and in the next step about the others.
+
+    Return the tokens after a turn, the texts of observations that this rank has then, and when the step ends, and
+    what it tells its environments in the next step.
+    """
+    here = dist.get_rank()
+    told = list[list[str]]()
+
+    def submit(prompt: Any, number: int, responses: list[str], observations: list[str]) -> Future[ScoringResult]:
+        told.append(observations)
+        answer = Future[ScoringResult]()
+        said = "" if responses[-1] == "2" else f"{responses[-1]}!" * 3
+        answer.set_result(ScoringResult(seconds=0.0, numbers={"score": 1.0, DONE: 0.0}, pred=json.dumps(said)))
+        return answer
+
+    def play(said: Sequence[Generation], rest: int) -> tuple[Episodes, list[Generation]]:
+        episodes = Episodes(environments, count(), max_tokens=99, group=dist.group.WORLD)
+        for each in said:
+            if each.sample % 2 == rest:
+                episodes.ask(ASKED[0], each)
+        return episodes, episodes.answer(said)
+
+    observer = SimpleNamespace(encode=lambda observation, prompt, last: [*map(ord, observation)])
+    environments: Any = SimpleNamespace(
+        section=EnvironmentSection(), written=lambda ids: str(ids[0]), submit=submit, observer=observer
+    )
+    begun = [Generation(0, int32(), float32(), truncated=False, sample=sample, complete=False) for sample in range(3)]
+    said = [each.then(Generation(0, int32([each.sample]), float32([-1.0]), truncated=False)) for each in begun]
+    episodes, once = play(said, here)
+    carried = episodes.with_texts(once)
+    told.clear()
+    play([each.then(Generation(0, int32([7]), float32([-1.0]), truncated=False)) for each in carried], 1 - here)
+    before, after = ([turn.observation for each in found for turn in each.turns] for found in (once, carried))
+    return [each.token_ids.tolist() for each in once], before, after, told
+
+
+def test_replica_gets_tokens_of_observations_and_their_texts_at_the_end_of_a_step(pool: RankPool) -> None:
+    tokens = [[0, *map(ord, "0!0!0!")], [1, *map(ord, "1!1!1!")], [2]]
+    texts = [json.dumps(text) for text in ("0!0!0!", "1!1!1!", "")]
+    first, second = pool.run(2, conversed)
+    assert first[0] == second[0] == tokens
+    assert (first[1], second[1]) == ([texts[0], None, texts[2]], [None, texts[1], None])
+    assert first[2] == second[2] == texts
+    assert (first[3], second[3]) == ([[], [texts[1]]], [[], [texts[0]], [], [texts[2]]])

@@ -1,6 +1,7 @@
-"""Ranks that resume know all unfinished groups, and each has the tokens of its own files alone."""
+"""Ranks that resume know all unfinished groups, and each has the tokens of its share alone."""
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.batch import Generation, Group, Prompt, RemoteSample, float32, int32
+from megarl.batch import Generation, Group, Prompt, RemoteSample, Sample, float32, int32
 from megarl.distributed.sharded import Shares
 from megarl.samples.in_flight import InFlight
 from tests.support.ranks import RankPool
@@ -69,19 +70,29 @@ def resume(directory: Path, size: int) -> tuple[list[Group], int]:
     )
 
 
+def tokens_of(samples: Sequence[Sample]) -> int:
+    return sum(each.num_tokens for each in samples if isinstance(each, Generation))
+
+
 @pytest.mark.parametrize(("num_writers", "num_ranks", "size"), [(1, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 1), (3, 4, 2)])
 def test_ranks_know_all_groups(pool: RankPool, tmp_path: Path, num_writers: int, num_ranks: int, size: int) -> None:
-    """With more replicas than files some have no tokens, and with fewer some have those of several files."""
+    """As many replicas as files have their own samples. Others have equally many tokens, as far as groups allow."""
     pool.run(num_writers, save, tmp_path)
-    for rank, (groups, num_bytes) in enumerate(pool.run(num_ranks, resume, tmp_path, size)):
-        here, num_replicas = rank // size, num_ranks // size
-        assert num_bytes < INDEX_BYTES * NUM_GROUPS * NUM_SAMPLES
-        for row, group in enumerate(groups):
-            assert (group.prompt, group.started, len(group.samples)) == (prompt(row), 3, NUM_SAMPLES)
-            for number, found in enumerate(group.samples):
-                whole = sample(row, number)
-                owner = (row + number) % num_writers % num_replicas
-                assert found == (whole if owner == here else whole.as_remote(owner)), f"rank {rank}, {row}"
-                if isinstance(found, Generation) and found.routes is not None:
-                    torch.testing.assert_close(found.routes, whole.routes)
-        assert len(groups) == NUM_GROUPS
+    num_replicas = num_ranks // size
+    found = pool.run(num_ranks, resume, tmp_path, size)
+    assert all(num_bytes < INDEX_BYTES * NUM_GROUPS * NUM_SAMPLES for _, num_bytes in found)
+    of_ranks = [[each for group in groups for each in group.samples] for groups, _ in found]
+    tokens = [tokens_of(samples) for samples in of_ranks[::size]]
+    assert max(tokens) - min(tokens) <= NUM_SAMPLES * NUM_TOKENS
+    for rank, (groups, _) in enumerate(found):
+        assert [(group.prompt, group.started) for group in groups] == [(prompt(row), 3) for row in range(NUM_GROUPS)]
+        for place, each in enumerate(of_ranks[rank]):
+            row, number = divmod(place, NUM_SAMPLES)
+            whole = sample(row, number)
+            homes = [home for home, known in enumerate(of_ranks[::size]) if isinstance(known[place], Generation)]
+            if num_writers == num_replicas and whole.num_tokens:
+                assert homes == [(row + number) % num_writers]
+            assert len(homes) == (1 if whole.num_tokens else num_replicas)
+            assert each == (whole if rank // size in homes else whole.as_remote(homes[0])), f"rank {rank}, {row}"
+            if isinstance(each, Generation) and each.routes is not None:
+                torch.testing.assert_close(each.routes, whole.routes)

@@ -149,6 +149,9 @@ class Environment:
         section, answer = EnvironmentSection(max_turns=3), Answer(reward=1.0, observation=[9, 9])
         return [proceed(each, answer, section, max_tokens=1000) for each in said]
 
+    def with_texts(self, said: list[Generation]) -> list[Generation]:
+        return said
+
 
 @dataclass
 class TurnQueue(Queue):
