@@ -41,14 +41,16 @@ def peak_tflops(text: str) -> dict[int | None, float]:
 
     They are written `989.4` or `0.17,256:0.1,512:0.13`. Return the speeds by width; None is every other width.
     """
-    greatest, *narrow = text.split(",")
-    number = rf"\s*{_NUMBER}\s*"
-    matches = [re.fullmatch(number, greatest), *(re.fullmatch(rf"\s*(\d+):{number}", part) for part in narrow)]
-    speeds = [float(match[match.lastindex or 1]) for match in matches if match]
-    if len(speeds) < len(matches) or 0.0 in speeds:
-        raise click.BadParameter(f"{text!r} is not TFLOPS[,WIDTH:TFLOPS...], such as 989.4 or 0.17,256:0.1,512:0.13")
-    first, *others = (match for match in matches if match)
-    return {None: float(first[1]), **{int(match[1]): float(match[2]) for match in others}}
+    speeds: dict[int | None, float] = {}
+    for part in text.split(","):
+        match = re.fullmatch(rf"\s*(?:(\d+):)?\s*{_NUMBER}\s*", part)
+        has_width = bool(match and match[1])
+        if not match or has_width != bool(speeds) or not float(match[2]):  # all but the first have a width
+            raise click.BadParameter(
+                f"{text!r} is not TFLOPS[,WIDTH:TFLOPS...], such as 989.4 or 0.17,256:0.1,512:0.13"
+            )
+        speeds[int(match[1]) if has_width else None] = float(match[2])
+    return speeds
 
 
 def engine_milliseconds(text: str) -> tuple[float, ...]:
