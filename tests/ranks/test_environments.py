@@ -234,7 +234,7 @@ def conversed() -> tuple[list[Any], list[Any], list[Any], list[list[str]]]:
     return [each.token_ids.tolist() for each in once], before, after, told
 
 
-def test_replica_gets_tokens_of_observations_and_their_texts_at_the_end_of_a_step(pool: RankPool) -> None:
+def test_texts_of_observations_reach_replica_at_end(pool: RankPool) -> None:
     tokens = [[0, *map(ord, "0!0!0!")], [1, *map(ord, "1!1!1!")], [2]]
     texts = [json.dumps(text) for text in ("0!0!0!", "1!1!1!", "")]
     first, second = pool.run(2, conversed)
