@@ -31,7 +31,6 @@ from megarl.columns import (
     on_tokens,
     sample_sums,
     spans,
-    spans_of_parts,
     without_ends,
 )
 from megarl.on_demand import OnDemand
@@ -238,6 +237,7 @@ class PromptList(OnDemand[Prompt]):
         """Take prompts, and the number of tokens of each, `[P]` int64; None: they are counted."""
         self._known = dict(enumerate(prompts))
         self._read: Callable[[int], Prompt] = self._known.__getitem__
+        self._source_of: Callable[[int], str] = lambda place: self.made(place).data_source
         counts = map(len, map(attrgetter("token_ids"), self._known.values()))
         self.lengths = int64([*counts]) if lengths is None else lengths
 
@@ -247,11 +247,31 @@ class PromptList(OnDemand[Prompt]):
         return prompts if isinstance(prompts, PromptList) else cls(prompts)
 
     @classmethod
-    def read_by(cls, read: Callable[[int], Prompt], lengths: Tensor) -> "PromptList":
-        """Return prompts of these lengths, `[P]` int64, that `read` returns by their places."""
+    def read_by(cls, read: Callable[[int], Prompt], lengths: Tensor, source_of: Callable[[int], str]) -> "PromptList":
+        """Return prompts of these lengths, `[P]` int64, that `read` returns by their places, and data sources."""
         found = cls(lengths=lengths)
         found._read = read
+        found._source_of = source_of
         return found
+
+    @classmethod
+    def joined(cls, parts: Iterable[Sequence[Prompt]]) -> "PromptList":
+        """Return the prompts of all parts, in their order. None is read."""
+        lists = [*map(cls.of, parts)]
+        places = [(part, place) for part in lists for place in range(len(part))]
+        found = cls.read_by(
+            lambda place: cls.made(*places[place]),
+            torch.cat([part.lengths for part in lists]),
+            lambda place: cls.source(*places[place]),
+        )
+        found._known = {
+            number: part._known[place] for number, (part, place) in enumerate(places) if place in part._known
+        }
+        return found
+
+    def source(self, place: int) -> str:
+        """Return the data source of a prompt. The prompt is not read for it."""
+        return self._source_of(place) if place not in self._known else self._known[place].data_source
 
     @property
     def makers(self) -> dict[int, int]:
@@ -551,43 +571,3 @@ class Marked(Experience):
     """A mini-batch for a loss that treats some of its tokens differently."""
 
     marked: Tensor = per_token()  # bool
-
-
-def join(parts: Sequence[S]) -> S:
-    """Join the prompts and samples of all `parts`, in their order."""
-    starts = accumulate((len(part.prompts) for part in parts[:-1]), initial=0)
-    numbered = [replace(part, groups=part.groups + start) for part, start in zip(parts, starts, strict=True)]
-    values = {field.name: [getattr(part, field.name) for part in numbered] for field in fields(parts[0])}
-    return replace(parts[0], **{name: _joined(of_parts) for name, of_parts in values.items()})
-
-
-def _joined(values: Sequence[Any]) -> Any:
-    """Join the values that several records have in one field."""
-    match values[0]:
-        case None:
-            return None
-        case Tensor():
-            return torch.cat(list(values))
-        case _:
-            return [item for value in values for item in value]
-
-
-def merge(parts: Sequence[S], order: Tensor) -> S:
-    """Return the samples of all `parts`, which share their prompts. Each token is copied once.
-
-    `order` has the place of each sample among those of all parts, end to end: int64 `[B]`, `B` at least 1.
-    """
-    sizes = [len(part) for part in parts]
-    values: dict[str, Any] = {}
-    rows = {mark: spans_of_parts(order, torch.cat([*map(ROWS[mark], parts)]), sizes) for mark in parts[0].marks()}
-    for each in fields(parts[0]):
-        columns = [getattr(part, each.name) for part in parts]
-        if each.name == "prompts" or columns[0] is None:
-            continue
-        if each.metadata:
-            [mark] = each.metadata
-            values[each.name] = torch.cat([columns[part][span] for part, span in rows[mark]])
-        else:
-            joined = _joined(columns)
-            values[each.name] = joined[order] if isinstance(joined, Tensor) else [joined[n] for n in order.tolist()]
-    return replace(parts[0], **values)

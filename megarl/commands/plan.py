@@ -70,7 +70,7 @@ def _plan_supervised(typed: Mapping[str, Any]) -> int:
     load = load_sft_config if typed["run"] == "sft" else load_reward_train_config
     config = load(typed["configuration"], world_size=None, check_paths=False)
     find_architectures(config)
-    from megarl.planning.device import choose_device
+    from megarl.planning.device import choose_device, host_bytes_here
     from megarl.planning.machine import Machine
     from megarl.planning.planner import architecture_of
     from megarl.planning.supervised import plan_supervised
@@ -78,7 +78,8 @@ def _plan_supervised(typed: Mapping[str, Any]) -> int:
     device = with_options(choose_device(typed["device"], config.trainer, config.megatron.dtype), typed)
     ranks_per_node = typed["gpus_per_node"] or config.trainer.n_gpus_per_node
     machine = Machine(peaks=device.peaks, links=_links(typed), ranks_per_node=ranks_per_node)
-    plan = plan_supervised(config, architecture_of(config.model), device, machine, host_bytes=typed["host_memory"])
+    host_bytes = typed["host_memory"] or host_bytes_here(config.trainer)
+    plan = plan_supervised(config, architecture_of(config.model), device, machine, host_bytes=host_bytes)
     if typed["as_json"]:
         print(json.dumps(plan.to_dict()))
     else:

@@ -89,7 +89,12 @@ class PromptDataset:
     def read(self, indices: Sequence[int]) -> PromptList:
         """Return the prompts at the given places, which are read when they are asked for."""
         lengths = torch.from_numpy(self._encoded.lengths[list(indices)])
-        return PromptList.read_by(lambda place: self[indices[place]], lengths)
+        return PromptList.read_by(
+            lambda place: self[indices[place]], lengths, lambda place: self._source(indices[place])
+        )
+
+    def _source(self, index: int) -> str:
+        return self._columns.source(self._rows[int(self._encoded.rows[index])])
 
     def as_read(self, prompt: Prompt) -> str:
         """Describe how the model reads the first prompt."""

@@ -11,20 +11,20 @@ samples.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum, auto
 from functools import cached_property
 from itertools import accumulate, chain
 from operator import itemgetter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import Prompt, PromptList, Rollouts, join, merge
-from megarl.columns import counted_from
+from megarl.batch import ROWS, Prompt, PromptList, Rollouts
+from megarl.columns import counted_from, spans_of_parts
 from megarl.distributed.exchange import all_reduce, sum_of_ranks, to_first_rank, together
 from megarl.distributed.made_prompts import bring
 from megarl.distributed.runs import Runs
@@ -352,7 +352,7 @@ def join_sharded(parts: Sequence[Sharded[R]]) -> Sharded[R]:
     )
     has_readers = any(index.read_lengths is not None for index in indices)
     index = Index(
-        prompts=[prompt for index in indices for prompt in index.prompts],
+        prompts=PromptList.joined(index.prompts for index in indices),
         runs=runs,
         num_tokens=torch.cat([index.num_tokens for index in indices]),
         num_learnt=torch.cat([index.num_learnt for index in indices]),
@@ -360,3 +360,45 @@ def join_sharded(parts: Sequence[Sharded[R]]) -> Sharded[R]:
         read_lengths=torch.cat([index.lengths for index in indices]) if has_readers else None,
     )
     return Sharded(index=index, share=join([part.share for part in parts]), shares=parts[0].shares)
+
+
+def join(parts: Sequence[R]) -> R:
+    """Join the prompts and samples of all `parts`, in their order."""
+    starts = accumulate((len(part.prompts) for part in parts[:-1]), initial=0)
+    numbered = [replace(part, groups=part.groups + start) for part, start in zip(parts, starts, strict=True)]
+    values = {field.name: [getattr(part, field.name) for part in numbered] for field in fields(parts[0])}
+    return replace(parts[0], **{name: _joined(of_parts) for name, of_parts in values.items()})
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """Join the values that several records have in one field."""
+    match values[0]:
+        case None:
+            return None
+        case Tensor():
+            return torch.cat(list(values))
+        case PromptList():
+            return PromptList.joined(values)
+        case _:
+            return [item for value in values for item in value]
+
+
+def merge(parts: Sequence[R], order: Tensor) -> R:
+    """Return the samples of all `parts`, which share their prompts. Each token is copied once.
+
+    `order` has the place of each sample among those of all parts, end to end: int64 `[B]`, `B` at least 1.
+    """
+    sizes = [len(part) for part in parts]
+    values: dict[str, Any] = {}
+    rows = {mark: spans_of_parts(order, torch.cat([*map(ROWS[mark], parts)]), sizes) for mark in parts[0].marks()}
+    for each in fields(parts[0]):
+        columns = [getattr(part, each.name) for part in parts]
+        if each.name == "prompts" or columns[0] is None:
+            continue
+        if each.metadata:
+            [mark] = each.metadata
+            values[each.name] = torch.cat([columns[part][span] for part, span in rows[mark]])
+        else:
+            joined = _joined(columns)
+            values[each.name] = joined[order] if isinstance(joined, Tensor) else [joined[n] for n in order.tolist()]
+    return replace(parts[0], **values)

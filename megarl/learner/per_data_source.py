@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from megarl.batch import Rollouts
+from megarl.batch import PromptList, Rollouts
 from megarl.columns import int64
 from megarl.distributed.sharded import Index
 
@@ -35,7 +35,8 @@ class PerDataSource(Generic[T]):
         readers = [self.other, *self.named.values()]
         number = dict(zip(self.named, count(1), strict=False))
         groups, places = batch.groups.unique(return_inverse=True)
-        of_group = int64([number.get(batch.prompts[group].data_source, 0) for group in groups.tolist()])
+        source_of = PromptList.of(batch.prompts).source
+        of_group = int64([number.get(source_of(group), 0) for group in groups.tolist()])
         of_sample = of_group[places]
         shares = [(of_sample == place).nonzero()[:, 0] for place in range(len(readers))]
         return [(reader, samples) for reader, samples in zip(readers, shares, strict=True) if len(samples)]

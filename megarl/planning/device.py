@@ -55,6 +55,12 @@ def own_host_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def host_bytes_here(trainer: TrainerSection) -> int | None:
+    """Return this machine's host memory if a run of one node may be meant for it; None if its devices are not here."""
+    here = trainer.device == "cpu" or torch.cuda.device_count() >= trainer.n_gpus_per_node
+    return own_host_bytes() if here and trainer.nnodes == 1 else None
+
+
 def _gpu_of_here(dtype: torch.dtype) -> Device:
     found = torch.cuda.get_device_properties(0)
     peaks = PUBLISHED.get(found.name) or measure(torch.device("cuda", 0), dtype)

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-import torch
-
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.config.model_files import model_faults
@@ -15,14 +13,13 @@ from megarl.models.architecture import Architecture
 from megarl.models.config import CheckpointSection
 from megarl.models.hub import config_place, read_model
 from megarl.planning.advice import PARTIAL, WORTHWHILE, Remedy, Shortfall, faster, remedies, shortfalls
-from megarl.planning.device import Device, own_host_bytes
+from megarl.planning.device import Device, host_bytes_here
 from megarl.planning.host import HostMemory, host_memory
 from megarl.planning.machine import EngineCost, Lengths, Machine
 from megarl.planning.memory import RankMemory, fullest_rank
 from megarl.planning.seconds import StepTime, step_time
 from megarl.planning.traffic import Links, SyncTraffic, sync_traffic
 from megarl.planning.workload import Workload, workload_of
-from megarl.tracking.config import TrainerSection
 
 ENGINE_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
@@ -106,9 +103,10 @@ class Planner:
         traffic, memory = self._own_traffic, self._memory(workload)
         missing = shortfalls(workload, memory, self.device.num_bytes)
         host = host_memory(workload, memory)
-        host_bytes = self.host_bytes or _host_bytes_here(workload.config.trainer)
+        host_bytes = self._node_bytes
+        has_room = self._has_room((workload, memory))
         host_remedies = list[Remedy]()
-        if host_bytes and host.total > host_bytes:
+        if not has_room:
             host_remedies = remedies(workload, memory, self.device.num_bytes, self._trial, host_bytes=host_bytes)
         return Plan(
             workload=workload,
@@ -124,7 +122,7 @@ class Planner:
             host=host,
             host_bytes=host_bytes,
             host_remedies=host_remedies,
-            savings=[] if missing else list(self._savings(workload, memory, traffic)),
+            savings=[] if missing or not has_room else list(self._savings(workload, memory, traffic)),
         )
 
     def least_time(self) -> StepTime:
@@ -145,16 +143,23 @@ class Planner:
         return step_time(workload, memory, self._machine, self._lengths, sync_seconds=sync_seconds)
 
     def _savings(self, workload: Workload, memory: RankMemory, traffic: SyncTraffic) -> Iterator[Saving]:
-        """Yield what another split of the trainer or less recomputation saves, and what partial rollouts save."""
+        """Yield what another split of the trainer or less recomputation saves, and what partial rollouts save.
+
+        The host has room for what is yielded, too.
+        """
+
+        def trial(overrides: Sequence[str]) -> tuple[Workload, RankMemory] | None:
+            tried = self._trial(overrides)
+            return tried if tried and self._has_room(tried) else None
 
         def seconds(tried: Workload, memory: RankMemory, sync_seconds: float = traffic.seconds) -> float:
             return self._time(tried, memory, sync_seconds).total
 
-        changes, fastest, its_memory = faster(workload, memory, self.device.num_bytes, self._trial, seconds)
+        changes, fastest, its_memory = faster(workload, memory, self.device.num_bytes, trial, seconds)
         if changes:
             time = seconds(fastest, its_memory, self._traffic(fastest).seconds)
             yield Saving(overrides=changes, seconds=time, peak=its_memory.peak)
-        tried = self._trial(PARTIAL)
+        tried = trial(PARTIAL)
         if tried and not shortfalls(*tried, self.device.num_bytes):
             time = seconds(*tried)
             if time < WORTHWHILE * seconds(workload, memory):
@@ -203,6 +208,15 @@ class Planner:
         except ConfigError:  # a value that this model or world does not allow
             return None
 
+    @cached_property
+    def _node_bytes(self) -> int | None:
+        """The host memory of a node; None: unknown."""
+        return self.host_bytes or host_bytes_here(self._workload.config.trainer)
+
+    def _has_room(self, tried: tuple[Workload, RankMemory]) -> bool:
+        """Return whether the host memory of a node is enough, as far as it is known."""
+        return self._node_bytes is None or host_memory(*tried).total <= self._node_bytes
+
     def _trial(self, overrides: Sequence[str]) -> tuple[Workload, RankMemory] | None:
         tried = self._try(overrides)
         return (tried, self._memory(tried)) if tried else None
@@ -214,12 +228,6 @@ class Planner:
         return sync_traffic(
             workload, ranks_per_node=self._machine.ranks_per_node, links=self.links, data_last=data_last
         )
-
-
-def _host_bytes_here(trainer: TrainerSection) -> int | None:
-    """Return this machine's host memory if a run of one node may be meant for it; None if its devices are not here."""
-    here = trainer.device == "cpu" or torch.cuda.device_count() >= trainer.n_gpus_per_node
-    return own_host_bytes() if here and trainer.nnodes == 1 else None
 
 
 def architecture_of(section: CheckpointSection) -> Architecture:

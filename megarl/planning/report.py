@@ -135,6 +135,8 @@ def _show_host(plan: Plan, console: Screen) -> None:
 def _show_remedies(remedies: list[Remedy], plan: Plan, console: Screen) -> None:
     for remedy in remedies:
         effect = f"leaves {_gb(remedy.missing)} GB missing" if remedy.missing else "is enough"
+        if plan.host_bytes and remedy.host_bytes > plan.host_bytes and not remedy.missing:
+            effect = f"is enough for the devices, but the host lacks {_gb(remedy.host_bytes - plan.host_bytes)} GB"
         cost = ""
         more = remedy.host_bytes - plan.host.total
         if more:

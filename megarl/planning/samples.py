@@ -203,7 +203,8 @@ def _updating(config: Config, tokens: _Tokens) -> dict[str, int]:
         of_copy = sum(columns.values()) + FLOAT32 * len(completed)
         found["mini-batches"] = 2 * tokens.learnt * smallest // num_prompts * of_copy
     if config.algorithm.adv_estimator == "custom":
-        found["tokens of all ranks"] = _complete_batch(config)
+        of_all = _complete_batch(config)  # freed before the first mini-batch is made
+        found["tokens of all ranks"] = max(0, of_all - found.get("mini-batches", 0))
     return found
 
 
@@ -213,25 +214,31 @@ def _scored(config: Config, tokens: _Tokens) -> int:
 
 
 def _complete_batch(config: Config) -> int:
-    """Return the bytes that a custom estimator is given: rows of rewards, a mask and values, and a gathered column."""
+    """Return the bytes around a custom estimator: rows of rewards, a mask and values; its results, twice; a mask.
+
+    What the estimator itself makes on the way is not counted.
+    """
     rollout = config.actor_rollout_ref.rollout
     total = config.data.train_batch_size * rollout.n * rollout.response_length
-    return total * (2 * FLOAT32 + 1 + FLOAT32 * config.has_critic + 2 * FLOAT32)
+    num_columns = 1 + config.has_critic  # a critic has values, and its target is another result
+    return total * (3 * FLOAT32 * num_columns + 2)
 
 
 def _prompt_bytes(config: Config, num_shares: int) -> int:
     """Return the bytes of the prompts of a rank.
 
-    They are those of its samples, or all of them if samples are groups that wait, are chosen or are kept, or episodes,
-    or if several references read them.
+    They are those of its samples, or all of them if samples are groups that wait or are chosen, or episodes. Of a
+    digest of all prompts, each rank reads a share.
     """
     rollout = config.actor_rollout_ref.rollout
     num_prompts = config.data.train_batch_size
-    num_replicas = config.trainer.nnodes * config.trainer.n_gpus_per_node // rollout.tensor_model_parallel_size
+    num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    num_replicas = num_ranks // rollout.tensor_model_parallel_size
     prompts = num_prompts + config.num_in_flight
     needs_all = config.num_in_flight or config.algorithm.filter_groups.enable or config.environment.name
-    if not (needs_all or rollout.keep_complete or len(config.teachers) > 1):
-        prompts = min(prompts, ceil(num_prompts / num_replicas) + ceil(num_prompts / num_shares))
+    if not needs_all:
+        num_digested = ceil(num_prompts / num_ranks) if rollout.keep_complete else 0
+        prompts = min(prompts, ceil(num_prompts / num_replicas) + ceil(num_prompts / num_shares) + num_digested)
     return prompts * PROMPT_TOKEN_BYTES * rollout.prompt_length
 
 

@@ -47,9 +47,19 @@ class SupervisedPlan:
         return sum(self.parts.values())
 
     @property
+    def missing(self) -> int:
+        """Return the bytes that the device lacks."""
+        return max(0, self.total - self.device.num_bytes)
+
+    @property
+    def host_missing(self) -> int:
+        """Return the bytes of host memory that a node lacks."""
+        return max(0, self.host - self.host_bytes) if self.host_bytes else 0
+
+    @property
     def fits(self) -> bool:
         """Return whether device and host have room."""
-        return self.total <= self.device.num_bytes and (self.host_bytes is None or self.host <= self.host_bytes)
+        return not self.missing and not self.host_missing
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan in plain types: bytes and seconds."""
@@ -70,11 +80,15 @@ class SupervisedPlan:
         console.print(table)
         console.print(f"host memory that a node needs: {self.host / GB:.2f} GB (copies for a save)")
         console.print(f"the least time of a step: {self.seconds:.2f} s")
+        if self.host_missing:
+            short = f"host: {self.host_missing / GB:.2f} GB short"
+            console.print(labelled(short, f"of a node's {(self.host_bytes or 0) / GB:.2f}", "red"))
+        if self.missing:
+            console.print(labelled("It does not fit:", f"{self.missing / GB:.2f} GB short on the device", "red"))
+            return
+        verdict = "The devices have room" if self.host_missing else "It fits"
         free = (self.device.num_bytes - self.total) / GB
-        verdict = labelled("It fits:", f"{free:.2f} GB stay free", "green")
-        if not self.fits:
-            verdict = labelled("It does not fit:", f"{free:.2f} GB stay free of the device", "red")
-        console.print(verdict)
+        console.print(labelled(f"{verdict}:", f"{free:.2f} GB stay free", "green"))
 
 
 def plan_supervised(

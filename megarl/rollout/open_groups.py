@@ -88,6 +88,11 @@ class OpenGroups:
         """Return how many samples of a group are not complete."""
         return int(self._left[self._place_of[number]])
 
+    def is_here(self, number: int) -> bool:
+        """Return whether this rank's replica has the first sample of a group."""
+        first = self._firsts[self._place_of[number]]
+        return int(self._table.column("replica")[first]) == Generation.replica
+
     def group(self, number: int) -> Group:
         """Return a group, with the number of its prompt in the samples."""
         place = self._place_of[number]

@@ -17,7 +17,7 @@ same requests reach the engine at the same step. A replica that has no other sam
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,6 +37,7 @@ from megarl.rollout.window import Window
 
 WINDOW = 16
 """Engine steps between two exchanges."""
+Keep = Callable[[Mapping[int, Group]], None]
 
 
 class SamplingSession:
@@ -85,11 +86,16 @@ class SamplingSession:
         """
         self._add(np.array([*groups], dtype=np.int64), GroupRows.of([*groups.values()]))
 
-    def draw(self, groups: Sequence[Group]) -> GroupRows:
-        """Draw all samples of the groups of a session that has no others, and return the groups. Raises as `add`."""
+    def draw(self, groups: Sequence[Group], keep: Keep | None = None) -> GroupRows:
+        """Draw all samples of the groups of a session that has no others, and return the groups. Raises as `add`.
+
+        `keep` receives the groups of this rank's replica that became complete, by number, after each window.
+        """
         self._add(np.arange(len(groups)), GroupRows.of(groups))
         while self.num_open:
-            self._advance(WINDOW if self._episodes or self._may_wait else None)
+            complete = self._advance(WINDOW if self._episodes or self._may_wait or keep else None)
+            if keep:
+                keep({number: self._groups.group(number) for number in complete if self._groups.is_here(number)})
         return self._groups.everything()
 
     def advance(self, num_steps: int | None = WINDOW) -> dict[int, Group]:

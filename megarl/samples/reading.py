@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from megarl.batch import Prompt, Scored
+from megarl.batch import Prompt, Scored, int32
 from megarl.columns import int64
 from megarl.data.parquet import OwnFile
 from megarl.distributed.exchange import all_reduce, on_each_rank, run_of
@@ -274,7 +274,7 @@ def _prompt(row: dict[str, Any]) -> Prompt:
     return Prompt(
         index=row["index"],
         prompt_id=row["prompt_id"],
-        token_ids=row["prompt_ids"],
+        token_ids=int32(row["prompt_ids"]),
         text=row["prompt"],
         data_source=row["data_source"],
         ground_truth=json.loads(row["ground_truth"]),

@@ -14,13 +14,14 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from megarl.batch import Group
+from megarl.batch import Group, Prompt
 from megarl.checkpoint.directory import STATE_FILE
-from megarl.distributed.exchange import on_each_rank, on_first_rank
+from megarl.distributed.exchange import in_shares, on_each_rank, on_first_rank
 from megarl.distributed.sharded import Shares
 from megarl.platform.files import remedy, write_whole
 from megarl.platform.small_files import Damage
@@ -60,8 +61,12 @@ class StepCache:
 
     def begin(self, step: int, groups: Sequence[Group]) -> dict[int, Group]:
         """Begin a step, counted from 0. Return those of its groups that an earlier job kept, by number. Collective."""
-        self._place, files = on_first_rank(lambda: self._begin(step, groups))
+        digests = in_shares(len(groups), lambda places: [_digest_of(groups[place].prompt) for place in places])
+        prompts_digest = b"".join(chain.from_iterable(digests))
+        self._place, files = on_first_rank(lambda: self._begin(step, prompts_digest))
         self._number = 1 + max((int(file.stem.partition("-")[0]) for file in files), default=-1)
+        if not files:
+            return {}
         taken = files[self._shares.here :: self._shares.number]
         mine = on_each_rank(lambda: [row for file in taken for row in _rows_if_intact(file)])
         prompts = {group.prompt.index: group.prompt for group in groups}
@@ -69,11 +74,11 @@ class StepCache:
         return {number: group for number, group in found.items() if len(group.samples) == len(groups[number].samples)}
 
     def keep(self, groups: Mapping[int, Group]) -> None:
-        """Write groups that are complete, by number. Collective."""
+        """Write groups that are complete, by number, at least those of this rank's replica. Collective."""
         on_each_rank(lambda: self._keep(groups))
 
-    def _begin(self, step: int, groups: Sequence[Group]) -> tuple[Path | None, list[Path]]:
-        place = self._place_of(step, groups)
+    def _begin(self, step: int, prompts_digest: bytes) -> tuple[Path | None, list[Path]]:
+        place = self._place_of(step, prompts_digest)
         for other in self._directory.glob("step_*"):
             if other != place:
                 shutil.rmtree(other, ignore_errors=True)  # the next step tries again
@@ -90,11 +95,9 @@ class StepCache:
                 self._place = None
         self._number += 1
 
-    def _place_of(self, step: int, groups: Sequence[Group]) -> Path | None:
+    def _place_of(self, step: int, prompts_digest: bytes) -> Path | None:
         digest = hashlib.sha256(self._config.encode())
-        for group in groups:
-            digest.update(f"row {group.prompt.index}, {len(group.prompt.token_ids)} tokens".encode())
-            digest.update(np.asarray(group.prompt.token_ids, dtype=np.int32).tobytes())
+        digest.update(prompts_digest)
         checkpoint = self._checkpoint_of(step)
         if checkpoint:
             try:
@@ -102,6 +105,11 @@ class StepCache:
             except FileNotFoundError:
                 return None
         return self._directory / f"step_{step}-{digest.hexdigest()[:DIGITS]}"
+
+
+def _digest_of(prompt: Prompt) -> bytes:
+    content = np.asarray([prompt.index, *prompt.token_ids], dtype=np.int64)
+    return hashlib.sha256(content.tobytes()).digest()
 
 
 def _rows_if_intact(path: Path) -> list[SampleRow]:

@@ -262,9 +262,11 @@ class EngineSampler:
 
 def _finish_and_keep(
     session: SamplingSession, groups: Sequence[Group], step_cache: StepCache, *, step: int
-) -> list[Group]:
+) -> Sequence[Group]:
     """Draw all samples of the groups, except those that an earlier job has kept. Keep the others as they complete."""
     complete = step_cache.begin(step, groups)
+    if not complete:
+        return session.draw(groups, step_cache.keep)
     session.add({number: group for number, group in enumerate(groups) if number not in complete})
     while session.num_open:
         sampled = session.advance()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.platform import progress
 from megarl.algorithms.groups import mean_over_prompts, statistics
-from megarl.batch import Scored
+from megarl.batch import PromptList, Scored
 from megarl.distributed.exchange import to_first_rank
 from megarl.distributed.sharded import Sharded, join_sharded
 from megarl.rewards.collective import RewardError
@@ -73,17 +73,17 @@ def scores_by_source(scored: Sharded[Scored]) -> Metrics:
     Raises:
         RewardError: no sample of a data source has a score.
     """
-    prompts = scored.index.prompts
+    prompts = PromptList.of(scored.index.prompts)
     num = len(scored) // len(prompts)
     has_score = scored.marked(scored.share.has_score())
     told = scored.gather(torch.stack([scored.share.scores.double(), _votes(scored.share)], dim=1))
     of_samples = told[:, 0].to(torch.float32)
-    samples: list[list[int]] = [[] for _ in prompts]
+    samples: list[list[int]] = [[] for _ in range(len(prompts))]
     for sample in has_score.nonzero()[:, 0].tolist():
         samples[int(scored.index.groups[sample])].append(sample)
     by_source: dict[str, list[list[int]]] = defaultdict(list)
-    for prompt, of_prompt in zip(prompts, samples, strict=True):
-        of_source = by_source[prompt.data_source]
+    for place, of_prompt in enumerate(samples):
+        of_source = by_source[prompts.source(place)]
         if of_prompt:
             of_source.append(of_prompt)
     metrics = {}
@@ -123,16 +123,19 @@ def _votes_of(prompts: Sequence[Sequence[int]], votes: Tensor) -> list[list[int]
     return [of_prompt.clamp(min=0).tolist() for of_prompt in found]
 
 
-def _shown(scored: Sharded[Scored], count: int) -> list[Mapping[str, Any]]:
+def _shown(scored: Sharded[Scored], count: int) -> Sequence[Mapping[str, Any]]:
     """Return rows of the first samples, for people, on the first rank. Collective."""
     share = scored.share
-    have_ids = any(prompt.prompt_id is not None for prompt in share.prompts)
     chosen = (scored.mine < count).nonzero()[:, 0].tolist() if scored.shares.reports else []
-    rows = list[tuple[int, Mapping[str, Any]]]()
+    rows = list[tuple[int, dict[str, Any]]]()
     for sample in chosen:
         prompt = share.prompt_of(sample)
         score = float(share.scores[sample])
-        row: dict[str, Any] = {"prompt_id": prompt.prompt_id} if have_ids else {}
-        row |= {"prompt": prompt.text, "response": share.texts[sample], "score": None if isnan(score) else score}
+        row: dict[str, Any] = {"prompt_id": prompt.prompt_id, "prompt": prompt.text, "response": share.texts[sample]}
+        row["score"] = None if isnan(score) else score
         rows.append((int(scored.mine[sample]), row))
-    return [row for _, row in sorted(to_first_rank(rows), key=itemgetter(0))]
+    shown = [row for _, row in sorted(to_first_rank(rows), key=itemgetter(0))]
+    if all(row["prompt_id"] is None for row in shown):
+        for row in shown:
+            del row["prompt_id"]
+    return shown

@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megarl.batch import Group
 from megarl.commands import train
+from megarl.distributed.evenly import Integers
 from megarl.rollout.session import SamplingSession
+from megarl.rollout.table import GroupRows
 from megarl.samples.step_cache import KEPT
 from tests.support.forked import Job
 from tests.support.outcomes import metrics_of, samples_in
@@ -28,9 +29,9 @@ KILLED = 1  # the step, counted from 0, in which the run is killed
 
 def stand_still(marker: Path, arguments: list[str]) -> None:
     """On each rank: train until the second exchange of step KILLED, create `marker`, and wait to be killed."""
-    advance, num_windows = SamplingSession.advance, [0]
+    advance, num_windows = SamplingSession._advance, [0]
 
-    def advance_and_wait(self: SamplingSession, num_steps: int | None = 16) -> dict[int, Group]:
+    def advance_and_wait(self: SamplingSession, num_steps: int | None) -> list[int]:
         if self._queue.weight_version == KILLED:
             num_windows[0] += 1
             if num_windows[0] == 3:
@@ -38,22 +39,22 @@ def stand_still(marker: Path, arguments: list[str]) -> None:
                 signal.pause()
         return advance(self, num_steps)
 
-    SamplingSession.advance = advance_and_wait  # type: ignore[method-assign]
+    SamplingSession._advance = advance_and_wait  # type: ignore[method-assign]
     train.main(arguments)
 
 
 def count_prompts(file: Path, arguments: list[str]) -> None:
     """On each rank: train, and write the rows that each session draws to `file`."""
-    add = SamplingSession.add
+    add = SamplingSession._add
 
-    def add_and_count(self: SamplingSession, groups: dict[int, Group]) -> None:
+    def add_and_count(self: SamplingSession, numbers: Integers, groups: GroupRows) -> None:
         if self._engine.replica == 0:
             with file.open("a") as lines:
-                rows = sorted(group.prompt.index for group in groups.values())
+                rows = sorted(prompt.index for prompt in groups.prompts)
                 lines.write(json.dumps([self._queue.weight_version, rows]) + "\n")
-        add(self, groups)
+        add(self, numbers, groups)
 
-    SamplingSession.add = add_and_count  # type: ignore[method-assign]
+    SamplingSession._add = add_and_count  # type: ignore[method-assign]
     train.main(arguments)
 
 

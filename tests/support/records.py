@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import PER_TOKEN, Experience, Prompt, Prompts, Rollouts
+from megarl.batch import PER_TOKEN, Experience, Prompt, Prompts, Rollouts, int32
 from megarl.distributed.exchange import on_first_rank
 from megarl.distributed.sharded import Sharded, Shares, shard
 from megarl.training.minibatches import MiniBatches
@@ -38,7 +38,7 @@ def prompts(lengths: Sequence[int]) -> Prompts:
         prompts=[
             Prompt(
                 index=number,
-                token_ids=[100 * (number + 1) + place for place in range(length)],
+                token_ids=int32(100 * (number + 1) + place for place in range(length)),
                 text="",
                 data_source="countdown",
                 ground_truth=None,

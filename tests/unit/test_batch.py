@@ -10,7 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.batch import Generation, Rollouts, float32, int32, join, merge
+from megarl.batch import Generation, Prompt, PromptList, Rollouts, float32, int32
+from megarl.distributed.sharded import join, merge
+from megarl.learner.per_data_source import PerDataSource
 from megarl.rollout.responses import as_rollouts
 from tests.support.records import answer, in_rows, of_rows, prompts
 
@@ -256,3 +258,34 @@ def test_routes_follow_their_samples(lengths: list[int], order: list[int], cut: 
     left = record.without_responses(removed)
     assert routes_in(left) == expected_routes(range(6), left.num_places())
     assert record.laid_out(torch.clone).routes is None
+
+
+def unread(*sources: str) -> PromptList:
+    """Return prompts of two tokens each, which nobody may read."""
+
+    def read(place: int) -> Prompt:
+        raise AssertionError(f"prompt {place} was read")
+
+    return PromptList.read_by(read, torch.full((len(sources),), 2), sources.__getitem__)
+
+
+def test_joined_prompts_are_not_read() -> None:
+    [known] = prompts([3]).prompts
+    joined = PromptList.joined(
+        [unread("a", "b"), PromptList([replace(known, data_source="c", made_by=1)]), unread("d")]
+    )
+    assert joined.lengths.tolist() == [2, 2, 3, 2]
+    assert [*map(joined.source, range(4))] == ["a", "b", "c", "d"]
+    assert joined.makers == {2: 1}
+    assert joined[2].token_ids == known.token_ids
+    with pytest.raises(AssertionError, match="prompt 0 was read"):
+        joined.made(3)
+
+
+def test_data_sources_need_no_reading_of_prompts() -> None:
+    record = replace(answer(prompts([1, 1, 1]), [1] * 6), prompts=unread("math", "code", "math"))
+    readers = PerDataSource(named={"math": 1}, other=0)
+    assert [(reader, samples.tolist()) for reader, samples in readers.shares(record)] == [
+        (0, [2, 3]),
+        (1, [0, 1, 4, 5]),
+    ]

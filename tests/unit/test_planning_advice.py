@@ -17,7 +17,7 @@ MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollo
 GB = 10**9
 
 
-def plan(*argv: str, gigabytes: int = 80, lengths: Lengths | None = None) -> Plan:
+def plan(*argv: str, gigabytes: int = 80, lengths: Lengths | None = None, host_bytes: int | None = None) -> Plan:
     """GRPO without a reference: Llama-3-8B on eight ranks, tensor 4 x data 2, engines of 4."""
     arguments = [
         "data.train_files=train.parquet",
@@ -31,7 +31,10 @@ def plan(*argv: str, gigabytes: int = 80, lengths: Lengths | None = None) -> Pla
     ]
     links = Links(inside=400e9, between=45e9)
     device = replace(H100, num_bytes=gigabytes * GB)
-    return Planner(arguments, device=device, ranks_per_node=None, links=links, lengths=lengths).plan()
+    planner = Planner(
+        arguments, device=device, ranks_per_node=None, links=links, lengths=lengths, host_bytes=host_bytes
+    )
+    return planner.plan()
 
 
 def changes(remedies: Sequence[Remedy | Saving]) -> list[tuple[str, ...]]:
@@ -141,6 +144,22 @@ def test_one_rank_computes_as_little_again_as_fits(configured: str, num_tokens: 
 def test_what_does_not_fit_saves_nothing() -> None:
     found = plan(f"{RECOMPUTE}=true", gigabytes=24)
     assert found.shortfalls and not found.savings
+
+
+def test_run_beyond_host_memory_saves_nothing() -> None:
+    configured = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768", f"{RECOMPUTE}=true"
+    needed = plan(*configured, gigabytes=50).host.total
+    assert plan(*configured, gigabytes=50, host_bytes=2 * needed).savings
+    found = plan(*configured, gigabytes=50, host_bytes=needed - 1)
+    assert found.host_missing and not found.shortfalls and not found.savings
+
+
+def test_savings_fit_into_host_memory() -> None:
+    """Responses that continue take memory of the host."""
+    tail = Lengths(256, 1000, 8000)
+    needed = plan(lengths=tail).host.total
+    assert PARTIAL in changes(plan(lengths=tail, host_bytes=2 * needed).savings)
+    assert PARTIAL not in changes(plan(lengths=tail, host_bytes=needed).savings)
 
 
 def test_a_long_tail_calls_for_partial_rollouts() -> None:

@@ -9,8 +9,10 @@ from megarl.commands.plan import main
 from megarl.config.load import load_config
 from megarl.planning.device import H100
 from megarl.planning.planner import Plan, Planner
+from megarl.planning.report import show
 from megarl.planning.samples import SampleMemory, sample_memory
 from megarl.planning.traffic import Links
+from megarl.platform.screen import Screen
 
 GB = 10**9
 LLAMA_70B, DEEPSEEK = "configs/plans/llama-3-70b_64gpu.yaml", "configs/plans/deepseek-v3_2048gpu.yaml"
@@ -218,6 +220,19 @@ def test_device_remedy_states_its_host_memory_cost() -> None:
     costs = {remedy.overrides: remedy.host_bytes - found.host.total for remedy in found.remedies}
     assert costs[(f"{MEGATRON}.optimizer_offload=true",)] == 8 * found.memory.states["actor"].optimizer
     assert costs[(f"{MEGATRON}.grad_offload=true",)] == 0
+
+
+def test_remedy_beyond_host_memory_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    tight = (*LLAMA_8B, "actor_rollout_ref.rollout.gpu_memory_utilization=0.75")
+    needed = plan(*tight).host.total
+    found = plan(*tight, host_bytes=needed)
+    assert found.shortfalls and not found.host_missing
+    show(found, Screen())
+    shown = " ".join(capsys.readouterr().out.split())
+    offloaded = 8 * found.memory.states["actor"].optimizer
+    lacking = f"is enough for the devices, but the host lacks {offloaded / GB:.2f} GB"
+    assert f"{MEGATRON}.optimizer_offload=true {lacking}" in shown
+    assert f"{MEGATRON}.grad_offload=true is enough (" in shown
 
 
 def test_command_exits_with_1_for_insufficient_host_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,23 +1,38 @@
 """The plan of what a rank holds of samples agrees with what the code of a step allocates, on one rank of eight."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.samples_meter import CROSSING_BYTES
 from benchmarks.samples_simulated import simulated
 from benchmarks.samples_step import PER_PROMPT, PROMPT, STEP, Actor, Case, drawn_groups, first_step, job_of
+from megarl.algorithms.config import AlgorithmSection
+from megarl.algorithms.invariance import estimates_of
 from megarl.batch import PER_TOKEN, Experience, Generation, Prompt, int32
 from megarl.config.load import load_config
 from megarl.config.root import Config
+from megarl.data.columns import Needs
+from megarl.data.config import DataSection
 from megarl.data.order import Position
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.sharded import Shares
 from megarl.planning.samples import (
     DRAWN_TOKEN_BYTES,
     INDEX_PROMPT_BYTES,
     INDEX_SAMPLE_BYTES,
     LEARNT_FIELDS,
+    PROMPT_TOKEN_BYTES,
     RECORD_FIELDS,
     TEXT_BYTES,
     SampleMemory,
@@ -114,6 +129,50 @@ def test_step_takes_planned_bytes(shares: Shares, estimator: str, num_prompts: i
     names = ("records", "learnt tokens", "mini-batches", "block of tokens")
     expected = sum(update.parts.get(name, 0) for name in names) + NUM_DRAWN * (CROSSING_BYTES - TEXT_BYTES)
     assert found.peak == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.parametrize("needs", ["groups", "values"])
+def test_custom_estimator_takes_planned_bytes(shares: Shares, needs: str) -> None:
+    """An eighth of the samples is on this rank. An estimator of values returns advantages and returns."""
+
+    def of_groups(token_rewards: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+        return token_rewards.clone()
+
+    def of_values(token_rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return token_rewards - values, token_rewards.clone()
+
+    job = job_of(CASES["gae" if needs == "values" else "grpo"], shares)
+    function = of_values if needs == "values" else of_groups
+    custom = replace(
+        job,
+        algorithm=AlgorithmSection(adv_estimator="custom"),
+        custom_estimator=partial(estimates_of, function, kwargs={}),
+    )
+    progress = first_step(job)
+    with allocations() as found:
+        take_step(custom, progress, Timers(), step=STEP)
+    update = planned(f"algorithm.custom_estimator={{path: own.py, needs: [{needs}]}}", estimator="custom")["update"]
+    names = ("records", "learnt tokens", "tokens of all ranks", "block of tokens")
+    expected = sum(update.parts[name] for name in names) + NUM_DRAWN * (CROSSING_BYTES - TEXT_BYTES)
+    assert found.peak == pytest.approx(expected, rel=0.1)
+
+
+def test_prompts_take_planned_bytes(tmp_path: Path) -> None:
+    """A prompt of the data has its tokens, and its text twice: as the data have it, and as a model reads it."""
+    num_prompts, num_tokens = 64, 1024
+    words = [f"{number:0{TEXT_BYTES - 1}}" for number in range(num_prompts)]
+    rows = [{"prompt": " ".join([word] * num_tokens), "data_source": "own"} for word in words]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    vocabulary = {word: number for number, word in enumerate(["</s>", *words])}
+    model = tokenizers.Tokenizer(WordLevel(vocabulary, unk_token="</s>"))
+    model.pre_tokenizer = Whitespace()
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>"), source="words")
+    section = DataSection(train_files=str(tmp_path / "rows.jsonl"), max_prompt_length=num_tokens)
+    dataset = PromptDataset(section, section.train_files, tokenizer, Needs(source=False, ground_truth=False))
+    with allocations() as found:
+        prompts = [*dataset.read(range(num_prompts))]
+    assert sum(len(prompt.token_ids) for prompt in prompts) == num_prompts * num_tokens
+    assert found.present == pytest.approx(num_prompts * num_tokens * PROMPT_TOKEN_BYTES, rel=0.2)
 
 
 def test_numbers_of_all_samples_take_planned_bytes(shares: Shares) -> None:

@@ -1,6 +1,7 @@
 """Plans of runs that learn from files alone: the parts of an actor, and numbers worked by hand."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -74,8 +75,29 @@ def test_time_of_a_step_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 def test_run_without_room_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert not planned(capsys, "sft", "--gpu-memory", "20GB", code=1)["fits"]
     assert not planned(capsys, "sft", "--host-memory", "1GB", code=1)["fits"]
-    assert main(["--run", "sft", *ARGUMENTS[:-1], "--gpu-memory", "20GB"]) == 1
-    assert "It does not fit:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        (("--host-memory", "900GB"), (r"It fits: \d+\.\d\d GB stay free",)),
+        (("--gpu-memory", "20GB", "--host-memory", "900GB"), (r"It does not fit: \d+\.\d\d GB short on the device",)),
+        (
+            ("--host-memory", "1GB"),
+            (r"host: \d+\.\d\d GB short of a node's 1\.00", r"The devices have room: \d+\.\d\d GB stay free"),
+        ),
+        (
+            ("--gpu-memory", "20GB", "--host-memory", "1GB"),
+            (r"host: \d+\.\d\d GB short of a node's 1\.00", r"It does not fit: \d+\.\d\d GB short on the device"),
+        ),
+    ],
+)
+def test_verdict_names_the_memory_that_is_short(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], lines: tuple[str, ...]
+) -> None:
+    assert main(["--run", "sft", *ARGUMENTS[:-1], *options]) == int("It fits" not in lines[0])
+    _, shown = capsys.readouterr().out.split("the least time of a step: ")
+    assert re.fullmatch(r"\d+\.\d\d s\n" + "".join(f"{line}\n" for line in lines), shown)
 
 
 def test_shipped_runs_have_plans(capsys: pytest.CaptureFixture[str]) -> None:
