@@ -8,6 +8,8 @@ two groups on one device would be mistaken for each other, and the second group 
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 from torch.distributed import ProcessGroupGloo
@@ -49,6 +51,24 @@ def share_device() -> None:
 @cache
 def _devices(process: int, interfaces: str) -> tuple[object, ...]:
     """Return the devices of a process, because a thread does not survive a fork; `interfaces` is as torch reads it."""
-    if not interfaces:
-        return (ProcessGroupGloo.create_default_device(),)
-    return tuple(ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(","))
+    with _threads_that_do_not_preempt():
+        if not interfaces:
+            return (ProcessGroupGloo.create_default_device(),)
+        return tuple(ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(","))
+
+
+@contextmanager
+def _threads_that_do_not_preempt() -> Iterator[None]:
+    """Let the threads that the block starts wait for a core when they wake, rather than preempt what runs there.
+
+    A thread that writes holds the lock of its connection. If the device's thread preempts it to read the answer, it
+    polls for that lock until its time slice ends, and the writer cannot go on (D449).
+    """
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

@@ -144,13 +144,17 @@ def exceptions_as_answers() -> list[str]:
     return [str(answer) for answer in together(lambda: ValueError(f"rank {dist.get_rank()}"))]
 
 
-def over_five_groups() -> tuple[float, int]:
-    """Return a sum that each of five groups doubles, and the number of threads that wait for messages."""
+def over_five_groups() -> tuple[float, list[int]]:
+    """Return a sum that each of five groups doubles, and how each thread that waits for messages is scheduled."""
     total = torch.ones(1)
     for group in [dist.new_group([0, 1]) for _ in range(5)]:
         dist.all_reduce(total, group=group)
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return total.item(), names.count("gloo_tcp_loop")
+    threads = [
+        int(task.name)
+        for task in Path("/proc/self/task").iterdir()
+        if (task / "comm").read_text().strip() == "gloo_tcp_loop"
+    ]
+    return total.item(), [os.sched_getscheduler(thread) for thread in threads]
 
 
 def leave_world() -> None:
@@ -201,8 +205,8 @@ def test_host_data_use_only_gloo_group_on_cuda(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the threads of a process in /proc")
-def test_all_groups_share_one_waiting_thread(pool: RankPool) -> None:
-    assert pool.run(2, over_five_groups) == [(32.0, 1)] * 2
+def test_all_groups_share_one_thread_that_never_preempts(pool: RankPool) -> None:
+    assert pool.run(2, over_five_groups) == [(32.0, [os.SCHED_BATCH])] * 2
 
 
 def test_ranks_may_connect_when_they_first_talk(tmp_path: Path) -> None:
