@@ -3,8 +3,9 @@
 vLLM serves some families by the classes of transformers, which it changes: in its process they no longer compute alone.
 """
 
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -12,19 +13,27 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Rollouts
+from megarl.data.patches import spare_statistics
 
 
-def reference_log_probs(checkpoint: Path, responses: Rollouts, *, dtype: torch.dtype) -> Tensor:
+@contextmanager
+def reference_process() -> Iterator[Executor]:
+    """A process for `reference_log_probs`, which starts with the first call: it imports for seconds."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        yield process
+
+
+def reference_log_probs(process: Executor, checkpoint: Path, responses: Rollouts, *, dtype: torch.dtype) -> Tensor:
     """Return the log-probabilities of the responses by `transformers`, computed on the host: `[N]` float32."""
     samples = [
         (list(responses.prompt_of(sample).token_ids), responses.response_ids(sample).tolist())
         for sample in range(len(responses))
     ]
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return torch.tensor(process.submit(_log_probs, checkpoint, samples, dtype).result())
+    return torch.tensor(process.submit(_log_probs, checkpoint, samples, dtype).result())
 
 
 def _log_probs(checkpoint: Path, samples: Sequence[tuple[list[int], list[int]]], dtype: torch.dtype) -> list[float]:
+    spare_statistics()
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

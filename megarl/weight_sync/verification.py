@@ -6,6 +6,7 @@ tokens are likely, so wrong weights give them other probabilities.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -39,7 +40,7 @@ from megarl.rollout.start import start_engine
 from megarl.weight_sync.memory import MemoryMeter
 from megarl.weight_sync.plan import actor_placement, plan_sync, sampler_placement
 from megarl.weight_sync.random_weights import write_random_weights
-from megarl.weight_sync.reference import reference_log_probs
+from megarl.weight_sync.reference import reference_log_probs, reference_process
 from megarl.weight_sync.selfcheck import (
     NUM_PROMPTS,
     PROMPT_TOKENS,
@@ -199,14 +200,14 @@ class VerifySetup:
         reshard = reshard or Reshard(self.plan, device=self.learner.device)
         return send_weights(self.learner, destination, reshard, check=check)
 
-    def compare(self, responses: Rollouts, exported: Path) -> dict[str, Deviation]:
+    def compare(self, responses: Rollouts, exported: Path, reference: Executor) -> dict[str, Deviation]:
         """Compare the probabilities of the responses, pair by pair. Only rank 0 runs `transformers`."""
         budget = Budget(max_tokens=len(responses) * self.engine.max_model_len, max_sequences=None)
         assert responses.rollout_log_probs is not None, "`ask` requests them"
         trainer = log_probs_of_all(self.learner, responses, budget)
         log_probs = {"trainer": trainer, "engine": responses.rollout_log_probs}
         if self.launch.rank == 0:
-            log_probs["transformers"] = reference_log_probs(exported, responses, dtype=self.dtype)
+            log_probs["transformers"] = reference_log_probs(reference, exported, responses, dtype=self.dtype)
         return {
             f"{one}-{other}": _difference(log_probs[one], log_probs[other], responses.mask)
             for one, other in combinations(log_probs, 2)
@@ -278,10 +279,11 @@ def run_checks(setup: VerifySetup, scratch: Path) -> VerifyReport:
     exported = scratch / "exported"
     setup.export(exported)
     roundtrip_mismatches = setup.roundtrip_mismatches(exported)
-    loaded = setup.compare(setup.sync_and_ask(check=True), exported)
-    setup.change_weights()
-    setup.export(exported)
-    changed = setup.compare(setup.sync_and_ask(check=False), exported)
+    with reference_process() as reference:
+        loaded = setup.compare(setup.sync_and_ask(check=True), exported, reference)
+        setup.change_weights()
+        setup.export(exported)
+        changed = setup.compare(setup.sync_and_ask(check=False), exported, reference)
     return VerifyReport(
         differences={pair: loaded[pair].or_larger(changed[pair]) for pair in loaded},
         roundtrip_mismatches=roundtrip_mismatches,

@@ -181,7 +181,7 @@ def test_environment_adds_record_field_and_worker_processes() -> None:
     assert found["record"]["records"] - without["record"]["records"] == drawn * 4
     assert found["update"]["learnt tokens"] - without["update"]["learnt tokens"] == learnt * (4 + 4)
     assert found["record"]["prompts"] == 2048 * 1024 * 14
-    assert plan(DEEPSEEK, *environment).host.rewards == 8 * 3 * 2 * GB
+    assert plan(*LLAMA_8B, *environment).host.rewards == 8 * 3 * 2 * GB
 
 
 def test_per_response_reward_worker_keeps_parent_process() -> None:
@@ -189,7 +189,7 @@ def test_per_response_reward_worker_keeps_parent_process() -> None:
     limits = ("reward_model.num_workers=3", "reward_model.max_memory_gb=2")
     custom = (*limits, "custom_reward_function.path=examples/rewards/sentiment.py")
     for keys, num_processes in ((limits, 3), (custom, 6), ((*custom, "reward_model.isolation=process"), 3)):
-        assert plan(DEEPSEEK, *keys).host.rewards == 8 * num_processes * 2 * GB
+        assert plan(*LLAMA_8B, *keys).host.rewards == 8 * num_processes * 2 * GB
 
 
 def test_save_copies_spread_over_data_parallel_ranks() -> None:

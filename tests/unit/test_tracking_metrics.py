@@ -18,13 +18,18 @@ from scripts.metrics import GROUPS, TABLES, describe
 ROOT = Path(__file__).parents[2]
 OTHER_TABLE = ROOT / "megarl" / "rewards" / "built_in.py"
 PATHS = [path for path in (ROOT / "megarl").rglob("*.py") if path != OTHER_TABLE]
-NODES = [node for path in PATHS for node in ast.walk(ast.parse(path.read_text()))]
 NAMES = [metric.name for group in GROUPS.values() for metric in group]
+
+
+@cache
+def nodes() -> list[ast.AST]:
+    """Return the syntax of the package, which only the process parses that runs these tests."""
+    return [node for path in PATHS for node in ast.walk(ast.parse(path.read_text()))]
 
 
 def calls(function: str) -> Iterator[str]:
     """Yield the first argument of every call of a function, if it is a text."""
-    for node in NODES:
+    for node in nodes():
         if (
             isinstance(node, ast.Call)
             and node.args
@@ -37,7 +42,7 @@ def calls(function: str) -> Iterator[str]:
 
 def keys() -> Iterator[str]:
     """Yield the texts with a slash that are keys of dictionaries, written there or in `tracking.names`."""
-    for node in NODES:
+    for node in nodes():
         found = node.keys if isinstance(node, ast.Dict) else [node.slice] if isinstance(node, ast.Subscript) else []
         for key in found:
             text = getattr(names, key.id, None) if isinstance(key, ast.Name) else getattr(key, "value", None)
@@ -80,7 +85,7 @@ def test_every_described_metric_is_recorded() -> None:
             *("skipped_updates", "empty_minibatches", "idle_minibatches"),
         )
     }
-    texts = {node.value for node in NODES if isinstance(node, ast.Constant)}
+    texts = {node.value for node in nodes() if isinstance(node, ast.Constant)}
     assert {name.rpartition("/")[2] for name in learning} <= texts
     exact = [name for name in NAMES if name == name.lower()]
     assert [name for name in exact if name not in known | scoring | held_out | learning] == []

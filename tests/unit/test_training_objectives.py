@@ -94,7 +94,7 @@ def prepared(name: str, mode: str, whole: Experience) -> Experience:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(owners=st.lists(st.integers(0, 2), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
 def test_any_split_adds_up_to_the_whole(name: str, mode: str, owners: list[int]) -> None:
     check_split(name, mode, prepared(name, mode, experience()), owners)
@@ -102,7 +102,7 @@ def test_any_split_adds_up_to_the_whole(name: str, mode: str, owners: list[int])
 
 @pytest.mark.parametrize("holes", [[], HOLES], ids=["responses", "episodes"])
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(owners=st.lists(st.integers(0, 2), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
 def test_tokens_of_older_weights_show_in_no_split(mode: str, holes: list[int], owners: list[int]) -> None:
     """Their weights come from the complete batch, before it is divided. Tokens of an environment are in the `holes`."""
