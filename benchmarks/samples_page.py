@@ -123,8 +123,8 @@ def _exchange(exchanges: Sequence[Found]) -> Rows:
         for each in exchanges
     ]
     text = (
-        "Each replica is one rank and has finished 4 samples, which find their groups. The first time is the median, "
-        "with the waits for a core if ranks outnumber the cores."
+        "Each replica is one rank with 4 finished samples, which find their groups. The first time is the median, with "
+        "waits for cores."
     )
     return Rows("An exchange of counts", text, columns, rows)
 
@@ -175,11 +175,7 @@ def _log_probs(sizes: Sequence[Found]) -> Rows:
         (str(each["num_requests"]), str(each["vocabulary"]), f"{each['vllm_cpu_us']:.0f}", f"{each['cpu_us']:.0f}")
         for each in sizes
     ]
-    text = (
-        "In each step an engine gives each request the log-probability of the token that it has drawn. "
-        "vLLM also counts the tokens that are likelier."
-    )
-    return Rows("Log-probabilities of drawn tokens", text, columns, rows)
+    return Rows("Log-probabilities of drawn tokens", "After the softmax of an engine's step.", columns, rows)
 
 
 def _peer(peer: Found) -> Rows:
