@@ -42,7 +42,7 @@ OF_RANK = {
 def found(**parts: Any) -> dict[str, Any]:
     """Return the results of a command that has measured some parts."""
     origin = {"command": "python -m benchmarks samples", "machine": {"date": "2030-01-02"}, "versions": {"torch": "2"}}
-    return origin | {"cases": [], "exchange": [], "simulated": []} | parts
+    return origin | {"cases": [], "exchange": [], "simulated": [], "log_probs": []} | parts
 
 
 def owners(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,12 +118,20 @@ def test_missing_environment_of_transferqueue_is_refused(monkeypatch: pytest.Mon
 def test_results_become_the_page() -> None:
     ours, theirs = ({"gb_per_second": speed, "peak_over_samples": 2.0} for speed in (1.0, 0.25))
     peer = {"bytes": 10**6, "megarl": ours, "transferqueue": theirs | {"versions": {"ray": "9"}}}
-    whole = found(cases=[OF_CASE], exchange=EXCHANGES, simulated=[OF_RANK], peer=peer | {"over_transferqueue": 4.0})
+    log_probs = {"num_requests": 16, "vocabulary": 32_000, "vllm_cpu_us": 450.0, "cpu_us": 60.0}
+    whole = found(
+        cases=[OF_CASE],
+        exchange=EXCHANGES,
+        simulated=[OF_RANK],
+        log_probs=[log_probs],
+        peer=peer | {"over_transferqueue": 4.0},
+    )
     page = samples_page.markdown(whole | samples.summary(whole))
     assert "| processor time of an exchange, of the most ranks over the fewest | 2.50 | less than the ranks |" in page
     assert "| 2 | 32 x 8 | grpo | 120 | 240 | 1.5 | 1.001 |" in page
     assert "| 8 | 72 | 10 | 2.50 | 2 | 296 |" in page
     assert "| 8 | gae | 0.250 | 2000 | 0.00 | 5 | 0.04 | 700 |" in page
+    assert "| 16 | 32000 | 450 | 60 |" in page
     assert "| TransferQueue | 0.250 | 2.0 |" in page
     assert "- Date: 2030-01-02\n- Command: `python -m benchmarks samples`\n" in page
     assert page.endswith("- Versions of the peer: ray 9\n")
