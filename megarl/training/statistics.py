@@ -99,9 +99,8 @@ def joined(samples: Sharded[Rollouts], counts: Tensor, moments: Tensor) -> list[
     between = counts * (totals / counts - means).square()
     around, inside = samples.sum(torch.stack([between, squares], dim=1))
     variances = (inside + around) / max(total - 1.0, 1.0)
-    largest, _ = samples.extremes(highest)
-    _, smallest = samples.extremes(lowest)
-    return [Summary(*each) for each in torch.stack([means, largest, smallest, variances], dim=-1).tolist()]
+    largest, smallest = samples.extremes(torch.stack([highest, lowest], dim=1))
+    return [Summary(*each) for each in torch.stack([means, largest[0], smallest[1], variances], dim=-1).tolist()]
 
 
 def summary_of_samples(samples: Sharded[Rollouts], numbers: Tensor) -> Summary:
