@@ -175,7 +175,7 @@ def _log_probs(sizes: Sequence[Found]) -> Rows:
         (str(each["num_requests"]), str(each["vocabulary"]), f"{each['vllm_cpu_us']:.0f}", f"{each['cpu_us']:.0f}")
         for each in sizes
     ]
-    return Rows("Log-probabilities of drawn tokens", "After the softmax of an engine's step.", columns, rows)
+    return Rows("Log-probabilities of drawn tokens", "After the softmax of an engine's step, eager.", columns, rows)
 
 
 def _peer(peer: Found) -> Rows:

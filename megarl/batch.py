@@ -36,7 +36,6 @@ from megarl.columns import (
 from megarl.on_demand import OnDemand
 
 R = TypeVar("R", bound="Prompts")
-S = TypeVar("S", bound="Rollouts")
 PER_TOKEN = "per token"
 """The mark of fields with a number for each token."""
 ROUTE_TYPES = {1: torch.uint8, 2: torch.int16}
@@ -235,10 +234,11 @@ class PromptList(OnDemand[Prompt]):
 
     def __init__(self, prompts: Iterable[Prompt] = (), lengths: Tensor | None = None) -> None:
         """Take prompts, and the number of tokens of each, `[P]` int64; None: they are counted."""
-        self._known = dict(enumerate(prompts))
-        self._read: Callable[[int], Prompt] = self._known.__getitem__
-        self._source_of: Callable[[int], str] = lambda place: self.made(place).data_source
-        counts = map(len, map(attrgetter("token_ids"), self._known.values()))
+        known = dict(enumerate(prompts))
+        self._known = known
+        self._read: Callable[[int], Prompt] = known.__getitem__
+        self._source_of: Callable[[int], str] = lambda place: known[place].data_source
+        counts = map(len, map(attrgetter("token_ids"), known.values()))
         self.lengths = int64([*counts]) if lengths is None else lengths
 
     @classmethod

@@ -9,7 +9,7 @@ two groups on one device would be mistaken for each other, and the second group 
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 from torch.distributed import ProcessGroupGloo
@@ -25,14 +25,14 @@ DEVICE = declare(
     "__init__",
     library="torch",
     versions=">=2.11,<2.15",
-    reason="2.11 - 2.14 make a device for each group, whose thread wakes a hundred times a second",
+    reason="2.11 - 2.14 make a device for each group, whose thread wakes a hundred times a second, and polls for locks",
     upstream="torch/csrc/distributed/c10d/init.cpp: ProcessGroupGloo; gloo/transport/tcp/loop.cc: Loop::run",
-    until="groups share a device, or the thread sleeps until a message arrives",
+    until="groups share a device, or its thread sleeps until a message arrives; and it waits for locks without polling",
 )
 
 
 def share_device() -> None:
-    """Let all later groups of gloo use one device for each network interface. Idempotent."""
+    """Give later groups of gloo one device for each network interface, and threads that do not preempt. Idempotent."""
     create = DEVICE.original("__init__")
 
     def create_on_shared_device(group: object, *place: object, **how: object) -> None:
@@ -67,8 +67,13 @@ def _threads_that_do_not_preempt() -> Iterator[None]:
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
         return
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    _schedule(os.SCHED_BATCH)
     try:
         yield
     finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        _schedule(os.SCHED_OTHER)
+
+
+def _schedule(policy: int) -> None:
+    with suppress(OSError):  # sandboxes such as gVisor refuse; then threads poll, and nothing else changes
+        os.sched_setscheduler(0, policy, os.sched_param(0))

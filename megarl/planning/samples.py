@@ -1,7 +1,8 @@
 """The host memory of the samples of a step on a rank, in each phase of the step.
 
 Counted with the longest prompts and responses, and with samples that divide evenly over engine replicas and learners.
-Not counted: validation, samples that dynamic sampling draws and leaves out, and what the allocator keeps for itself.
+Not counted: validation, samples that dynamic sampling draws and leaves out, the prompts that a step reads after a kill
+if it finds kept responses, and what the allocator keeps for itself.
 """
 
 from collections.abc import Mapping

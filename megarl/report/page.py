@@ -38,7 +38,7 @@ def render(runs: Sequence[Run], *, browser: str | None = None) -> str:
         runs=[_summary(run) for run in runs],
         figures=json.dumps(list(figures(runs))).replace("<", "\\u003c"),  # no text can end the script
         single=_single(runs[0]) if len(runs) == 1 else None,
-        compared=between([run.config for run in runs]),
+        compared=between([run.config for run in runs]) if len(runs) > 1 else {},
         browser=browser,
         library=library(),
     )

@@ -89,9 +89,11 @@ class OpenGroups:
         return int(self._left[self._place_of[number]])
 
     def is_here(self, number: int) -> bool:
-        """Return whether this rank's replica has the first sample of a group."""
-        first = self._firsts[self._place_of[number]]
-        return int(self._table.column("replica")[first]) == Generation.replica
+        """Return whether this rank's replica has a sample of a group: another may have begun the rest."""
+        place = self._place_of[number]
+        first = int(self._firsts[place])
+        replicas = self._table.column("replica")[first : first + int(self._counts[place])]
+        return bool((replicas == Generation.replica).any())
 
     def group(self, number: int) -> Group:
         """Return a group, with the number of its prompt in the samples."""

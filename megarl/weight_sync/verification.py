@@ -7,6 +7,7 @@ tokens are likely, so wrong weights give them other probabilities.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -200,13 +201,13 @@ class VerifySetup:
         reshard = reshard or Reshard(self.plan, device=self.learner.device)
         return send_weights(self.learner, destination, reshard, check=check)
 
-    def compare(self, responses: Rollouts, exported: Path, reference: Executor) -> dict[str, Deviation]:
+    def compare(self, responses: Rollouts, exported: Path, reference: Executor | None) -> dict[str, Deviation]:
         """Compare the probabilities of the responses, pair by pair. Only rank 0 runs `transformers`."""
         budget = Budget(max_tokens=len(responses) * self.engine.max_model_len, max_sequences=None)
         assert responses.rollout_log_probs is not None, "`ask` requests them"
         trainer = log_probs_of_all(self.learner, responses, budget)
         log_probs = {"trainer": trainer, "engine": responses.rollout_log_probs}
-        if self.launch.rank == 0:
+        if reference:
             log_probs["transformers"] = reference_log_probs(reference, exported, responses, dtype=self.dtype)
         return {
             f"{one}-{other}": _difference(log_probs[one], log_probs[other], responses.mask)
@@ -279,7 +280,7 @@ def run_checks(setup: VerifySetup, scratch: Path) -> VerifyReport:
     exported = scratch / "exported"
     setup.export(exported)
     roundtrip_mismatches = setup.roundtrip_mismatches(exported)
-    with reference_process() as reference:
+    with reference_process() if setup.launch.rank == 0 else nullcontext() as reference:
         loaded = setup.compare(setup.sync_and_ask(check=True), exported, reference)
         setup.change_weights()
         setup.export(exported)

@@ -157,6 +157,14 @@ def over_five_groups() -> tuple[float, list[int]]:
     return total.item(), [os.sched_getscheduler(thread) for thread in threads]
 
 
+def over_group_without_the_policy() -> float:
+    """Return a sum of two ranks, in a group made while the kernel refuses to schedule threads in another way."""
+    total = torch.ones(1)
+    with patch.object(os, "sched_setscheduler", side_effect=PermissionError):
+        dist.all_reduce(total, group=dist.new_group([0, 1]))
+    return total.item()
+
+
 def leave_world() -> None:
     """Destroy the default group of the pool when every rank has connected."""
     dist.barrier()
@@ -207,6 +215,10 @@ def test_host_data_use_only_gloo_group_on_cuda(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the threads of a process in /proc")
 def test_all_groups_share_one_thread_that_never_preempts(pool: RankPool) -> None:
     assert pool.run(2, over_five_groups) == [(32.0, [os.SCHED_BATCH])] * 2
+
+
+def test_groups_form_where_kernel_refuses_policies(pool: RankPool) -> None:
+    assert pool.run(2, over_group_without_the_policy) == [2.0] * 2
 
 
 def test_ranks_may_connect_when_they_first_talk(tmp_path: Path) -> None:

@@ -124,6 +124,8 @@ def test_windows_reach_groups_as_objects_do(data: st.DataObject) -> None:
         complete = [number for number in twin if twin[number].is_complete and number not in taken]
         assert opened.take_complete() == complete
         taken += complete
+        here = {number: any(isinstance(each, Generation) for each in twin[number].samples) for number in complete}
+        assert {number: opened.is_here(number) for number in complete} == here
         assert {number: opened.group(number) for number in twin} == twin
         open_samples = {number: sum(not each.complete for each in group.samples) for number, group in twin.items()}
         assert {number: opened.num_left(number) for number in twin} == open_samples

@@ -4,7 +4,8 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from megarl.checkpoint.state import Best
 from megarl.data.order import Position
 from megarl.distributed import signals
 from megarl.distributed.sharded import Sharded
+from megarl.learner.batching import Budget
 from megarl.learner.per_data_source import PerDataSource
 from megarl.models.architecture import read_architecture
 from megarl.rollout.limits import Limits
+from megarl.training import supervised
 from megarl.training.collect import Collector
 from megarl.training.gate import Gate, MismatchError
 from megarl.training.interfaces import Metrics
@@ -407,6 +410,35 @@ def test_stopped_run_finishes_and_saves_current_step() -> None:
     assert stopped.value.step == 2
     assert diary.steps_of("validate") == list(diary.logged) == list(diary.saved) == [2]
     assert diary.calls[-1] == "close"  # asynchronous saves are complete
+
+
+def run_supervised(diary: Diary, monkeypatch: pytest.MonkeyPatch, take: Callable[[int], object], **saves: Any) -> None:
+    """Take three steps of a supervised run, which learn nothing; `take` is asked for the batch of each."""
+    monkeypatch.setattr("megarl.training.supervised.update", lambda *_, step, **__: {"actor/lr": float(step)})
+    learner: Any = SimpleNamespace(spread=lambda batch, num_together: batch)
+    budget = Budget(max_tokens=1, max_sequences=None)
+    task: Any = SimpleNamespace(batches=SimpleNamespace(take=take), objective=None, budget=budget, validate=None)
+    skips: Any = None
+    schedule = Schedule(first_step=0, last_step=3, test_freq=-1, **{"save_freq": -1, **saves})
+    records = Records(diary)
+    supervised.train(learner, task, schedule, skips=skips, tracker=records, checkpoints=records)
+
+
+@pytest.mark.usefixtures("listening")
+def test_stopped_supervised_run_saves_current_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    diary = Diary()
+    with pytest.raises(signals.Stopped) as stopped, signals.graceful_stop():
+        run_supervised(diary, monkeypatch, lambda number: os.kill(os.getpid(), signal.SIGUSR1))
+    assert stopped.value.step == 1
+    assert list(diary.logged) == [1]
+    assert diary.calls == ["save 1", "close"]
+
+
+def test_supervised_run_saves_as_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
+    diary = Diary()
+    run_supervised(diary, monkeypatch, str, save_freq=2, save_last=True)
+    assert diary.calls == ["save 2", "save 3", "close"]
+    assert [metrics["actor/lr"] for metrics in diary.logged.values()] == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.usefixtures("listening")
