@@ -434,6 +434,7 @@ def test_stopped_supervised_run_saves_current_step(monkeypatch: pytest.MonkeyPat
     assert diary.calls == ["save 1", "close"]
 
 
+@pytest.mark.usefixtures("listening")
 def test_supervised_run_saves_as_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
     diary = Diary()
     run_supervised(diary, monkeypatch, str, save_freq=2, save_last=True)
