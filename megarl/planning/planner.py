@@ -104,7 +104,7 @@ class Planner:
         missing = shortfalls(workload, memory, self.device.num_bytes)
         host = host_memory(workload, memory)
         host_bytes = self._node_bytes
-        has_room = self._has_room((workload, memory))
+        has_room = self._has_room(host)
         host_remedies = list[Remedy]()
         if not has_room:
             host_remedies = remedies(workload, memory, self.device.num_bytes, self._trial, host_bytes=host_bytes)
@@ -150,7 +150,7 @@ class Planner:
 
         def trial(overrides: Sequence[str]) -> tuple[Workload, RankMemory] | None:
             tried = self._trial(overrides)
-            return tried if tried and self._has_room(tried) else None
+            return tried if tried and self._has_room(host_memory(*tried)) else None
 
         def seconds(tried: Workload, memory: RankMemory, sync_seconds: float = traffic.seconds) -> float:
             return self._time(tried, memory, sync_seconds).total
@@ -213,9 +213,9 @@ class Planner:
         """The host memory of a node; None: unknown."""
         return self.host_bytes or host_bytes_here(self._workload.config.trainer)
 
-    def _has_room(self, tried: tuple[Workload, RankMemory]) -> bool:
+    def _has_room(self, host: HostMemory) -> bool:
         """Return whether the host memory of a node is enough, as far as it is known."""
-        return self._node_bytes is None or host_memory(*tried).total <= self._node_bytes
+        return self._node_bytes is None or host.total <= self._node_bytes
 
     def _trial(self, overrides: Sequence[str]) -> tuple[Workload, RankMemory] | None:
         tried = self._try(overrides)

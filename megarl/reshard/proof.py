@@ -8,11 +8,9 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from megarl.platform.hashing import hashed
+from megarl.platform.hashing import INCREMENT, hashed
 from megarl.reshard.layout import Box, Integers, Layout
 from megarl.reshard.plan import DELAY, RankPlan
-
-INCREMENT = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64, so that zeros are hashed too
 
 
 def check_plan(plan: RankPlan) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.platform.hashing import INCREMENT, hashed
 from megarl.platform.patching import replace
 from megarl.rollout.patches.releases import declare_vllm
 
@@ -32,7 +33,6 @@ SAMPLER = declare_vllm(
     until=UNTIL,
 )
 
-GAMMA, FIRST, SECOND = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 OFFSETS = 4  # by which vLLM sets a generator back if the token that it drew is not used
 BLOCK = 256  # tokens of a vocabulary that are summed before they are searched
 BELOW_ONE = 1.0 - 2.0**-50
@@ -59,16 +59,13 @@ class Draws:
 def next_uniforms(draws: Sequence[Draws]) -> torch.Tensor:
     """Return the next number of each request, float64 [n] in (0, 1).
 
-    SplitMix64 (Steele, Lea and Flood 2014, fig. 17): number i of a seed is a hash of seed + i GAMMA.
+    SplitMix64 (Steele, Lea and Flood 2014, fig. 17): number i of a seed is a hash of seed + i INCREMENT.
     """
     seeds, counts = (np.array([getattr(each, name) for each in draws], np.uint64) for name in ("seed", "num_drawn"))
     for each in draws:
         each.num_drawn += 1
-    z = seeds + (counts + np.uint64(1)) * GAMMA
-    z = (z ^ (z >> np.uint64(30))) * FIRST
-    z = (z ^ (z >> np.uint64(27))) * SECOND
-    z ^= z >> np.uint64(31)
-    return torch.from_numpy(((z >> np.uint64(12)) + 0.5) / 2.0**52)
+    numbers = hashed(seeds + (counts + np.uint64(1)) * INCREMENT)
+    return torch.from_numpy(((numbers >> np.uint64(12)) + 0.5) / 2.0**52)
 
 
 def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
