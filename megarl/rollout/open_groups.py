@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from megarl.batch import Generation, Group, Prompt
-from megarl.distributed.evenly import Integers
+from megarl.columns import Integers
 from megarl.rollout.table import ROW, GroupRows, SampleRows, SampleTable
 from megarl.rollout.window import Windows
 

@@ -25,8 +25,9 @@ import torch
 
 from megarl.platform import progress
 from megarl.batch import Generation, Group
+from megarl.columns import Integers
 from megarl.distributed import watchdog
-from megarl.distributed.evenly import Integers, deal
+from megarl.distributed.evenly import deal
 from megarl.distributed.made_prompts import bring
 from megarl.environments.episodes import Episodes
 from megarl.rollout.engine import RolloutEngine

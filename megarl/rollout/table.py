@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Generation, Group, Prompt, RemoteSample, Sample, float32, int32
-from megarl.columns import int64
-from megarl.distributed.evenly import Integers
+from megarl.columns import Integers, int64
 from megarl.on_demand import OnDemand
 
 FIELDS = RemoteSample._fields

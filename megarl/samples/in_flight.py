@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn, float32, int32
+from megarl.columns import Integers
 from megarl.data.parquet import OwnFile
-from megarl.distributed.evenly import Integers, deal
+from megarl.distributed.evenly import deal
 from megarl.distributed.exchange import on_each_rank, on_first_rank, together
 from megarl.distributed.made_prompts import bring
 from megarl.distributed.sharded import Shares
