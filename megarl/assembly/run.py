@@ -55,13 +55,13 @@ from megarl.samples.in_flight import NOTHING, InFlight
 from megarl.tracking.protocol import Tracker
 from megarl.training.collect import SampleSource
 from megarl.training.custom import CustomEstimator, CustomLoss, load_estimator, load_loss
+from megarl.training.flops import TERA, FlopsCounter
 from megarl.training.gate import Gate
 from megarl.training.loop import KL, Job, Progress
 from megarl.training.ptx import Supervision
 from megarl.training.replay import Replay, replaying
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
-from megarl.training.work import TERA, Work
 
 logger = logging.getLogger(__name__)
 
@@ -273,13 +273,13 @@ def make_job(
         checkpoints=checkpoints,
         tracker=tracker,
         num_ranks=launch.world_size,
-        work=make_work(config, models, num_ranks=launch.world_size),
+        flops=make_flops_counter(config, models, num_ranks=launch.world_size),
         max_staleness=config.max_staleness,
         fused_old_log_probs=config.fused_old_log_probs,
     )
 
 
-def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
+def make_flops_counter(config: Config, models: Models, *, num_ranks: int) -> FlopsCounter:
     """Return the passes of the models in each phase, and the peak speed of all devices."""
     actor = models.actor.learner
     critic = models.critic
@@ -297,7 +297,7 @@ def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
         passes |= {"values": [(value, 1)], "update_critic": [(value, num_passes)]}
     known = published_flops(actor.device, config.actor_rollout_ref.actor.megatron.dtype)
     peak = trainer.peak_tflops * TERA if trainer.peak_tflops else known
-    return Work(passes=passes, peak=peak and peak * num_ranks)
+    return FlopsCounter(passes=passes, peak=peak and peak * num_ranks)
 
 
 def _passes_of_update(learner: Learner) -> int:

@@ -277,7 +277,7 @@ def _validate(root: type[C], values: Mapping[str, object], schema: Schema) -> tu
         config = checked.validate_python(nest(values))
     except ValidationError as error:
         for details in error.errors():
-            messages.setdefault(schema.leaf(".".join(map(str, details["loc"]))), []).append(_say(details))
+            messages.setdefault(schema.leaf(".".join(map(str, details["loc"]))), []).append(_message_of(details))
         config = checked.validate_python(nest(_sound(values, messages, schema)))
     written = dict(flatten(values))
     for path, found in flatten(asdict(config)):
@@ -312,7 +312,7 @@ def _stand_in(default: object) -> object:
     return "" if default == MANDATORY else default
 
 
-def _say(details: ErrorDetails) -> str:
+def _message_of(details: ErrorDetails) -> str:
     place = details["loc"][-1]
     if details["type"] == "missing":
         return f"item {place + 1} is missing" if isinstance(place, int) else "is missing"

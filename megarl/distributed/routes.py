@@ -41,7 +41,7 @@ class Holders:
         return self.ranks.get((self.share, self.layers), ())
 
 
-def bring_routes(samples: Sharded[Rollouts], runs: Runs, holders: Holders) -> Tensor:
+def redistribute_routes(samples: Sharded[Rollouts], runs: Runs, holders: Holders) -> Tensor:
     """Bring the routes of every sample to the ranks of its new share. Collective.
 
     Args:

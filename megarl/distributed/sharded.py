@@ -26,7 +26,7 @@ from torch import Tensor
 from megarl.batch import ROWS, Prompt, PromptList, Rollouts
 from megarl.columns import counted_from, spans_of_parts
 from megarl.distributed.exchange import all_reduce, sum_of_ranks, to_first_rank, together
-from megarl.distributed.made_prompts import bring
+from megarl.distributed.made_prompts import redistribute_prompts
 from megarl.distributed.runs import Runs
 from megarl.distributed.sums import exact_sums, extremes
 
@@ -299,7 +299,7 @@ class Sharded(Generic[R_co]):
         Other ranks return None.
         """
         runs = self.index.runs
-        prompts = bring(self.index.prompts, runs.groups, torch.zeros_like(runs.groups), ranks=[[0]])
+        prompts = redistribute_prompts(self.index.prompts, runs.groups, torch.zeros_like(runs.groups), ranks=[[0]])
         share = replace(self.share, prompts=(), routes=None)
         parts = to_first_rank([(self.mine, share)] if self.shares.reports else [])
         return replace(assembled(parts), prompts=prompts) if parts else None

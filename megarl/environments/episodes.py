@@ -153,7 +153,7 @@ class Environments:
     def open(self, prompts: Prompts, *, max_tokens: int) -> Prompts:
         """Return the prompts that the environment makes of rows, of at most `max_tokens`. Collective.
 
-        One rank makes each of them and has its tokens; `made_prompts.bring` brings them to others. If the environment
+        One rank makes each of them and has its tokens; `redistribute_prompts` brings them to others. If the environment
         fails for a row, the prompt is the row's own, and has a `fault`.
 
         Raises:

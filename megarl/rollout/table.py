@@ -107,7 +107,7 @@ class SampleRows(OnDemand[Sample]):
     def __len__(self) -> int:
         return self.last - self.first
 
-    def made(self, place: int) -> Sample:
+    def make_item(self, place: int) -> Sample:
         """Return a sample."""
         return self.table.sample(self.first + place)
 
@@ -146,7 +146,7 @@ class GroupRows(OnDemand[Group]):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def made(self, place: int) -> Group:
+    def make_item(self, place: int) -> Group:
         """Return a group, with its samples as rows of the table."""
         last = int(self.ends[place])
         samples = SampleRows(self.table, last - int(self.counts[place]), last)

@@ -27,7 +27,7 @@ from megarl.columns import Integers
 from megarl.data.parquet import OwnFile
 from megarl.distributed.evenly import deal
 from megarl.distributed.exchange import on_each_rank, on_first_rank, together
-from megarl.distributed.made_prompts import bring
+from megarl.distributed.made_prompts import redistribute_prompts
 from megarl.distributed.sharded import Shares
 from megarl.platform.errors import UserError
 from megarl.platform.seeds import seed_of
@@ -258,7 +258,7 @@ def _brought(prompts: Sequence[Prompt], counts: Integers, homes: Tensor, shares:
     """
     has_tokens = homes >= 0
     places = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
-    return bring(prompts, places[has_tokens], homes[has_tokens], shares.ranks)
+    return redistribute_prompts(prompts, places[has_tokens], homes[has_tokens], shares.ranks)
 
 
 class _FileRead(NamedTuple):

@@ -61,7 +61,7 @@ class Validation:
         reported = {f"val/{name}": value for name, value in scores.metrics().items() if name != SLOWEST}
         reported["val/reward/masked_rate"] = 1.0 - float(scored.sum(scored.share.has_score())) / len(scored)
         if self.store:
-            reported["val/archive/failures"] = float(not self.store.keep_validation(scored, step=step))
+            reported["val/archive/failures"] = float(not self.store.save_validation(scored, step=step))
         return metrics | reported | scores_by_source(scored)
 
 

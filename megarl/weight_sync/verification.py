@@ -46,8 +46,8 @@ from megarl.weight_sync.selfcheck import (
     NUM_PROMPTS,
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
-    ask,
     fixed_prompts,
+    generate_on_replicas,
     log_probs_of_all,
 )
 from megarl.weight_sync.transfer import send_weights
@@ -176,7 +176,7 @@ class VerifySetup:
         with self.engine.receive_weights() as destination:
             self._send(destination, check=check)
         with self.engine.generating():
-            return ask(self.engine, prompts, max_tokens=num_tokens)
+            return generate_on_replicas(self.engine, prompts, max_tokens=num_tokens)
 
     def measure(self) -> SyncCost:
         """Measure the time of one sync, and the memory of another, buckets included."""

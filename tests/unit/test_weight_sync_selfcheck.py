@@ -90,6 +90,6 @@ def test_first_two_distinct_weights_are_always_checked(check_every: int, checked
                 trainer.tensor[0] += 1.0
             for _ in range(2):  # a validation, and the step
                 if check.is_due(step):
-                    check.ask(step=step)
+                    check.generate(step=step)
                     due.append(step)
     assert due == checked
