@@ -155,7 +155,7 @@ def _read_override(argument: str) -> Layer:
         raise UserError(f"its value is not valid YAML: {_one_line(error)}") from error
 
 
-def _flatten(node: dict[Any, object], schema: Schema, prefix: str) -> Iterator[tuple[str, object]]:
+def _flatten(node: dict[object, object], schema: Schema, prefix: str) -> Iterator[tuple[str, object]]:
     for key, value in node.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and value and path not in schema.leaves:

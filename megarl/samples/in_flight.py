@@ -311,7 +311,7 @@ def _sample(row: dict[str, Any]) -> Generation:
     return replace(sample, turns=turns, stop_reason=sample.stop_reason and StopReason(sample.stop_reason))
 
 
-def _arrays(lists: pa.ChunkedArray, of: Callable[[bytes], Any]) -> list[Any]:
+def _arrays(lists: pa.ChunkedArray, of: Callable[[bytes], object]) -> list[object]:
     """Return the numbers of each row; None of a row that is null."""
     counts = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
     numbers = pc.list_flatten(lists).to_numpy()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import isnan
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,15 +122,15 @@ def _votes_of(prompts: Sequence[Sequence[int]], votes: Tensor) -> list[list[int]
     return [of_prompt.clamp(min=0).tolist() for of_prompt in found]
 
 
-def _shown(scored: Sharded[Scored], count: int) -> Sequence[Mapping[str, Any]]:
+def _shown(scored: Sharded[Scored], count: int) -> Sequence[Mapping[str, object]]:
     """Return rows of the first samples, for people, on the first rank. Collective."""
     share = scored.share
     chosen = (scored.mine < count).nonzero()[:, 0].tolist() if scored.shares.reports else []
-    rows = list[tuple[int, dict[str, Any]]]()
+    rows = list[tuple[int, dict[str, object]]]()
     for sample in chosen:
         prompt = share.prompt_of(sample)
         score = float(share.scores[sample])
-        row: dict[str, Any] = {"prompt_id": prompt.prompt_id, "prompt": prompt.text, "response": share.texts[sample]}
+        row: dict[str, object] = {"prompt_id": prompt.prompt_id, "prompt": prompt.text, "response": share.texts[sample]}
         row["score"] = None if isnan(score) else score
         rows.append((int(scored.mine[sample]), row))
     shown = [row for _, row in sorted(to_first_rank(rows), key=itemgetter(0))]
