@@ -130,7 +130,8 @@ def read_key(written: str, value: object, known: Schema) -> Reading:
     """Return a key and its value in the names of megarl, whose keys and sections are `known`."""
     if written in known:
         return _read_value(written, value, Reading())
-    alias = _alias(written)
+    parent, dot, name = written.rpartition(".")
+    alias = f"{parent}{dot}{ALIASES.get(name, name)}"
     if alias in known:
         return _read_value(alias, value, Reading(remark=Remark(written, value, alias, "")))
     fixed = _first(FIXED, written)
@@ -263,11 +264,6 @@ def remarks_in_words(remarks: Sequence[Remark]) -> Iterator[str]:
 
 def _written(remark: Remark) -> str:
     return remark.written if isinstance(remark.value, dict | list) else f"{remark.written}={shown(remark.value)}"
-
-
-def _alias(path: str) -> str:
-    parent, dot, name = path.rpartition(".")
-    return f"{parent}{dot}{ALIASES.get(name, name)}"
 
 
 def _first(rows: Iterable[ForeignRow], path: str) -> ForeignRow | None:

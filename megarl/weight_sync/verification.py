@@ -243,7 +243,7 @@ class VerifySetup:
             differing = list[str]()
             for name, shape in mine:
                 one, other = (_read(end, name, shape, self.dtype) for end in ends)
-                if not _same_bits(one, other):
+                if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                     differing.append(name)
             return differing
 
@@ -329,10 +329,6 @@ def _read(files: CheckpointFiles, name: str, shape: Shape, dtype: torch.dtype) -
     tensor = torch.empty(shape, dtype=dtype)
     files.load([Piece.complete(name, shape, dtype)], {name: tensor}, shapes={name: shape})
     return tensor
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _slabs(piece: Piece) -> Iterator[Piece]:
