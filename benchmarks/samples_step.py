@@ -25,7 +25,7 @@ from megarl.batch import (
     int32,
 )
 from megarl.data.order import Position
-from megarl.distributed.routing import route
+from megarl.distributed.redistribution import redistribute
 from megarl.distributed.sharded import Sharded, Shares
 from megarl.learner.packing import partition
 from megarl.learner.per_data_source import PerDataSource
@@ -177,7 +177,7 @@ class Actor:
         """Bring the samples to the ranks that learn from them."""
         index = samples.index
         owners = partition(index.run_lengths, index.runs.groups, self._shares.number)
-        return route(samples, Rewarded, index.runs.owned_by(owners), self._shares)
+        return redistribute(samples, Rewarded, index.runs.owned_by(owners), self._shares)
 
     def infer(self, batch: Sharded[Rollouts]) -> Any:
         """Return log-probabilities that differ from the engine's by rounding."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.batch import Rollouts
 from megarl.columns import cut, spans
 from megarl.distributed.exchange import begin_receiving, begin_sending, together
-from megarl.distributed.routing import by_share, pass_on
+from megarl.distributed.redistribution import by_share, pass_on
 from megarl.distributed.runs import Runs
 from megarl.distributed.sharded import Sharded, Shares
 

@@ -2,8 +2,8 @@
 
 The index has a few numbers for each sample, and is equal on every rank. The share is a record with the tokens of this
 rank's samples; ranks that hold shards of one model replica have the same share. So a rank holds only the tokens that it
-learns from, and decisions about all samples follow from the index. After `route` the share of a rank that does not need
-all tokens has empty columns of tokens (`Need`): its pipeline stage computes neither losses nor statistics.
+learns from, and decisions about all samples follow from the index. After `redistribute` the share of a rank that does
+not need all tokens has empty columns of tokens (`Need`): its pipeline stage computes neither losses nor statistics.
 
 Invariant: what is computed of all samples does not depend on how they are spread. A number of a sample is computed from
 its own tokens; `sum` adds such numbers of all ranks exactly, and `gather` brings them to all ranks, in the order of the

@@ -14,8 +14,8 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Generation, Group, Prompt, Prompts, Rewarded, Rollouts
 from megarl.data.translation import Translation
 from megarl.distributed.exchange import on_each_rank
+from megarl.distributed.redistribution import redistribute
 from megarl.distributed.routes import redistribute_routes
-from megarl.distributed.routing import route
 from megarl.distributed.sharded import Sharded
 from megarl.environments.episodes import Environments
 from megarl.learner.batching import Budget
@@ -86,7 +86,7 @@ class Model(Generic[Outputs]):
             )
         runs = runs.owned_by(owners)
         mesh = self.learner.mesh
-        taken = route(samples, Rewarded, runs, mesh.shares if self.reads_everywhere else mesh.stage_shares)
+        taken = redistribute(samples, Rewarded, runs, mesh.shares if self.reads_everywhere else mesh.stage_shares)
         if samples.share.routes is None:
             return taken
         routes = redistribute_routes(samples, runs, self.learner.holders)

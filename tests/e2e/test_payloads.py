@@ -30,8 +30,8 @@ NUM_STEPS = 2
 NUM_PROMPTS = 8
 PACKAGE = f"{Path(megarl.__file__).parent}/"
 TO_ONE_RANK = {
-    *("send of routing.py:_send", "send of validation.py:_shown"),
-    *("send of scoring.py:_results", "send of made_prompts.py:bring"),
+    *("send of redistribution.py:_send", "send of validation.py:_shown"),
+    *("send of scoring.py:_results", "send of made_prompts.py:redistribute_prompts"),
 }
 """Messages with tokens or texts, from the rank that has them to the one that needs them."""
 IN_A_REPLICA = {
@@ -146,7 +146,11 @@ def test_messages_grow_by_the_index_alone(workspace: Workspace, tmp_path: Path, 
     few = counted("few", length=16, num_samples=4)
     longer = counted("longer", length=96, num_samples=4)
     more = counted("more", length=16, num_samples=8)
-    assert {"send of routing.py:_send", "send of all_gather.py:all_gather", "allreduce of sums.py:exact_sums"} <= {*few}
+    assert {
+        "send of redistribution.py:_send",
+        "send of all_gather.py:all_gather",
+        "allreduce of sums.py:exact_sums",
+    } <= {*few}
     assert not grown(few, longer, NAMES_BYTES)
     num_further = NUM_STEPS * NUM_PROMPTS * (8 - 4)
     assert not grown(few, more, INDEX_BYTES * num_further)
@@ -199,5 +203,5 @@ def test_messages_of_episodes(workspace: Workspace, tmp_path: Path) -> None:
 
     few = counted("few", num_words=1)
     longer = counted("longer", num_words=20)
-    assert {"send of made_prompts.py:bring", *IN_A_REPLICA} <= {*few}
+    assert {"send of made_prompts.py:redistribute_prompts", *IN_A_REPLICA} <= {*few}
     assert not grown(few, longer, EXCHANGES_BYTES)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megarl.batch import Generation, Prompt, Prompts, Rewarded, Rollouts, float32, int32
 from megarl.distributed.made_prompts import TokensElsewhere, redistribute_prompts
-from megarl.distributed.routing import route
+from megarl.distributed.redistribution import redistribute
 from megarl.distributed.runs import Runs
 from megarl.distributed.sharded import Shares, shard
 from megarl.samples.in_flight import SampleRow, joined
@@ -76,7 +76,9 @@ def learnt() -> tuple[list[int], list[int], list[int] | None]:
     replicas = Shares.blocks(2)
     mine = redistribute_prompts(as_made(), torch.arange(GROUPS), torch.tensor(DRAWN_BY), replicas.ranks)
     rewarded = replace(record, prompts=mine).extend(Rewarded, scores=torch.arange(len(record)) / 2)
-    samples = route(shard(rewarded, drawn_by, replicas), Rewarded, Runs.of(record.groups, learnt_by), Shares.blocks(1))
+    samples = redistribute(
+        shard(rewarded, drawn_by, replicas), Rewarded, Runs.of(record.groups, learnt_by), Shares.blocks(1)
+    )
     whole = shard(record, learnt_by, Shares.blocks(1)).share.tokens()
     assert torch.equal(samples.share.tokens(), whole)
     everything = samples.to_first_rank()

@@ -23,7 +23,7 @@ from megarl.distributed.sharded import Index, Need, Sharded, Shares
 R = TypeVar("R", bound=Rollouts)
 
 
-def route(samples: Sharded[Rollouts], record: type[R], runs: Runs, shares: Shares) -> Sharded[R]:
+def redistribute(samples: Sharded[Rollouts], record: type[R], runs: Runs, shares: Shares) -> Sharded[R]:
     """Bring every sample to the ranks of its new share, and its tokens to those that need them. Collective.
 
     Args:
