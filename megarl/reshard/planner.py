@@ -7,7 +7,7 @@ that it needs and does not hold, and in no wave does a rank send or write more t
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -198,13 +198,14 @@ class TransferSchedule:
         """Put all parts of all parameters in the order of travel; return the param and the part of each item."""
         kind_of = self._kinds.kind_of
         parts_of_kind = np.bincount(self._kind_of_part, minlength=len(load_of_kind))
-        first_part, num_parts = starts(parts_of_kind)[kind_of], parts_of_kind[kind_of]  # of each param
-        begin, duration = self._kinds.timetable(load_of_kind)
-        number = count_up(num_parts)  # of a part among those of its param
-        time = np.repeat(begin, num_parts) + number * np.repeat(duration / num_parts, num_parts)
-        order = np.argsort(time, kind="stable")
+        num_parts = parts_of_kind[kind_of]  # of each param
         param = np.repeat(np.arange(len(kind_of)), num_parts)
-        return param[order], (np.repeat(first_part, num_parts) + number)[order]
+        number = count_up(num_parts)  # of a part among those of its param
+        part = starts(parts_of_kind)[kind_of[param]] + number
+        begin, duration = self._kinds.timetable(load_of_kind)
+        time = begin[param] + number * (duration / num_parts)[param]
+        order = np.argsort(time, kind="stable")
+        return param[order], part[order]
 
     def traffic(self, *, domain: int | None = None) -> Traffic:
         """Return the traffic of all waves together, and the part of it that crosses from one domain to another.
@@ -235,24 +236,28 @@ class TransferSchedule:
             item                          0  0  1  1  2  3
             template of the step          0  1  0  1  2  3
         """
-        own = [_OwnPieces(rank, layout, side, self.names, self._kinds) for side, layout in enumerate((held, needed))]
+        own_held = _OwnPieces(rank, held, 0, self.names, self._kinds)
+        own_needed = _OwnPieces(rank, needed, 1, self.names, self._kinds)
         templates: list[Template] = []
         steps = []
         waves = []
         for hop, parts in enumerate(self.hops):
             templates_before = len(templates)
             ordinals: list[tuple[int, int]] = []  # of each template: the rank's own place that it reads, and writes
+            counts = []
             for kind, moves in zip(self._kind_of_part, parts, strict=True):
-                self._add_templates(rank, kind, moves, own, templates, ordinals, forwarded=hop > 0)
-            mine = [np.count_nonzero((moves.sender == rank) | (moves.reader == rank)) for moves in parts]
-            steps_of_part = np.array(mine, dtype=np.int64)
+                found = [*self._templates(rank, kind, moves, own_held, own_needed, forwarded=hop > 0)]
+                templates += [template for template, _ in found]
+                ordinals += [ordinal for _, ordinal in found]
+                counts.append(len(found))
+            steps_of_part = np.array(counts, dtype=np.int64)
             steps_of_item = steps_of_part[self.part_of]
-            template = np.repeat(starts(steps_of_part)[self.part_of], steps_of_item) + count_up(steps_of_item)
-            param = np.repeat(self.param_of, steps_of_item)
-            ordinal = np.array(ordinals, dtype=np.int64).reshape(-1, 2)[template]
-            pieces = [side.pieces(param, ordinal[:, number]) for number, side in enumerate(own)]
-            steps.append(np.stack([*pieces, templates_before + template], axis=1).astype(np.int32))
             item = np.repeat(np.arange(len(steps_of_item)), steps_of_item)
+            template = starts(steps_of_part)[self.part_of[item]] + count_up(steps_of_item)
+            source, destination = np.array(ordinals, dtype=np.int64).reshape(-1, 2)[template].T
+            read = own_held.pieces(self.param_of[item], source)
+            written = own_needed.pieces(self.param_of[item], destination)
+            steps.append(np.stack([read, written, templates_before + template], axis=1).astype(np.int32))
             waves.append(np.searchsorted(self.ends, item, side="right") + hop * DELAY)
         wave = np.concatenate(waves)
         order = np.argsort(wave, kind="stable")
@@ -260,20 +265,21 @@ class TransferSchedule:
         ends = np.searchsorted(wave[order], np.arange(num_waves), side="right")
         return RankPlan(rank, self.world_size, held, needed, templates, np.concatenate(steps)[order], ends)
 
-    def _add_templates(
+    def _templates(
         self,
         rank: int,
         kind: int,
         moves: Moves,
-        own: "Sequence[_OwnPieces]",
-        templates: list[Template],
-        ordinals: list[tuple[int, int]],
+        held: "_OwnPieces",
+        needed: "_OwnPieces",
         *,
         forwarded: bool,
-    ) -> None:
-        """Add a template for every move of the rank; in the second hop the rank sends from its destination."""
+    ) -> Iterator[tuple[Template, tuple[int, int]]]:
+        """Yield a template for every move of the rank, and its places that the move reads and writes; -1: none.
+
+        In the second hop the rank sends from its destination.
+        """
         dtype = _wire_dtype(*self._kinds.boxes[kind])
-        held, needed = own
         for move in np.flatnonzero((moves.sender == rank) | (moves.reader == rank)).tolist():
             sender = int(moves.sender[move])
             reader = int(moves.reader[move])
@@ -281,13 +287,13 @@ class TransferSchedule:
             destination = int(moves.destination[move])
             sends = sender == rank
             peer = reader if sends else sender
-            templates.append(Template(moves.box_of(move), peer, dtype, forwarded=forwarded and sends))
+            template = Template(moves.box_of(move), peer, dtype, forwarded=forwarded and sends)
             if forwarded:
-                ordinals.append((-1, needed.ordinal(kind, source if sends else destination)))
+                yield template, (-1, needed.ordinal(kind, source if sends else destination))
             else:
                 held_piece = held.ordinal(kind, source) if sends else -1
                 needed_piece = needed.ordinal(kind, destination) if reader == rank else -1
-                ordinals.append((held_piece, needed_piece))
+                yield template, (held_piece, needed_piece)
 
 
 class _OwnPieces:
@@ -301,10 +307,9 @@ class _OwnPieces:
         by_name: dict[str, list[int]] = defaultdict(list)
         for number, piece in enumerate(layout):
             by_name[piece.name].append(number)
-        boxes = [
-            [pair[side].places[place].box for place in places]
-            for pair, places in zip(kinds.boxes, self._places, strict=True)
-        ]
+        boxes = []
+        for pair, places in zip(kinds.boxes, self._places, strict=True):
+            boxes.append([pair[side].places[place].box for place in places])
         first: list[int] = []
         numbers: list[int] = []
         for name, kind in zip(names, kinds.kind_of.tolist(), strict=True):
