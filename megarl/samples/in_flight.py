@@ -157,9 +157,10 @@ def rows_of(path: Path, places: Integers | None = None) -> list[SampleRow]:
     with naming(path):
         columns = {name: _arrays(table[name], of) for name, of in NUMBERS.items()}
         columns["routes"] = [cell and array_from(cell) for cell in table["routes"].to_pylist()]
-        others = table.drop_columns([*columns]).to_pylist()
-        arrays = (dict(zip(columns, of_row, strict=True)) for of_row in zip(*columns.values(), strict=True))
-        rows = [row | of_row for row, of_row in zip(others, arrays, strict=True)]
+        rows = table.drop_columns([*columns]).to_pylist()
+        for name, cells in columns.items():
+            for row, cell in zip(rows, cells, strict=True):
+                row[name] = cell
         return [SampleRow(path, tuple(row[name] for name in OF_PROMPT), _sample(row)) for row in rows]
 
 
