@@ -6,8 +6,9 @@ It starts no process, imports no torch, leaves no file, and reports all faults i
 import math
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import is_dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +36,6 @@ from megarl.config.shared_rules import LAUNCH_RULES, POLICY_RULES, RUN_RULES, VE
 from megarl.platform.errors import UserError
 from megarl.platform.secrets import REDACTED, redacted
 from megarl.platform.small_files import adapter
-from megarl.section import flatten
 
 SECRETS_NOTE = f"""\
 # {REDACTED} replaces a secret. To start from this file, put the secret into the environment or write it here again.
@@ -259,6 +259,9 @@ def _resolve(written: Mapping[str, object], schema: Schema) -> tuple[dict[str, o
     values: dict[str, object] = {}
     faults: list[Fault] = []
     for path, default in schema.leaves.items():
+        if not isinstance(written[path], str | list | dict):  # most keys: nothing to follow
+            values[path] = written[path]
+            continue
         try:
             values[path] = _expand_home(follow(path, written))
         except UserError as error:
@@ -279,10 +282,9 @@ def _validate(root: type[C], values: Mapping[str, object], schema: Schema) -> tu
         for details in error.errors():
             messages.setdefault(schema.leaf(".".join(map(str, details["loc"]))), []).append(_say(details))
         config = checked.validate_python(nest(_sound(values, messages, schema)))
-    written = dict(flatten(values))
-    for path, found in flatten(asdict(config)):
-        if _counts(written.get(path), found):
-            messages.setdefault(schema.leaf(path), ["should be a number"])
+    for path, value in values.items():
+        if isinstance(value, bool | list | dict) and _counts(value, attrgetter(path)(config)):
+            messages.setdefault(path, ["should be a number"])
     faults = [Fault(path, f"{', or '.join(found)}, not {values[path]!r}") for path, found in messages.items()]
     if faults:
         config = checked.validate_python(nest(_sound(values, messages, schema)))
@@ -298,6 +300,9 @@ def _counts(written: object, found: object) -> bool:
     """Return whether pydantic has read a written true or false as the number 1 or 0."""
     if isinstance(written, list) and isinstance(found, list | tuple):
         return any(map(_counts, written, found))
+    if isinstance(written, dict):
+        kept = found if isinstance(found, Mapping) else vars(found) if is_dataclass(found) else {}
+        return any(_counts(value, kept.get(key)) for key, value in written.items())
     return isinstance(written, bool) and isinstance(found, int | float) and not isinstance(found, bool)
 
 
