@@ -7,8 +7,9 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import is_dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +37,6 @@ from megarl.config.shared_rules import LAUNCH_RULES, POLICY_RULES, RUN_RULES, VE
 from megarl.platform.errors import UserError
 from megarl.platform.secrets import REDACTED, redacted
 from megarl.platform.small_files import adapter
-from megarl.section import flatten
 
 SECRETS_NOTE = f"""\
 # {REDACTED} replaces a secret. To start from this file, put the secret into the environment or write it here again.
@@ -263,6 +263,9 @@ def _resolve(written: Mapping[str, object], schema: Schema) -> tuple[dict[str, o
     values: dict[str, object] = {}
     faults: list[Fault] = []
     for path, default in schema.leaves.items():
+        if not isinstance(written[path], str | list | dict):  # most keys: nothing to follow
+            values[path] = written[path]
+            continue
         try:
             values[path] = _expand_home(follow(path, written))
         except UserError as error:
@@ -284,10 +287,9 @@ def _validate(root: type[C], values: Mapping[str, object], schema: Schema) -> tu
             path = schema.leaf(".".join(map(str, details["loc"])))
             messages[path].append(_message_of(details))
         config = validator.validate_python(nest(_without_faults(values, messages, schema)))
-    written = dict(flatten(values))
-    for name, value in flatten(asdict(config)):
-        path = schema.leaf(name)
-        if path not in messages and _is_boolean_for_number(written.get(name), value):
+    for path, value in values.items():
+        may_count = isinstance(value, bool | list | dict) and path not in messages
+        if may_count and _is_boolean_for_number(value, attrgetter(path)(config)):
             messages[path] = ["should be a number"]
     faults = [Fault(path, f"{', or '.join(found)}, not {values[path]!r}") for path, found in messages.items()]
     if faults:
@@ -304,6 +306,9 @@ def _is_boolean_for_number(written: object, found: object) -> bool:
     """Return whether pydantic has read a written true or false as the number 1 or 0."""
     if isinstance(written, list) and isinstance(found, list | tuple):
         return any(map(_is_boolean_for_number, written, found))
+    if isinstance(written, dict):
+        kept = found if isinstance(found, Mapping) else vars(found) if is_dataclass(found) else {}
+        return any(_is_boolean_for_number(value, kept.get(key)) for key, value in written.items())
     return isinstance(written, bool) and isinstance(found, int | float) and not isinstance(found, bool)
 
 
