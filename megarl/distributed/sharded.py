@@ -59,9 +59,9 @@ class Shares:
 
         `reports` is True on exactly one of the ranks that have the same share.
         """
-        told = together(lambda: (share, not reports, dist.get_rank()))
+        of_ranks = together(lambda: (share, not reports, dist.get_rank()))
         ranks: dict[int, list[int]] = {}
-        for number, _, rank in sorted(told):
+        for number, _, rank in sorted(of_ranks):
             ranks.setdefault(number, []).append(rank)
         return cls(ranks=tuple(map(tuple, ranks.values())), rank=dist.get_rank())
 

@@ -315,11 +315,11 @@ class Episodes:
 
         Every rank of the replica gives its engine the tokens of observations, which travel as int32 (D426).
         """
-        told = {
+        without_texts = {
             key: replace(each, observation=TokensElsewhere(len(each.observation)), text=None)
             for key, each in own.items()
         }
-        answers = _joined(together(lambda: told, group=self._group))
+        answers = _joined(together(lambda: without_texts, group=self._group))
         counts = [len(each.observation) for each in answers.values()]
         tokens = torch.zeros(sum(counts), dtype=torch.int32)
         parts = dict(zip(answers, tokens.split(counts), strict=True))

@@ -75,8 +75,9 @@ def scores_by_source(scored: Sharded[Scored]) -> Metrics:
     prompts = PromptList.of(scored.index.prompts)
     num = len(scored) // len(prompts)
     has_score = scored.marked(scored.share.has_score())
-    told = scored.gather(torch.stack([scored.share.scores.double(), _votes(scored.share)], dim=1))
-    of_samples = told[:, 0].to(torch.float32)
+    scores_and_votes = torch.stack([scored.share.scores.double(), _votes(scored.share)], dim=1)
+    all_scores, all_votes = scored.gather(scores_and_votes).T
+    all_scores = all_scores.to(torch.float32)
     samples: list[list[int]] = [[] for _ in range(len(prompts))]
     for sample in has_score.nonzero()[:, 0].tolist():
         samples[int(scored.index.groups[sample])].append(sample)
@@ -91,9 +92,9 @@ def scores_by_source(scored: Sharded[Scored]) -> Metrics:
             raise RewardError(
                 f"no validation response of data source {source!r} has a score; {'; '.join(first_failures(scored))}"
             )
-        scores = [of_samples[of_prompt] for of_prompt in of_source]
+        scores = [all_scores[of_prompt] for of_prompt in of_source]
         metrics[f"val/test_score/{source}"] = mean_over_prompts(scores)
-        found = statistics(scores, _votes_of(of_source, told[:, 1]), num=num)
+        found = statistics(scores, _votes_of(of_source, all_votes), num=num)
         metrics |= {f"val/{source}/{name}": value for name, value in found.items()}
     return metrics
 
