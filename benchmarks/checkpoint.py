@@ -83,7 +83,6 @@ def measure(arguments: Arguments, launch: Launch) -> None:
             directory=root / name,
             learners={"actor": learner},
             keep=1,
-            write_huggingface=lambda directory: None,
             is_async=name == "beside",
         )
         for name in ("at once", "beside")

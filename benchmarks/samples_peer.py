@@ -21,7 +21,7 @@ from benchmarks.samples_meter import DRAWN_BYTES, peak
 from benchmarks.step_trl import PYTHON, ROOT
 from megarl.batch import Prompt, Rollouts
 from megarl.distributed.exchange import join_world, largest
-from megarl.distributed.routing import route
+from megarl.distributed.redistribution import redistribute
 from megarl.distributed.sharded import Sharded, Shares, shard
 from megarl.platform.errors import UserError
 
@@ -99,7 +99,7 @@ def _work(rank: int, num_samples: int, num_tokens: int, directory: Path) -> None
         for _ in range(1 + REPEATS):
             dist.barrier()
             start = time.perf_counter()
-            found = route(samples, Rollouts, target, samples.shares)
+            found = redistribute(samples, Rollouts, target, samples.shares)
             took = time.perf_counter() - start
             assert rank == 0 or int(found.share.responses[-1]) == num_samples * num_tokens - 1
             del found

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed import fake_pg
 from benchmarks import samples_step
 from benchmarks.samples_step import STEP, Case, Exchange, first_step, job_of
 from megarl.data.order import Position
-from megarl.distributed import routing
+from megarl.distributed import redistribution
 from megarl.distributed.exchange import REDUCED
 from megarl.distributed.sharded import Index, Sharded, Shares
 from megarl.learner.packing import partition
@@ -39,9 +39,9 @@ REPEATS = 9
 SPOTS: dict[str, tuple[object, str]] = {
     "of_groups": (samples_step, "of_groups"),
     "partition": (samples_step, "partition"),
-    "send": (routing, "_send"),
-    "receive": (routing, "_receive"),
-    "unpack": (routing._Layout, "unpack"),
+    "send": (redistribution, "_send"),
+    "receive": (redistribution, "_receive"),
+    "unpack": (redistribution._Layout, "unpack"),
     "sum": (Sharded, "sum"),
 }
 """Parts of the step that are timed, and where the code of a run finds them."""

@@ -25,7 +25,7 @@ from megarl.batch import (
     int32,
 )
 from megarl.data.order import Position
-from megarl.distributed.routing import route
+from megarl.distributed.redistribution import redistribute
 from megarl.distributed.sharded import Sharded, Shares
 from megarl.learner.packing import partition
 from megarl.learner.per_data_source import PerDataSource
@@ -42,12 +42,12 @@ from megarl.samples.in_flight import NOTHING, InFlight
 from megarl.tracking.protocol import NullTracker
 from megarl.tracking.timers import Timers
 from megarl.training.collect import Collected
+from megarl.training.flops import FlopsCounter
 from megarl.training.gate import Gate
 from megarl.training.interfaces import Metrics
 from megarl.training.loop import Job, Progress, take_step
 from megarl.training.minibatches import MiniBatches
 from megarl.training.steps import Schedule
-from megarl.training.work import Work
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -60,7 +60,7 @@ FINISHED = 4  # samples of a replica between two exchanges
 ONE = int32([1])  # token
 SIZES = PerDataSource(other=read_architecture(MODELS["llama-1m"]))
 PHASES = ("old_log_prob", "update_actor", "values", "update_critic")
-WORK = Work(passes={phase: [(SIZES, 1)] for phase in PHASES})
+FLOPS = FlopsCounter(passes={phase: [(SIZES, 1)] for phase in PHASES})
 UNUSED: Any = None  # parts of a job that a single step does not touch
 
 
@@ -177,7 +177,7 @@ class Actor:
         """Bring the samples to the ranks that learn from them."""
         index = samples.index
         owners = partition(index.run_lengths, index.runs.groups, self._shares.number)
-        return route(samples, Rewarded, index.runs.owned_by(owners), self._shares)
+        return redistribute(samples, Rewarded, index.runs.owned_by(owners), self._shares)
 
     def infer(self, batch: Sharded[Rollouts]) -> Any:
         """Return log-probabilities that differ from the engine's by rounding."""
@@ -223,7 +223,7 @@ def job_of(case: Case, shares: Shares) -> Job:
         checkpoints=UNUSED,
         tracker=NullTracker(),
         num_ranks=case.num_processes,
-        work=WORK,
+        flops=FLOPS,
     )
 
 

@@ -18,7 +18,7 @@ from megarl.learner.parallel import build_mesh
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
-from megarl.weight_sync.selfcheck import ask, fixed_prompts, log_probs_of_all, probability_differences
+from megarl.weight_sync.selfcheck import fixed_prompts, generate_on_replicas, log_probs_of_all, probability_differences
 
 MAX_MODEL_LEN = 160  # tokens of the fixed prompts and their responses
 
@@ -83,7 +83,7 @@ class TrainerAndEngine:
         prompts, num_tokens = fixed_prompts(
             self.learner.architecture.vocab_size, max_model_len=self.engine.max_model_len
         )
-        return ask(self.engine, prompts, max_tokens=num_tokens)
+        return generate_on_replicas(self.engine, prompts, max_tokens=num_tokens)
 
     def difference(self, answers: Rollouts) -> float:
         """Return the mean difference between the probabilities of the responses' tokens in engine and trainer."""

@@ -260,7 +260,7 @@ class PromptList(OnDemand[Prompt]):
         lists = [*map(cls.of, parts)]
         places = [(part, place) for part in lists for place in range(len(part))]
         found = cls.read_by(
-            lambda place: cls.made(*places[place]),
+            lambda place: cls.make_item(*places[place]),
             torch.cat([part.lengths for part in lists]),
             lambda place: cls.source(*places[place]),
         )
@@ -281,7 +281,7 @@ class PromptList(OnDemand[Prompt]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def made(self, place: int) -> Prompt:
+    def make_item(self, place: int) -> Prompt:
         """Return a prompt."""
         if place not in self._known:
             self._known[place] = self._read(place)

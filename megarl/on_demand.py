@@ -11,7 +11,7 @@ class OnDemand(Sequence[Item_co]):
     """A sequence that makes an item if it is asked for. It equals every sequence of equal items."""
 
     @abstractmethod
-    def made(self, place: int) -> Item_co:
+    def make_item(self, place: int) -> Item_co:
         """Return the item of a place, counted from 0."""
 
     @overload
@@ -20,7 +20,7 @@ class OnDemand(Sequence[Item_co]):
     def __getitem__(self, place: slice) -> Sequence[Item_co]: ...
     def __getitem__(self, place: int | slice) -> Item_co | Sequence[Item_co]:
         places = range(len(self))[place]
-        return self.made(places) if isinstance(places, int) else tuple(map(self.made, places))
+        return self.make_item(places) if isinstance(places, int) else tuple(map(self.make_item, places))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)

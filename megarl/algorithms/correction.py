@@ -31,7 +31,7 @@ def ratios(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, *, level:
 
     The logarithms are clamped to +-20, see `bounded_exp`.
     """
-    log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
+    log_ratio = masked(log_probs, mask).double() - masked(rollout_log_probs, mask).double()
     if level != "token":
         log_ratio = log_ratio.sum(-1, keepdim=True)
     if level == "geometric":
@@ -128,7 +128,3 @@ def token_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
     judged = mask if difference.sum().isfinite() else mask & torch.from_numpy(np.isfinite(difference.numpy()))
     mismatch = difference.square_().clamp_(max=1.0).mul_(0.5)
     return mismatch if judged.numpy().all() else masked(mismatch, judged), judged
-
-
-def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    return masked(log_probs, mask).double() - masked(rollout_log_probs, mask).double()

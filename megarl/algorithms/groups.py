@@ -76,6 +76,6 @@ def statistics(scores: Sequence[Tensor], answers: Sequence[Sequence[Hashable]] |
         if bests:
             found[f"best@{k}/mean"] = float(torch.cat(bests).mean())
     if answers is not None:
-        won = [majority(told, of_prompt.tolist()) for told, of_prompt in zip(answers, scores, strict=True)]
+        won = [majority(votes, of_prompt.tolist()) for votes, of_prompt in zip(answers, scores, strict=True)]
         found[f"maj@{num}"] = sum(won) / len(won)
     return found

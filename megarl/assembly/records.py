@@ -1,7 +1,7 @@
 """The frame of any run: its directory, its schedule, its checkpoints and its trackers."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,10 @@ from megarl.assembly.next_steps import next_steps
 from megarl.assembly.resume import ResumePoint, checkpoint_texts, mirror_of
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.checkpoint.failures import warn_of_space
+from megarl.checkpoint.huggingface import SavedModel
 from megarl.checkpoint.store import CheckpointStore
+from megarl.config.faults import ConfigError
+from megarl.config.learning_checks import learning_faults
 from megarl.config.load import to_dict, to_yaml
 from megarl.config.report import custom_code
 from megarl.config.root import Config, SupervisedConfig
@@ -67,6 +70,16 @@ def check_directories(trainer: TrainerSection) -> None:
     together(check)
 
 
+def last_step_of(config: Config | SupervisedConfig, steps_per_epoch: int) -> int:
+    """Return the last step of a run. Raises ConfigError if a model would not learn until then."""
+    trainer = config.trainer
+    last_step = trainer.total_training_steps or trainer.total_epochs * steps_per_epoch
+    faults = [*learning_faults(config, last_step)]
+    if faults:
+        raise ConfigError(faults)
+    return last_step
+
+
 def make_schedule(
     trainer: TrainerSection, launch: Launch, *, first_step: int, last_step: int, resumed: bool
 ) -> Schedule:
@@ -86,9 +99,8 @@ def make_schedule(
 def make_checkpoints(
     config: Config | SupervisedConfig,
     learners: Mapping[str, Learner],
+    models: Sequence[SavedModel],
     *,
-    write_huggingface: Callable[[Path], None],
-    export: Callable[[Path], None],
     mirrored: bool = True,
 ) -> CheckpointStore:
     """Make the store of a run's checkpoints as `trainer` configures it. Warn if the disk has no room for a checkpoint.
@@ -96,8 +108,7 @@ def make_checkpoints(
     Args:
         config: of the run.
         learners: the models to save, by name.
-        write_huggingface: writes configuration and tokenizer to a directory.
-        export: writes the weights in Hugging Face's format into a checkpoint. Collective.
+        models: these models in Hugging Face's format.
         mirrored: whether to use the mirror that `trainer` may name.
     """
     trainer = config.trainer
@@ -107,9 +118,9 @@ def make_checkpoints(
         directory=Path(trainer.default_local_dir),
         learners=learners,
         keep=trainer.max_ckpt_to_keep,
-        write_huggingface=write_huggingface,
-        export=export if trainer.save_huggingface else None,
-        texts=lambda: checkpoint_texts(config, learners, code, inputs),
+        models=models,
+        with_weights=trainer.save_huggingface,
+        texts=checkpoint_texts(config, learners, code, inputs),
         is_async=trainer.async_save,
         mirror=mirror_of(trainer) if mirrored else None,
     )

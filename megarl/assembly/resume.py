@@ -25,7 +25,8 @@ from megarl.checkpoint.find import find_checkpoint, last_intact
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote
 from megarl.checkpoint.state import State
-from megarl.checkpoint.template_time import TIME_FILE, recorded_time
+from megarl.checkpoint.store import CheckpointStore
+from megarl.checkpoint.template_time import recorded_time
 from megarl.config.keys import ACTOR
 from megarl.config.load import to_yaml
 from megarl.config.report import custom_code
@@ -110,6 +111,12 @@ class ResumePoint:
     def is_at(self, last_step: int) -> bool:
         """Return whether no steps are left."""
         return self.is_resumed and self.state.step >= last_step
+
+    def restore(self, checkpoints: CheckpointStore, keys: Mapping[str, str]) -> None:
+        """Load the checkpoint, if there is one, after `require_sizes`. Collective."""
+        self.require_sizes(checkpoints.learners, keys)
+        if self.checkpoint:
+            checkpoints.load(self.checkpoint)
 
     def require_sizes(self, learners: Mapping[str, Learner], keys: Mapping[str, str]) -> None:
         """Refuse to load weights into models of other sizes.
@@ -248,22 +255,17 @@ def mirror_of(trainer: TrainerSection) -> Mirror | None:
 def checkpoint_texts(
     config: Config | SupervisedConfig, learners: Mapping[str, Learner], code: Mapping[str, str], inputs: Inputs
 ) -> dict[str, str]:
-    """Return the texts, by file, that describe a run in its checkpoints: configuration, versions, models, tracker runs.
+    """Return the texts, by file, that describe a run in its checkpoints: configuration, versions, models, code, data.
 
     `code` and `inputs` are the results of `custom_code` and `inputs_of` when the run began: files may have changed.
     """
-    texts = {
+    return {
         CONFIG_FILE: to_yaml(config),
         VERSIONS_FILE: json.dumps(installed_versions(), indent=1),
         MODELS_FILE: json.dumps(_sizes(learners), indent=1),
         CODE_FILE: json.dumps(code, indent=1),
         INPUTS_FILE: json.dumps(inputs, indent=1),
     }
-    run_dir = Path(config.trainer.default_local_dir)
-    time = recorded_time(run_dir)
-    if time:
-        texts[TIME_FILE] = time.isoformat()
-    return texts | known_run_ids(run_dir)
 
 
 def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, object]]:

@@ -13,6 +13,7 @@ from megarl.assembly.prompts import make_tokenizer, training_prompts, validation
 from megarl.assembly.records import (
     check_directories,
     finish_records,
+    last_step_of,
     make_checkpoints,
     make_schedule,
     name_custom_code,
@@ -30,13 +31,11 @@ from megarl.assembly.sampling import (
     make_validation,
 )
 from megarl.checkpoint.directory import HUGGINGFACE
-from megarl.checkpoint.huggingface import export_model
+from megarl.checkpoint.huggingface import SavedModel
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import CheckpointStore
 from megarl.checkpoint.template_time import record_time
-from megarl.config.faults import ConfigError
-from megarl.config.learning_checks import learning_faults
 from megarl.config.root import Config
 from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
@@ -55,13 +54,13 @@ from megarl.samples.in_flight import NOTHING, InFlight
 from megarl.tracking.protocol import Tracker
 from megarl.training.collect import SampleSource
 from megarl.training.custom import CustomEstimator, CustomLoss, load_estimator, load_loss
+from megarl.training.flops import TERA, FlopsCounter
 from megarl.training.gate import Gate
 from megarl.training.loop import KL, Job, Progress
 from megarl.training.ptx import Supervision
 from megarl.training.replay import Replay, replaying
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
-from megarl.training.work import TERA, Work
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +95,12 @@ class Inputs:
     def read(cls, config: Config) -> "Inputs":
         """Read the inputs of a run. Collective. Raises UserError and ConfigError, as each of the parts does."""
         policy = config.actor_rollout_ref
-        trainer = config.trainer
         source = Source.read(policy.model)
-        tokenizer = make_tokenizer(config.data, policy.model, source, now=template_time(trainer))
+        tokenizer = make_tokenizer(config.data, policy.model, source, now=template_time(config.trainer))
         prompts = training_prompts(config, tokenizer)
-        if not trainer.val_only:
+        if not config.trainer.val_only:
             prompts.require(config.num_drawn)  # the files may have had enough before long prompts were left out
-        last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
-        inputs = cls(
+        return cls(
             source=source,
             tokenizer=tokenizer,
             prompts=prompts,
@@ -113,12 +110,8 @@ class Inputs:
             environments=make_environments(config, tokenizer, source, prompts.prompt_of(0)),
             estimator=load_estimator(config.algorithm),
             loss=load_loss(policy.actor.policy_loss),
-            last_step=last_step,
+            last_step=last_step_of(config, prompts.steps_per_epoch),
         )
-        faults = [*learning_faults(config, last_step)]
-        if faults:
-            raise ConfigError(faults)
-        return inputs
 
     def preview_prompt(self, state: State) -> str:
         """Describe for people the prompt that a run in this state reads first."""
@@ -221,27 +214,22 @@ def _make_models(
         custom_loss=inputs.loss,
         last_step=inputs.last_step,
     )
-    actor = models.actor
+    learners = {models.actor.name: models.actor.learner}
+    saved = [SavedModel(learner=models.actor.learner, source=source, tokenizer=tokenizer, launch=launch)]
     critic = models.critic
-    dtype = config.actor_rollout_ref.actor.megatron.dtype
-
-    def export(checkpoint: Path) -> None:
-        export_model(actor.learner, source, tokenizer, checkpoint / HUGGINGFACE, launch)
-        if critic:
-            reader = critic.translate.reader if critic.translate else tokenizer
-            start = Source.read(config.critic.model)  # the model that the critic was trained from
-            export_model(critic.learner, start, reader, checkpoint / f"{HUGGINGFACE}_{critic.name}", launch)
-
-    checkpoints = make_checkpoints(
-        config,
-        {model.name: model.learner for model in (actor, critic) if model},
-        write_huggingface=lambda directory: source.write_config_and_tokenizer(directory, tokenizer, dtype=dtype),
-        export=export,
-        mirrored=mirrored,
-    )
-    resume_point.require_sizes(checkpoints.learners, MODEL_KEYS)
-    if resume_point.checkpoint:
-        checkpoints.load(resume_point.checkpoint)
+    if critic:
+        learners[critic.name] = critic.learner
+        saved.append(
+            SavedModel(
+                learner=critic.learner,
+                source=Source.read(config.critic.model),
+                tokenizer=critic.translate.reader if critic.translate else tokenizer,
+                launch=launch,
+                folder=f"{HUGGINGFACE}_{critic.name}",
+            )
+        )
+    checkpoints = make_checkpoints(config, learners, saved, mirrored=mirrored)
+    resume_point.restore(checkpoints, MODEL_KEYS)
     return models, checkpoints
 
 
@@ -273,13 +261,13 @@ def make_job(
         checkpoints=checkpoints,
         tracker=tracker,
         num_ranks=launch.world_size,
-        work=make_work(config, models, num_ranks=launch.world_size),
+        flops=make_flops_counter(config, models, num_ranks=launch.world_size),
         max_staleness=config.max_staleness,
         fused_old_log_probs=config.fused_old_log_probs,
     )
 
 
-def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
+def make_flops_counter(config: Config, models: Models, *, num_ranks: int) -> FlopsCounter:
     """Return the passes of the models in each phase, and the peak speed of all devices."""
     actor = models.actor.learner
     critic = models.critic
@@ -297,7 +285,7 @@ def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
         passes |= {"values": [(value, 1)], "update_critic": [(value, num_passes)]}
     known = published_flops(actor.device, config.actor_rollout_ref.actor.megatron.dtype)
     peak = trainer.peak_tflops * TERA if trainer.peak_tflops else known
-    return Work(passes=passes, peak=peak and peak * num_ranks)
+    return FlopsCounter(passes=passes, peak=peak and peak * num_ranks)
 
 
 def _passes_of_update(learner: Learner) -> int:

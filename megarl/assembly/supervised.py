@@ -8,6 +8,7 @@ from megarl.assembly.prompts import make_tokenizer
 from megarl.assembly.records import (
     check_directories,
     finish_records,
+    last_step_of,
     make_checkpoints,
     make_schedule,
     name_custom_code,
@@ -15,11 +16,9 @@ from megarl.assembly.records import (
 )
 from megarl.assembly.resume import ResumePoint, template_time
 from megarl.checkpoint.directory import HUGGINGFACE, MANIFEST_FILE
-from megarl.checkpoint.huggingface import POLICY_ROLE, VALUE_ROLE, export_model
+from megarl.checkpoint.huggingface import POLICY_ROLE, VALUE_ROLE, SavedModel, export_model
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.template_time import record_time
-from megarl.config.faults import ConfigError
-from megarl.config.learning_checks import learning_faults
 from megarl.config.root import RewardTrainConfig, SFTConfig, SupervisedConfig
 from megarl.data.conversations import Conversations
 from megarl.data.pairs import PairStream
@@ -106,10 +105,7 @@ def _learn(
     """Train, and return the model, or None if it was exported after the last step already."""
     trainer = config.trainer
     run_dir = Path(trainer.default_local_dir)
-    last_step = trainer.total_training_steps or trainer.total_epochs * task.batches.steps_per_epoch
-    faults = [*learning_faults(config, last_step)]
-    if faults:
-        raise ConfigError(faults)
+    last_step = last_step_of(config, task.batches.steps_per_epoch)
     resume_point = ResumePoint.find(config)
     if resume_point.is_at(last_step):
         finish_records(config, launch, resume_point, last_step=last_step)
@@ -130,18 +126,9 @@ def _learn(
         training=(config.optim, config.grad_clip, last_step),
         lora=source.lora,
     )
-    written = source if learner.is_policy else source.as_classifier(tokenizer)
-
-    def write_huggingface(directory: Path) -> None:
-        written.write_config_and_tokenizer(directory, tokenizer, dtype=config.megatron.dtype)
-
-    def export(checkpoint: Path) -> None:
-        export_model(learner, source, tokenizer, checkpoint / HUGGINGFACE, launch)
-
-    checkpoints = make_checkpoints(config, {task.name: learner}, write_huggingface=write_huggingface, export=export)
-    resume_point.require_sizes(checkpoints.learners, {task.name: "model.path"})
-    if resume_point.checkpoint:
-        checkpoints.load(resume_point.checkpoint)
+    saved = SavedModel(learner=learner, source=source, tokenizer=tokenizer, launch=launch)
+    checkpoints = make_checkpoints(config, {task.name: learner}, [saved])
+    resume_point.restore(checkpoints, {task.name: "model.path"})
     if resume_point.is_at(last_step):
         return learner
     tracker = run_tracker(config, launch, resume_point, last_step=last_step)

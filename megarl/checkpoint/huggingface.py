@@ -3,9 +3,11 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megarl.checkpoint.directory import HUGGINGFACE
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import Launch
@@ -23,6 +25,26 @@ VALUE_ROLE: tuple[str, Literal["value"]] = ("reward_model", "value")
 """Name of a model in checkpoints, and its role."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """A model as the checkpoints of a run have it in Hugging Face's format."""
+
+    learner: Learner
+    source: Source  # that the model was trained from
+    tokenizer: Tokenizer
+    launch: Launch
+    folder: str = HUGGINGFACE  # of a checkpoint
+
+    def write_config(self, directory: Path) -> None:
+        """Write config and tokenizer to a directory that exists."""
+        source = _source_of(self.learner, self.source, self.tokenizer)
+        source.write_config_and_tokenizer(directory, self.tokenizer, dtype=_dtype_of(self.learner))
+
+    def write_weights(self, directory: Path) -> None:
+        """Write all files, as `export_model` does. Collective."""
+        export_model(self.learner, self.source, self.tokenizer, directory, self.launch)
+
+
 def export_model(learner: Learner, source: Source, tokenizer: Tokenizer, out: Path, launch: Launch) -> None:
     """Write a model with its tokenizer as a Hugging Face directory. Collective; all ranks see the same `out`.
 
@@ -32,20 +54,26 @@ def export_model(learner: Learner, source: Source, tokenizer: Tokenizer, out: Pa
     Raises:
         UserError: `out` cannot be written; if it did not exist before, it is removed.
     """
-    if not learner.is_policy:
-        source = source.as_classifier(tokenizer)
-    dtype = learner.modules[0].config.params_dtype
+    source = _source_of(learner, source, tokenizer)
     with _with_tokenizer(source, tokenizer, out, launch), learner.weights() as tensors:
         export(
             out,
             hf_shapes(learner.architecture),
             together(learner.layout),
             tensors,
-            config=source.config_in(str(dtype).removeprefix("torch.")),
-            dtype=dtype,
+            config=source.config_in(_dtype_of(learner)),
+            dtype=learner.modules[0].config.params_dtype,
             ranks_per_node=launch.local_world_size,
             device=learner.device,
         )
+
+
+def _source_of(learner: Learner, source: Source, tokenizer: Tokenizer) -> Source:
+    return source if learner.is_policy else source.as_classifier(tokenizer)
+
+
+def _dtype_of(learner: Learner) -> str:
+    return str(learner.modules[0].config.params_dtype).removeprefix("torch.")
 
 
 def export_adapters(

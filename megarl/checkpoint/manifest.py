@@ -38,7 +38,7 @@ def sealing(directory: Path) -> Task:
 def find_altered(directory: Path) -> str | None:
     """Describe the first file of `directory` that does not match its manifest; None if all match. Collective."""
     try:
-        expected = list(on_first_rank(lambda: read_manifest(directory)).items())
+        expected = list(on_first_rank(lambda: parse_manifest(read_bytes(directory / MANIFEST_FILE), directory)).items())
     except Damage as damage:
         return str(damage)
 
@@ -47,11 +47,6 @@ def find_altered(directory: Path) -> str | None:
 
     faults = chain.from_iterable(in_shares(len(expected), compare))
     return next((fault for fault in faults if fault), None)
-
-
-def read_manifest(directory: Path) -> dict[str, Seal]:
-    """Return the seals in the manifest of `directory`, by the paths of the files in it. Raises Damage."""
-    return parse_manifest(read_bytes(directory / MANIFEST_FILE), directory)
 
 
 def parse_manifest(content: bytes, directory: object) -> dict[str, Seal]:

@@ -20,10 +20,11 @@ raises an error. An old checkpoint that cannot be removed is only a warning.
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch.distributed as dist
 
@@ -40,9 +41,11 @@ from megarl.checkpoint.directory import (
     saved_steps,
 )
 from megarl.checkpoint.failures import Failures, require_space, with_write_errors
+from megarl.checkpoint.huggingface import SavedModel
 from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.state import State
+from megarl.checkpoint.template_time import TIME_FILE, recorded_time
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.learner.checkpoint import load_learner, save_learner, saved_shapes, write_all
@@ -51,6 +54,7 @@ from megarl.learner.randomness import load_random_states, write_random_states
 from megarl.learner.staging import Staging
 from megarl.models.peft import write_adapter_config
 from megarl.platform.files import explained, publish, remedy, write_whole
+from megarl.tracking.run_id import known_run_ids
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +68,9 @@ class CheckpointStore:
         learners: Mapping[str, Learner],
         *,
         keep: int | None,
-        write_huggingface: Callable[[Path], None],
-        export: Callable[[Path], None] | None = None,
-        texts: Callable[[], Mapping[str, str]] = dict,
+        models: Sequence[SavedModel] = (),
+        with_weights: bool = False,
+        texts: Mapping[str, str] = MappingProxyType({}),
         is_async: bool = False,
         mirror: Mirror | None = None,
     ) -> None:
@@ -76,9 +80,9 @@ class CheckpointStore:
             directory: of the run.
             learners: the models by their names in checkpoints.
             keep: the number of newest checkpoints that stay, besides the best; None: all.
-            write_huggingface: writes config and tokenizer to a directory.
-            export: writes the weights as Hugging Face files into a checkpoint; collective.
-            texts: returns further small files, by name.
+            models: in Hugging Face's format; without weights, config and tokenizer of the first.
+            with_weights: whether checkpoints have the weights in Hugging Face's format too.
+            texts: further small files, by name.
             is_async: whether files are written asynchronously to training.
             mirror: keeps a second copy of the checkpoints.
         """
@@ -87,8 +91,8 @@ class CheckpointStore:
         self.mirror = mirror
         self._keep = keep
         self._is_async = is_async
-        self.write_huggingface = write_huggingface
-        self._export = export
+        self._models = models
+        self._with_weights = with_weights
         self._texts = texts
         self.background = Background()
         self.failures = Failures(directory)
@@ -153,8 +157,8 @@ class CheckpointStore:
         write_random_states(part / RANDOM_STATES)
         on_first_rank(lambda: self._write_small_files(part, state))
         together(lambda: _write_files(part, state.files))
-        if self._export:
-            self._export(part)
+        for model in self._models if self._with_weights else ():
+            model.write_weights(part / model.folder)
         yield partial(write_all, writings)
         for writing in writings:
             writing.finish()
@@ -180,11 +184,14 @@ class CheckpointStore:
 
     def _write_small_files(self, part: Path, state: State) -> None:
         with explained(str(part)):
-            self.write_huggingface(part / HUGGINGFACE)
+            for model in self._models[:1]:
+                model.write_config(part / model.folder)
             for name, learner in self.learners.items():
                 if learner.lora:
                     write_adapter_config(part / name, learner.lora, learner.architecture)
-        for name, text in self._texts().items():
+        time = recorded_time(self.directory)
+        times = {TIME_FILE: time.isoformat()} if time else {}
+        for name, text in {**self._texts, **times, **known_run_ids(self.directory)}.items():
             write_whole(part / name, text.encode())
         write_whole(part / STATE_FILE, json.dumps(asdict(replace(state, files={}))).encode())
 

@@ -18,7 +18,7 @@ from megarl.platform.terminal import visible
 from megarl.reshard.headers import has_weights
 
 if TYPE_CHECKING:
-    from megarl.rollout.talk import ChatEngine
+    from megarl.rollout.chat import ChatEngine
 
 ANEW = "/new"
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with loadable(typed["model"]) as directory, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of vLLM, about torch: nothing for a person who chats
-            from megarl.rollout.talk import ChatEngine  # imports torch
+            from megarl.rollout.chat import ChatEngine  # imports torch
 
             engine = ChatEngine(directory, trust_remote_code=typed["trust_remote_code"])
             converse(engine, typed, typed["prompt"] or typed_lines())

@@ -297,12 +297,8 @@ def _sections(*, measures: bool) -> Iterator[Iterable[Finding]]:
 def _engine(name: str, versions: Mapping[str, str], pins: Sequence[Requirement]) -> Finding:
     """Check the engine: it is compiled for one torch, and with another its kernels do not load."""
     torch = versions.get("torch")
-    wanted = [pin for pin in pins if pin.name == "torch" and _applies_here(pin)]
+    wanted = [pin for pin in pins if pin.name == "torch" and (not pin.marker or pin.marker.evaluate({"extra": ""}))]
     wrong = [pin for pin in wanted if torch and not pin.specifier.contains(torch, prereleases=True)]
     if wrong:
         return Finding(name, f"{versions[name]}, made for torch{wrong[0].specifier}", REINSTALL, "fault")
     return Finding(name, versions[name])
-
-
-def _applies_here(pin: Requirement) -> bool:
-    return pin.marker is None or pin.marker.evaluate({"extra": ""})

@@ -25,7 +25,7 @@ from megarl.platform.errors import UserError
 from megarl.platform.forking import end, run_in_child
 from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
 from megarl.platform.imports import IMPORTING, import_modules, silence_imports
-from megarl.platform.log import keep_in, show_on_console
+from megarl.platform.log import log_to_files, show_on_console
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import COMMAND, ignore_broken_pipe, print_message, visible
 from megarl.platform.versions import installed_versions
@@ -111,7 +111,7 @@ def run(program: JobProgram[C], argv: Sequence[str]) -> None:
         _end_with(error, str(launch.rank), is_first_here=launch.local_rank == 0)
     directory = Path(config.trainer.default_local_dir)
     if program.keeps_log:
-        keep_in(directory, launch.rank)
+        log_to_files(directory, launch.rank)
     if launch.rank == 0:
         for remark in program.notes(config, argv):
             logger.info("note: %s", remark)

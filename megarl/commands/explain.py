@@ -121,8 +121,8 @@ def check(root: type, argv: Sequence[str], *, as_json: bool) -> int:
             raise
         faults = error.faults
     if as_json:
-        told = [asdict(fault) | {"message": redact(fault.message)} for fault in faults]
-        print(json.dumps({"faults": told, "notes": list(map(redact, notes))}))
+        shown = [asdict(fault) | {"message": redact(fault.message)} for fault in faults]
+        print(json.dumps({"faults": shown, "notes": list(map(redact, notes))}))
         return 2 if faults else 0
     print("no faults", *(visible(redact(f"note: {note}")) for note in notes), sep="\n")
     return 0

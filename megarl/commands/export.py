@@ -106,7 +106,7 @@ def repository_faults(name: str | None, *, private: bool) -> Iterator[Fault]:
         yield Fault("--push-to", str(error))
 
 
-def find_repository(arguments: ExportArguments) -> None:
+def create_repository_if_missing(arguments: ExportArguments) -> None:
     """Create the repository to upload to, if there is none. Raises ConfigError if that is impossible."""
     if arguments.push_to:
         with fault_of("--push-to"):
@@ -241,7 +241,7 @@ PROGRAM = JobProgram(
     module="megarl.commands.export",
     load=read_arguments,
     body=write,
-    trial=find_repository,
+    trial=create_repository_if_missing,
     imports=("megarl.learner.imported",),
 )
 

@@ -141,6 +141,7 @@ def tasks() -> Mapping[str, ModuleType]:
 def command_of(name: str) -> Command:
     """Return the declaration of a task."""
     task = tasks()[name]
+    needed = f"{NEEDED[name]} " if name in NEEDED else ""
     return Task(
         f"prepare {name}",
         *OF_ALL,
@@ -148,13 +149,8 @@ def command_of(name: str) -> Command:
         module=__name__,
         section="",
         text=task.__doc__ or "",
-        example=_example(name),
+        example=f"megarl prepare {name} {needed}--out data/{name}",
     )
-
-
-def _example(task: str) -> str:
-    arguments = f"{NEEDED[task]} " if task in NEEDED else ""
-    return f"megarl prepare {task} {arguments}--out data/{task}"
 
 
 def _hub_datasets(arguments: SimpleNamespace) -> list[str]:

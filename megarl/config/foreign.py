@@ -50,7 +50,7 @@ class ForeignRow:
     def _is_offered(self, value: object) -> bool:
         return value in entry_points(group=self.group).names
 
-    def say(self, path: str, value: object) -> str:
+    def answer_to(self, path: str, value: object) -> str:
         """Return the answer to a key and its value."""
         return self.answer.format(owner=owner_of(path), value=value)
 
@@ -130,7 +130,8 @@ def read_key(written: str, value: object, known: Schema) -> Reading:
     """Return a key and its value in the names of megarl, whose keys and sections are `known`."""
     if written in known:
         return _read_value(written, value, Reading())
-    alias = _alias(written)
+    parent, dot, name = written.rpartition(".")
+    alias = f"{parent}{dot}{ALIASES.get(name, name)}"
     if alias in known:
         return _read_value(alias, value, Reading(remark=Remark(written, value, alias, "")))
     fixed = _first(FIXED, written)
@@ -162,7 +163,7 @@ def _read_value(key: str, value: object, reading: Reading) -> Reading:
             continue
         for item in value if isinstance(value, list) else [value]:
             if row.does_refuse(item):
-                answers.append(row.say(key, item))
+                answers.append(row.answer_to(key, item))
                 missing = missing or row.missing
         new = row.value_here(value)
         if new != value or type(new) is not type(value):
@@ -225,13 +226,13 @@ def defaults_beside(remarks: Iterable[Remark]) -> dict[str, object]:
 def _answer(path: str, value: object, fixed: ForeignRow | None) -> Reading:
     """Return what to write instead of a key that megarl does not have."""
     if fixed and fixed.answer:
-        answer = fixed.say(path, value)
+        answer = fixed.answer_to(path, value)
         return Reading(answer=answer, missing=fixed.missing or answer.startswith(_MISSING))
     if path in FLAGS:
         return Reading(answer=f"write {FLAGS[path]}")
     row = _first(KEYS, path)
     if row:
-        answer = row.say(path, value)
+        answer = row.answer_to(path, value)
         return Reading(answer=answer, missing=row.missing or answer.startswith(_MISSING))
     if fixed:
         return Reading(answer=f"{_MISSING}: write {shown(fixed.accepts[0])}", missing=True)
@@ -263,11 +264,6 @@ def remarks_in_words(remarks: Sequence[Remark]) -> Iterator[str]:
 
 def _written(remark: Remark) -> str:
     return remark.written if isinstance(remark.value, dict | list) else f"{remark.written}={shown(remark.value)}"
-
-
-def _alias(path: str) -> str:
-    parent, dot, name = path.rpartition(".")
-    return f"{parent}{dot}{ALIASES.get(name, name)}"
 
 
 def _first(rows: Iterable[ForeignRow], path: str) -> ForeignRow | None:

@@ -133,7 +133,7 @@ def _read_file(name: str) -> Layer:
     try:
         tree = parse(path.read_text(encoding="utf-8")) or {}
     except UNREADABLE as error:
-        raise UserError(f"is not valid YAML: {_say(error)}") from error
+        raise UserError(f"is not valid YAML: {_one_line(error)}") from error
     if not isinstance(tree, dict):
         raise UserError("must hold keys and values at its top level")
     return Layer(origin=name, tree={key: value for key, value in tree.items() if not _holds_anchors(key)})
@@ -152,10 +152,10 @@ def _read_override(argument: str) -> Layer:
     try:
         return Layer(origin=COMMAND_LINE, tree=nest({key: parse(value)}))
     except UNREADABLE as error:
-        raise UserError(f"its value is not valid YAML: {_say(error)}") from error
+        raise UserError(f"its value is not valid YAML: {_one_line(error)}") from error
 
 
-def _flatten(node: dict[Any, object], schema: Schema, prefix: str) -> Iterator[tuple[str, object]]:
+def _flatten(node: dict[object, object], schema: Schema, prefix: str) -> Iterator[tuple[str, object]]:
     for key, value in node.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and value and path not in schema.leaves:
@@ -164,7 +164,7 @@ def _flatten(node: dict[Any, object], schema: Schema, prefix: str) -> Iterator[t
             yield path, value
 
 
-def _say(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """Describe the error in one line without the values that it quotes: only the key may show that one is secret."""
     words = str(error)
     if isinstance(error, MarkedYAMLError):  # its own words may show the line

@@ -31,7 +31,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         super().__init__(stream)
         self.deep_construct = True  # so that a value within itself is an error
 
-    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, object]:
+    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[object, object]:
         """Return a mapping, or raise an error for a key that stands twice."""
         found = set()
         for key, _ in node.value:
@@ -39,7 +39,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
             if name in found and key.tag != _MERGE:
                 raise ConstructorError(None, None, f"found duplicate key {key.value}", key.start_mark)
             found.add(name)
-        mapping: dict[Any, object] = super().construct_mapping(node, deep)
+        mapping: dict[object, object] = super().construct_mapping(node, deep)
         return mapping
 
     def construct_text(self, node: ScalarNode) -> str:

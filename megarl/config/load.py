@@ -5,9 +5,11 @@ It starts no process, imports no torch, leaves no file, and reports all faults i
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import is_dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +37,6 @@ from megarl.config.shared_rules import LAUNCH_RULES, POLICY_RULES, RUN_RULES, VE
 from megarl.platform.errors import UserError
 from megarl.platform.secrets import REDACTED, redacted
 from megarl.platform.small_files import adapter
-from megarl.section import flatten
 
 SECRETS_NOTE = f"""\
 # {REDACTED} replaces a secret. To start from this file, put the secret into the environment or write it here again.
@@ -95,24 +96,26 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
     """
     context = CheckContext(world_size=world_size, check_paths=True)
     if "trainer.n_gpus_per_node" not in written_keys(VerifyConfig, argv):
-        asked, _, _ = read(VerifyConfig, argv)  # the second reading reports the faults
-        megatron = asked.actor_rollout_ref.actor.megatron
-        rollout = asked.actor_rollout_ref.rollout
+        config, _, _ = read(VerifyConfig, argv)  # the second reading reports the faults
+        megatron = config.actor_rollout_ref.actor.megatron
         tp = megatron.tensor_model_parallel_size
         pp = megatron.pipeline_model_parallel_size
-        expert_ranks = megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp)
-        fewest = math.lcm(
-            tp * megatron.context_parallel_size * pp, expert_ranks * pp, rollout.tensor_model_parallel_size
-        )
-        argv = [f"trainer.n_gpus_per_node={max(1, (world_size or fewest) // asked.trainer.nnodes)}", *argv]
+        dense_ranks = tp * megatron.context_parallel_size * pp
+        expert_ranks = megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp) * pp
+        engine_ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        num_ranks = world_size or math.lcm(dense_ranks, expert_ranks, engine_ranks)
+        argv = [f"trainer.n_gpus_per_node={max(1, num_ranks // config.trainer.nnodes)}", *argv]
     return _load(VerifyConfig, argv, rules=RULES_OF_VERIFY, context=context)
 
 
 def written_keys(root: type, argv: Sequence[str]) -> dict[str, str]:
     """Return the keys of `root` that the files and arguments in `argv` set, each with its last origin."""
     schema = Schema.of(root)
-    layers = read_layers(argv)[0]
-    return {key: layer.origin for layer in layers for key in recognise(layer, schema).leaves if key in schema.leaves}
+    layers, _ = read_layers(argv)
+    origins: dict[str, str] = {}
+    for layer in layers:
+        origins |= {key: layer.origin for key in recognise(layer, schema).leaves if key in schema.leaves}
+    return origins
 
 
 def foreign_keys(root: type, argv: Sequence[str]) -> list[Remark]:
@@ -139,9 +142,9 @@ def _plain(config: Config | SupervisedConfig) -> dict[str, object]:
 
 def _load(root: type[C], argv: Sequence[str], *, rules: Sequence[Rule[C]], context: CheckContext) -> C:
     config, faults, origins = read(root, argv)
-    of_other_commands = [*_files_of_other_commands(root, argv)] if faults else []
-    if of_other_commands:
-        raise ConfigError(of_other_commands)
+    wrong_files = [*_files_of_other_commands(root, argv)] if faults else []
+    if wrong_files:
+        raise ConfigError(wrong_files)
     if any(fault.path in argv for fault in faults):
         raise ConfigError(faults)
     faults.extend(_broken(config, faults, rules=rules, context=context))
@@ -155,22 +158,22 @@ def _files_of_other_commands(root: type, argv: Sequence[str]) -> Iterator[Fault]
     for layer in read_layers(argv)[0]:
         if layer.origin == COMMAND_LINE:
             continue
-        num_faults = {kind: len(recognise(layer, Schema.of(kind)).faults) for kind in COMMANDS}
-        meant = min(COMMANDS, key=num_faults.__getitem__)
-        sections = [name for name in layer.tree if name in Schema.of(meant) and name not in Schema.of(root)]
-        if sections and num_faults[meant] < num_faults[root]:
+        num_faults = {other: len(recognise(layer, Schema.of(other)).faults) for other in COMMANDS}
+        best = min(COMMANDS, key=num_faults.__getitem__)
+        sections = [name for name in layer.tree if name in Schema.of(best) and name not in Schema.of(root)]
+        if sections and num_faults[best] < num_faults[root]:
             yield Fault(
                 layer.origin,
-                f"is a file for megarl {COMMANDS[meant]}, as it has `{sections[0]}`; here it has to be one for megarl "
+                f"is a file for megarl {COMMANDS[best]}, as it has `{sections[0]}`; here it has to be one for megarl "
                 f"{COMMANDS[root]}",
             )
 
 
 def _broken(config: C, faults: Sequence[Fault], *, rules: Sequence[Rule[C]], context: CheckContext) -> Iterator[Fault]:
     """Yield the faults that rules between keys find, except rules about keys that have `faults` already."""
-    doubtful = {path for fault in faults for path in (fault.path, fault.about) if path}
+    faulty_keys = {path for fault in faults for path in (fault.path, fault.about) if path}
     for rule in rules:
-        if not rule.reads_any(doubtful):
+        if not rule.reads_any(faulty_keys):
             yield from rule.check(config, context)
 
 
@@ -204,23 +207,24 @@ def _read_layers(root: type[C], layers: Sequence[Layer]) -> tuple[C, list[Fault]
     written: dict[str, object] = {**schema.leaves, **LINKS[root], CONFIG_NAME: _name_of(layers, schema)}
     origins: dict[str, str] = {}
     for layer in layers:
-        found = recognise(layer, schema)
-        faults.extend(found.faults)
-        remarks.extend(found.remarks)
-        origins.update(dict.fromkeys(found.leaves, layer.origin))
-        written |= {key: merged(written[key], value) for key, value in _spread(found.leaves, schema)}
+        recognised = recognise(layer, schema)
+        faults += recognised.faults
+        remarks += recognised.remarks
+        origins |= dict.fromkeys(recognised.leaves, layer.origin)
+        written |= {key: merged(written[key], value) for key, value in _spread(recognised.leaves, schema)}
     values, unresolved = _resolve(written, schema)
-    answers = ((one.written, one.answer(values)) for one in remarks)
-    faults.extend(Fault(key, answer) for key, answer in answers if answer)
     config, mistyped = _validate(root, values, schema)
-    # A key that merely follows another shares its fault.
-    followers = LINKS[root].keys() - origins.keys()
-    names = {one.key: f" (written {one.written})" for one in remarks if one.written != one.key}
-    faults.extend(
-        replace(fault, message=fault.message + names.get(fault.path, ""))
-        for fault in (*unresolved, *mistyped)
-        if fault.path not in followers
-    )
+    written_names = {}
+    for remark in remarks:
+        answer = remark.answer(values)
+        if answer:
+            faults.append(Fault(remark.written, answer))
+        if remark.written != remark.key:
+            written_names[remark.key] = f" (written {remark.written})"
+    followers = LINKS[root].keys() - origins.keys()  # a key that merely follows another shares its fault
+    for fault in (*unresolved, *mistyped):
+        if fault.path not in followers:
+            faults.append(replace(fault, message=fault.message + written_names.get(fault.path, "")))
     return config, faults, origins
 
 
@@ -245,13 +249,13 @@ def _spread(values: Mapping[str, object], schema: Schema) -> Iterator[tuple[str,
     for path, value in values.items():
         if path in schema.leaves:
             yield path, value
-        else:
-            link = LINK.fullmatch(str(value))
-            assert link, "a section takes no other value"
-            for key in schema.leaves:
-                leader = link["key"] + key.removeprefix(path)
-                if key.startswith(f"{path}.") and leader in schema.leaves:
-                    yield key, f"${{{leader}}}"
+            continue
+        link = LINK.fullmatch(str(value))
+        assert link, "a section takes no other value"
+        for key in schema.leaves:
+            followed = link["key"] + key.removeprefix(path)
+            if key.startswith(f"{path}.") and followed in schema.leaves:
+                yield key, f"${{{followed}}}"
 
 
 def _resolve(written: Mapping[str, object], schema: Schema) -> tuple[dict[str, object], list[Fault]]:
@@ -259,6 +263,9 @@ def _resolve(written: Mapping[str, object], schema: Schema) -> tuple[dict[str, o
     values: dict[str, object] = {}
     faults: list[Fault] = []
     for path, default in schema.leaves.items():
+        if not isinstance(written[path], str | list | dict):  # most keys: nothing to follow
+            values[path] = written[path]
+            continue
         try:
             values[path] = _expand_home(follow(path, written))
         except UserError as error:
@@ -271,33 +278,37 @@ def _resolve(written: Mapping[str, object], schema: Schema) -> tuple[dict[str, o
 
 def _validate(root: type[C], values: Mapping[str, object], schema: Schema) -> tuple[C, list[Fault]]:
     """Return the checked configuration; for a value of the wrong type, the default and a fault."""
-    checked = adapter(root)
-    messages: dict[str, list[str]] = {}
+    validator = adapter(root)
+    messages: dict[str, list[str]] = defaultdict(list)
     try:
-        config = checked.validate_python(nest(values))
+        config = validator.validate_python(nest(values))
     except ValidationError as error:
         for details in error.errors():
-            messages.setdefault(schema.leaf(".".join(map(str, details["loc"]))), []).append(_say(details))
-        config = checked.validate_python(nest(_sound(values, messages, schema)))
-    written = dict(flatten(values))
-    for path, found in flatten(asdict(config)):
-        if _counts(written.get(path), found):
-            messages.setdefault(schema.leaf(path), ["should be a number"])
+            path = schema.leaf(".".join(map(str, details["loc"])))
+            messages[path].append(_message_of(details))
+        config = validator.validate_python(nest(_without_faults(values, messages, schema)))
+    for path, value in values.items():
+        may_count = isinstance(value, bool | list | dict) and path not in messages
+        if may_count and _is_boolean_for_number(value, attrgetter(path)(config)):
+            messages[path] = ["should be a number"]
     faults = [Fault(path, f"{', or '.join(found)}, not {values[path]!r}") for path, found in messages.items()]
     if faults:
-        config = checked.validate_python(nest(_sound(values, messages, schema)))
+        config = validator.validate_python(nest(_without_faults(values, messages, schema)))
     return config, faults
 
 
-def _sound(values: Mapping[str, object], faulty: Container[str], schema: Schema) -> dict[str, object]:
+def _without_faults(values: Mapping[str, object], faulty: Container[str], schema: Schema) -> dict[str, object]:
     """Return the values, with the default of each key that is faulty."""
     return {path: _stand_in(schema.leaves[path]) if path in faulty else value for path, value in values.items()}
 
 
-def _counts(written: object, found: object) -> bool:
+def _is_boolean_for_number(written: object, found: object) -> bool:
     """Return whether pydantic has read a written true or false as the number 1 or 0."""
     if isinstance(written, list) and isinstance(found, list | tuple):
-        return any(map(_counts, written, found))
+        return any(map(_is_boolean_for_number, written, found))
+    if isinstance(written, dict):
+        kept = found if isinstance(found, Mapping) else vars(found) if is_dataclass(found) else {}
+        return any(_is_boolean_for_number(value, kept.get(key)) for key, value in written.items())
     return isinstance(written, bool) and isinstance(found, int | float) and not isinstance(found, bool)
 
 
@@ -312,7 +323,7 @@ def _stand_in(default: object) -> object:
     return "" if default == MANDATORY else default
 
 
-def _say(details: ErrorDetails) -> str:
+def _message_of(details: ErrorDetails) -> str:
     place = details["loc"][-1]
     if details["type"] == "missing":
         return f"item {place + 1} is missing" if isinstance(place, int) else "is missing"

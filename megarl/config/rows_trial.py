@@ -1,16 +1,16 @@
-"""The look at all rows before a run: what each of them can teach, remembered for the next start."""
+"""The inspection of all rows before a run: what each of them can teach, kept for the next start."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from megarl.config.faults import ConfigError, Fault, fault_of
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
-from megarl.data import remembered
+from megarl.data import findings_cache
 from megarl.data.columns import Needs, PromptColumns
 from megarl.data.config import PreferenceDataSection, SFTDataSection
 from megarl.data.messages import prompt_faults, text_faults
 from megarl.data.rows import Rows
-from megarl.data.truths import KINDS, Kind, TruthFindings, look
+from megarl.data.truths import KINDS, Kind, TruthFindings, inspect_rows
 from megarl.rewards.config import RulesSection
 from megarl.section import listed
 
@@ -29,7 +29,7 @@ def check_rows(config: Config) -> Iterator[str]:
         return
     columns = PromptColumns(section=config.data, needs=Needs.of(config.rules, config.custom_reward_function))
     with fault_of("data.train_files"):
-        found = _look(config, columns)
+        found = _inspect_prompts(config, columns)
     faults = []
     for key, findings in found.items():
         kinds: list[Kind] = ["column"]
@@ -54,7 +54,7 @@ def check_responses(config: SFTConfig | RewardTrainConfig) -> Iterator[str]:
         if not names:
             continue
         with fault_of(key):
-            found = _look_at_responses(config.data, names)
+            found = _inspect_responses(config.data, names)
         remedy = f"Mend the rows (`megarl prepare --check {listed(names)[0]}` lists them)"
         faults = [Fault(key, f"{message}. {remedy}") for message in _messages("column", found)]
         if faults:
@@ -63,7 +63,7 @@ def check_responses(config: SFTConfig | RewardTrainConfig) -> Iterator[str]:
             yield from (f"{key}: {message}" for message in _messages(kind, found))
 
 
-def _look_at_responses(data: SFTDataSection | PreferenceDataSection, names: str | Sequence[str]) -> TruthFindings:
+def _inspect_responses(data: SFTDataSection | PreferenceDataSection, names: str | Sequence[str]) -> TruthFindings:
     keys = [data.response_key] if isinstance(data, SFTDataSection) else [data.chosen_key, data.rejected_key]
     rows = Rows(names, columns=[data.prompt_key, *keys])
     findings = TruthFindings(len(rows))
@@ -82,21 +82,21 @@ def _look_at_responses(data: SFTDataSection | PreferenceDataSection, names: str 
     return findings
 
 
-def _look(config: Config, columns: PromptColumns) -> Mapping[str, TruthFindings]:
-    """Return what the look at each set of files found, by its key."""
+def _inspect_prompts(config: Config, columns: PromptColumns) -> Mapping[str, TruthFindings]:
+    """Return what the inspection of each set of files found, by its key."""
     sets = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
     files = {key: listed(names) for key, names in sets.items() if names}
     question = [files, asdict(columns.section), asdict(columns.needs)]
-    place = remembered.place_of([name for names in files.values() for name in names], question)
-    kept = remembered.recall(place)
+    place = findings_cache.place_of([name for names in files.values() for name in names], question)
+    kept = findings_cache.read(place)
     if kept is not None:
         return {key: TruthFindings.of(value) for key, value in kept.items()}
     found = dict[str, TruthFindings]()
     prompts = None
     for key, names in files.items():
-        found[key], own = look(columns, names, training_prompts=prompts)
+        found[key], own = inspect_rows(columns, names, training_prompts=prompts)
         prompts = own if prompts is None else prompts
-    remembered.remember(place, {key: asdict(findings) for key, findings in found.items()})
+    findings_cache.write(place, {key: asdict(findings) for key, findings in found.items()})
     return found
 
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from megarl.batch import int32
 from megarl.data.census import Census, Counts
-from megarl.data.look import RowFaults, check_each, raise_faults
+from megarl.data.row_checks import RowFaults, check_each, raise_faults
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.distributed.exchange import on_each_rank, on_first_rank, run_of, together

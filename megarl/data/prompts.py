@@ -15,9 +15,9 @@ from megarl.data.census import Census
 from megarl.data.columns import BY_SOURCE, Needs, PromptColumns
 from megarl.data.config import DataSection
 from megarl.data.encoded import EncodedPrompt, encode_once
+from megarl.data.findings_cache import digest_of
 from megarl.data.messages import as_read, encode_prompt, frame, plain_text
 from megarl.data.order import Order, Position
-from megarl.data.remembered import digest_of
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import on_first_rank

@@ -131,7 +131,7 @@ def _check(model: ModelProto, table: normalizers.Normalizer, path: Path) -> None
             f"{path}: the user-defined symbols {tied} overlap, and which of them a unigram model takes depends on the "
             "rounding of scores; train it with model_type=bpe, or without these symbols"
         )
-    halved = [symbol for symbol in _pieces(model, Piece.USER_DEFINED) if _is_cut(symbol)]
+    halved = [symbol for symbol in _pieces(model, Piece.USER_DEFINED) if re.search(r"<0(?:x|\Z)", symbol)]
     if _pieces(model, Piece.BYTE) and halved:
         raise UserError(
             f"{path}: a fast tokenizer would confuse the user-defined symbols {halved} with bytes; train the "
@@ -157,10 +157,6 @@ def _overlapping(model: ModelProto) -> list[str]:
         return any(symbol[:cut] in ends or symbol[-cut:] in starts for cut in range(1, len(symbol)))
 
     return [symbol for symbol in symbols if overlaps(symbol)]
-
-
-def _is_cut(symbol: str) -> bool:
-    return re.search(r"<0(?:x|\Z)", symbol) is not None
 
 
 def _unigram(model: ModelProto) -> models.Unigram:
@@ -253,6 +249,7 @@ def _normalizer(model: ModelProto, table: normalizers.Normalizer) -> normalizers
     symbols = _pieces(model, Piece.USER_DEFINED)
     spaced = [symbol for symbol in symbols if " " in symbol and spec.remove_extra_whitespaces]
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(PREFIX)] if spec.add_dummy_prefix else []
+    space = SPACE if spec.escape_whitespaces else " "
     is_cut = bool(spaced or (symbols and spec.precompiled_charsmap))
     if is_cut:
         steps.append(normalizers.Replace(Regex(rf"(?:{'|'.join(_longest_first(symbols))})\K"), CUT))
@@ -263,13 +260,9 @@ def _normalizer(model: ModelProto, table: normalizers.Normalizer) -> normalizers
     if spec.remove_extra_whitespaces:
         blanks = rf"{PREFIX}{FIRST}{KEPT} "
         steps.append(normalizers.Replace(Regex(rf"(?:\A|(?<=[{blanks}]))(?: |{FIRST}{KEPT}*)+"), ""))
-        steps.append(normalizers.Replace(Regex(rf"[{blanks}{SPACE if spec.escape_whitespaces else ''}]+\z"), ""))
-    steps.append(normalizers.Replace(Regex(f"[{PREFIX}{FIRST}{KEPT} ]"), _space(spec)))
+        steps.append(normalizers.Replace(Regex(rf"[{blanks}{space}]+\z"), ""))
+    steps.append(normalizers.Replace(Regex(f"[{PREFIX}{FIRST}{KEPT} ]"), space))
     return normalizers.Sequence(steps)
-
-
-def _space(spec: NormalizerSpec) -> str:
-    return SPACE if spec.escape_whitespaces else " "
 
 
 def _decoder(model: ModelProto) -> decoders.Decoder:

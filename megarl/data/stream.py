@@ -7,8 +7,8 @@ from typing import Generic, TypeVar
 from megarl.batch import Rollouts
 from megarl.data.census import Census
 from megarl.data.config import SupervisedDataSection
-from megarl.data.look import check_rows
 from megarl.data.order import Order
+from megarl.data.row_checks import check_rows
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer

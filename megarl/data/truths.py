@@ -75,7 +75,7 @@ class TruthFindings:
             kept.append(RowsFinding(message, place, num_rows))
 
 
-def look(
+def inspect_rows(
     columns: PromptColumns, files: str | Sequence[str], *, training_prompts: set[int] | None = None
 ) -> tuple[TruthFindings, set[int]]:
     """Return what was found in all rows of files, and the digests of their prompts.

@@ -22,12 +22,12 @@ def local_copy(uri: str, kind: str, choose: Callable[[RemoteDirectory], Sequence
         UserError: `copy_of` or `choose` raised it.
     """
 
-    def bring(report: ReportProgress) -> Path:
+    def copy(report: ReportProgress) -> Path:
         remote = RemoteDirectory(uri)  # a new object, which has no cached listing
         path = copy_of(remote, choose(remote), report)
         logger.info("%s: its %s is copied to %s", remote, kind, path)
         return path
 
     if (uri, kind) not in _copies:
-        _copies[uri, kind] = once_a_node(bring, phase="fetch")
+        _copies[uri, kind] = once_a_node(copy, phase="fetch")
     return _copies[uri, kind]

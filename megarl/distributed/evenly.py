@@ -3,9 +3,9 @@
 import heapq
 
 import numpy as np
-import numpy.typing as npt
 
-Integers = npt.NDArray[np.int64]
+from megarl.columns import Integers
+
 SHORT = 16  # steps that a heap takes in less time than numpy
 RUN = 256  # steps that a heap takes at least
 

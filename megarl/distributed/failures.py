@@ -49,7 +49,7 @@ def report(error: Exception, directory: Path | None, launch: Launch, store: Stor
         The argument of `sys.exit`.
     """
     is_first = _is_first(store)
-    path = _keep(error, directory, launch.rank) if directory and directory.is_dir() else None
+    path = _write_traceback(error, directory, launch.rank) if directory and directory.is_dir() else None
     if is_first and path:
         _notify(launch.rank, path)
     if isinstance(error, UserError):
@@ -74,7 +74,7 @@ def _is_first(store: Store | None) -> bool:
         return True
 
 
-def _keep(error: Exception, directory: Path, rank: int) -> Path | None:
+def _write_traceback(error: Exception, directory: Path, rank: int) -> Path | None:
     """Append the traceback to the file of this rank. None if that is impossible."""
     path = (directory / "errors" / f"rank_{rank}.txt").absolute()
     try:

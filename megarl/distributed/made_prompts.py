@@ -14,7 +14,7 @@ from megarl.batch import Prompt, PromptList
 from megarl.distributed.exchange import begin_receiving, begin_sending
 
 NO_RANK = -1
-Told = tuple[Sequence[int], str, str | None]
+PromptContent = tuple[Sequence[int], str, str | None]
 """Tokens, text and fault of a prompt."""
 
 
@@ -31,7 +31,7 @@ class TokensElsewhere(Sequence[int]):
         raise AssertionError("the tokens of this prompt are on other ranks")
 
 
-def bring(
+def redistribute_prompts(
     prompts: Sequence[Prompt], groups: Tensor, owners: Tensor, ranks: Sequence[Sequence[int]]
 ) -> Sequence[Prompt]:
     """Return the prompts, with the tokens of those that the share of this rank needs. Collective.
@@ -71,16 +71,16 @@ def bring(
 
 def _message(prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
     """Return what only the maker of these prompts knows, as bytes, and before it their number."""
-    told = [(prompt.token_ids, prompt.text, prompt.fault) for prompt in prompts]
-    content = torch.frombuffer(bytearray(pickle.dumps(told)), dtype=torch.uint8)
+    contents = [(prompt.token_ids, prompt.text, prompt.fault) for prompt in prompts]
+    content = torch.frombuffer(bytearray(pickle.dumps(contents)), dtype=torch.uint8)
     return torch.tensor([len(content)]), content
 
 
-def _received(maker: int) -> list[Told]:
+def _received(maker: int) -> list[PromptContent]:
     """Return the content of a message."""
     size = torch.zeros(1, dtype=torch.int64)
     begin_receiving(size, maker).wait()
     content = torch.empty(int(size), dtype=torch.uint8)
     begin_receiving(content, maker).wait()
-    told: list[Told] = pickle.loads(content.numpy().tobytes())  # noqa: S301 - our own bytes
-    return told
+    contents: list[PromptContent] = pickle.loads(content.numpy().tobytes())  # noqa: S301 - our own bytes
+    return contents

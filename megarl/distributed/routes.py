@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.batch import Rollouts
 from megarl.columns import cut, spans
 from megarl.distributed.exchange import begin_receiving, begin_sending, together
-from megarl.distributed.routing import by_share, pass_on
+from megarl.distributed.redistribution import by_share, pass_on
 from megarl.distributed.runs import Runs
 from megarl.distributed.sharded import Sharded, Shares
 
@@ -41,7 +41,7 @@ class Holders:
         return self.ranks.get((self.share, self.layers), ())
 
 
-def bring_routes(samples: Sharded[Rollouts], runs: Runs, holders: Holders) -> Tensor:
+def redistribute_routes(samples: Sharded[Rollouts], runs: Runs, holders: Holders) -> Tensor:
     """Bring the routes of every sample to the ranks of its new share. Collective.
 
     Args:

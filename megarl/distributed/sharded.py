@@ -2,8 +2,8 @@
 
 The index has a few numbers for each sample, and is equal on every rank. The share is a record with the tokens of this
 rank's samples; ranks that hold shards of one model replica have the same share. So a rank holds only the tokens that it
-learns from, and decisions about all samples follow from the index. After `route` the share of a rank that does not need
-all tokens has empty columns of tokens (`Need`): its pipeline stage computes neither losses nor statistics.
+learns from, and decisions about all samples follow from the index. After `redistribute` the share of a rank that does
+not need all tokens has empty columns of tokens (`Need`): its pipeline stage computes neither losses nor statistics.
 
 Invariant: what is computed of all samples does not depend on how they are spread. A number of a sample is computed from
 its own tokens; `sum` adds such numbers of all ranks exactly, and `gather` brings them to all ranks, in the order of the
@@ -26,7 +26,7 @@ from torch import Tensor
 from megarl.batch import ROWS, Prompt, PromptList, Rollouts
 from megarl.columns import counted_from, spans_of_parts
 from megarl.distributed.exchange import all_reduce, sum_of_ranks, to_first_rank, together
-from megarl.distributed.made_prompts import bring
+from megarl.distributed.made_prompts import redistribute_prompts
 from megarl.distributed.runs import Runs
 from megarl.distributed.sums import exact_sums, extremes
 
@@ -59,9 +59,9 @@ class Shares:
 
         `reports` is True on exactly one of the ranks that have the same share.
         """
-        told = together(lambda: (share, not reports, dist.get_rank()))
+        of_ranks = together(lambda: (share, not reports, dist.get_rank()))
         ranks: dict[int, list[int]] = {}
-        for number, _, rank in sorted(told):
+        for number, _, rank in sorted(of_ranks):
             ranks.setdefault(number, []).append(rank)
         return cls(ranks=tuple(map(tuple, ranks.values())), rank=dist.get_rank())
 
@@ -299,7 +299,7 @@ class Sharded(Generic[R_co]):
         Other ranks return None.
         """
         runs = self.index.runs
-        prompts = bring(self.index.prompts, runs.groups, torch.zeros_like(runs.groups), ranks=[[0]])
+        prompts = redistribute_prompts(self.index.prompts, runs.groups, torch.zeros_like(runs.groups), ranks=[[0]])
         share = replace(self.share, prompts=(), routes=None)
         parts = to_first_rank([(self.mine, share)] if self.shares.reports else [])
         return replace(assembled(parts), prompts=prompts) if parts else None

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.distributed.exchange import all_reduce
-from megarl.platform.early import EXIT_CODE, SIGNALS, end_at_once, local_rank, say
+from megarl.platform.early import EXIT_CODE, SIGNALS, end_at_once, local_rank, write_warning
 from megarl.platform.processes import children
 
 __all__ = ["EXIT_CODE", "SIGNALS", "Stopped", "forward", "graceful_stop", "listen", "stop_requested"]
@@ -97,7 +97,9 @@ def _forward(number: int, frame: FrameType | None) -> None:
     if not ranks:
         end_at_once(number, frame)
     if number == signal.SIGINT and _is_requested:  # a terminal signals only this process, once for each Ctrl-C
-        say("SIGINT again: the job ends now, without this step; the same command resumes from the last checkpoint")
+        write_warning(
+            "SIGINT again: the job ends now, without this step; the same command resumes from the last checkpoint"
+        )
         for pid in ranks:
             os.kill(pid, signal.SIGKILL)
         os._exit(128 + number)
@@ -144,7 +146,7 @@ def _listen(read_end: int) -> None:
             _end(number[0])
         if not has_reported and local_rank() == "0":
             hint = "; a second one ends the job at once" if number[0] in _IMMEDIATE else ""
-            say(f"{signal.Signals(number[0]).name}: the job ends when this step is saved{hint}")
+            write_warning(f"{signal.Signals(number[0]).name}: the job ends when this step is saved{hint}")
             has_reported = True
         if number[0] in _IMMEDIATE:
             now = time.monotonic()

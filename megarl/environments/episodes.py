@@ -153,7 +153,7 @@ class Environments:
     def open(self, prompts: Prompts, *, max_tokens: int) -> Prompts:
         """Return the prompts that the environment makes of rows, of at most `max_tokens`. Collective.
 
-        One rank makes each of them and has its tokens; `made_prompts.bring` brings them to others. If the environment
+        One rank makes each of them and has its tokens; `redistribute_prompts` brings them to others. If the environment
         fails for a row, the prompt is the row's own, and has a `fault`.
 
         Raises:
@@ -315,11 +315,11 @@ class Episodes:
 
         Every rank of the replica gives its engine the tokens of observations, which travel as int32 (D426).
         """
-        told = {
+        without_texts = {
             key: replace(each, observation=TokensElsewhere(len(each.observation)), text=None)
             for key, each in own.items()
         }
-        answers = _joined(together(lambda: told, group=self._group))
+        answers = _joined(together(lambda: without_texts, group=self._group))
         counts = [len(each.observation) for each in answers.values()]
         tokens = torch.zeros(sum(counts), dtype=torch.int32)
         parts = dict(zip(answers, tokens.split(counts), strict=True))

@@ -51,7 +51,7 @@ class OpenEnv:
         self._observation = observation
         self._fields = reset or {}
         self._server = _server(attempt_s, num_attempts, api_key_variable)
-        self._start: Mapping[str, Any] = {}
+        self._start: Mapping[str, object] = {}
         self._episode = ""
         self._turns = list[tuple[str, Step]]()
 

@@ -106,7 +106,7 @@ def build_model(
         if is_last and architecture.scalar_head:
             model.output_layer = ValueHead(config)
         elif is_last:
-            model.output_layer.forward = partial(hand_through, divisor=architecture.logit_divisor)
+            model.output_layer.forward = partial(return_hidden_states, divisor=architecture.logit_divisor)
     if architecture.traits.wide_qk_norm:
         # Megatron would sum the gradients of these norms over tensor-parallel ranks, but each rank has its own part.
         config.qk_layernorm = False
@@ -147,10 +147,10 @@ class ValueHead(torch.nn.Module):
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
         """Pass the hidden states through, like every output layer here."""
-        return hand_through(hidden)
+        return return_hidden_states(hidden)
 
 
-def hand_through(hidden: Tensor, *, divisor: float = 1.0, **_: object) -> tuple[Tensor, None]:
+def return_hidden_states(hidden: Tensor, *, divisor: float = 1.0, **_: object) -> tuple[Tensor, None]:
     """Return the hidden states over the divisor of logits: the `forward` of an `output_layer` without logits."""
     return hidden if divisor == 1.0 else hidden / divisor, None
 

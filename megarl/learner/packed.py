@@ -69,20 +69,13 @@ def pack_samples(
     reads, pads the row. Without samples the row is only such a sequence; a rank that has no samples for a micro-batch
     still takes part in it. With `has_keys` tokens have the keys of dropout.
     """
-    step = sequence_multiple(cp_size)
     index = torch.tensor(samples, dtype=torch.int64)
     batch = batch.select(index)
     tokens = batch.tokens()
     used = batch.lengths() - 1
     has_next = torch.ones_like(tokens, dtype=torch.bool)
     has_next[(used + 1).cumsum(0) - 1] = False
-    lengths = used + -used % step
-    total = int(lengths.sum())
-    multiple = lcm(step, cp_size * num_parts)
-    missing = -total % multiple if total else multiple
-    if missing:
-        used = torch.nn.functional.pad(used, (0, 1))
-        lengths = torch.nn.functional.pad(lengths, (0, 1), value=missing)
+    used, lengths = _padded(used, cp_size, num_parts)
     places, positions = places_of(lengths, cp_rank, cp_size)
     padding_mask = positions >= used.repeat_interleave(lengths // cp_size)
     whole = _laid_out(tokens[has_next], used, lengths, padding=tokens.new_zeros(()))
@@ -109,6 +102,19 @@ def pack_samples(
         routes=routes,
         keys=keys,
     )
+
+
+def _padded(used: Tensor, cp_size: int, num_parts: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens, and the places in the row, of each sequence; the last may be the one that pads the row."""
+    step = sequence_multiple(cp_size)
+    lengths = used + -used % step
+    total = int(lengths.sum())
+    multiple = lcm(step, cp_size * num_parts)
+    missing = -total % multiple if total else multiple
+    if missing:
+        used = torch.nn.functional.pad(used, (0, 1))
+        lengths = torch.nn.functional.pad(lengths, (0, 1), value=missing)
+    return used, lengths
 
 
 def _own_predictors(batch: Rollouts, lengths: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.distributed.evenly import Integers, fill_evenly
+from megarl.columns import Integers
+from megarl.distributed.evenly import fill_evenly
 from megarl.platform.errors import UserError
 
 

@@ -64,7 +64,7 @@ def load_random_states(path: Path) -> None:
     saved = on_each_rank(lambda: read_random_states(path) if is_first else [])
     size = dist.get_world_size()
     of_ranks = [*saved[:size], *repeat(None, size - len(saved))] if is_first else None
-    mine: list[Mapping[str, Any] | None] = [None]
+    mine: list[Mapping[str, object] | None] = [None]
     dist.scatter_object_list(mine, of_ranks, group=host_group())
     if mine[0]:
         set_random_states(mine[0])

@@ -21,7 +21,7 @@ from megarl.learner.outputs import LogitFactors
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
-from megarl.learner.patches.pipeline import shapes_told
+from megarl.learner.patches.pipeline import known_shapes
 from megarl.platform.determinism import deterministic_kernels
 
 
@@ -86,7 +86,7 @@ def run_schedule(
     arriving = partial(shapes_of_arrivals, [micro_batch.row for micro_batch in micro_batches], config)
     activations = arriving(leads=stage == 0)
     gradients = [] if forward_only else arriving(leads=stage == config.pipeline_model_parallel_size - 1)
-    with megatron_platform(), deterministic_kernels(), shapes_told(activations, gradients):
+    with megatron_platform(), deterministic_kernels(), known_shapes(activations, gradients):
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(micro_batches) for _ in models],  # every chunk reads the micro-batches at its own time

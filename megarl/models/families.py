@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)  # part of a parameter's name in Llama -> in this family
     """Parameters of a layer that get one name are stacked in it."""
     engine_names: Mapping[str, str] = field(default_factory=dict)  # part of a parameter's name -> in the engine
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def norm_parts(self) -> tuple[str, ...]:

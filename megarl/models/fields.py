@@ -53,7 +53,7 @@ class Fields:
             raise wrong(key, value, "must be true or false")
         return value
 
-    def items(self, key: str) -> list[Any]:
+    def items(self, key: str) -> list[object]:
         """Return a list, empty if the key is missing."""
         value = self.values.get(key, [])
         if not isinstance(value, list | tuple):

@@ -136,7 +136,7 @@ def write_adapter_config(directory: Path, lora: Lora, architecture: Architecture
     write_whole(directory / CONFIG, json.dumps(adapter_config(lora, architecture), indent=2).encode())
 
 
-def adapter_config(lora: Lora, architecture: Architecture) -> dict[str, Any]:
+def adapter_config(lora: Lora, architecture: Architecture) -> dict[str, object]:
     """Return the content of `adapter_config.json`."""
     scores = architecture.scalar_head
     base, revision = repository(lora.base)

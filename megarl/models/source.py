@@ -28,7 +28,7 @@ class Source:
 
     directory: Path
     hf_config: dict[str, Any]  # overrides applied; without the quantisation of the files, which are read dequantised
-    overrides: dict[str, Any]  # fields that replace those of config.json
+    overrides: dict[str, object]  # fields that replace those of config.json
     architecture: Architecture
     lora: Lora | None = None  # None: the weights learn
 
@@ -108,7 +108,7 @@ class Source:
         self.write_tokenizer(directory, tokenizer)
         (directory / CONFIG).write_text(json.dumps(self.config_in(dtype), indent=2), encoding="utf-8")
 
-    def config_in(self, dtype: str) -> dict[str, Any]:
+    def config_in(self, dtype: str) -> dict[str, object]:
         """Return the content of `config.json` of weights in a dtype."""
         config = {key: value for key, value in self.hf_config.items() if key != "dtype"}  # a newer name of torch_dtype
         return config | {"torch_dtype": dtype}
@@ -121,7 +121,7 @@ class Source:
             generation = json.dumps(self._generation_config(tokenizer), indent=2)
             (directory / GENERATION).write_text(generation, encoding="utf-8")
 
-    def _generation_config(self, tokenizer: Tokenizer) -> dict[str, Any]:
+    def _generation_config(self, tokenizer: Tokenizer) -> dict[str, object]:
         """Return the checkpoint's own generation config; every token that ends a response in training ends it."""
         file = self.directory / GENERATION
         if file.exists():

@@ -1,7 +1,6 @@
 """The text model in the `config.json` of a model of images and text."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from megarl.models.families import FAMILIES
 from megarl.platform.errors import UserError
@@ -26,7 +25,7 @@ OF_BOTH = (
 """Keys of the whole model that hold for its text model too, and that count more than those of `text_config`."""
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def text_config(config: Mapping[str, object]) -> dict[str, object]:
     """Return the parsed `config.json` of the text model of a model of images and text; another one as it is.
 
     Raises:

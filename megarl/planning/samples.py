@@ -89,7 +89,7 @@ def sample_memory(config: Config, *, num_shares: int) -> list[SampleMemory]:
     rollout = config.actor_rollout_ref.rollout
     always = {
         "prompts": _prompt_bytes(config, num_shares),
-        "index of samples": _index_bytes(config),
+        "index of samples": config.num_drawn * (rollout.n * INDEX_SAMPLE_BYTES + INDEX_PROMPT_BYTES),
         "token table of the engine": rollout.max_num_seqs
         * (rollout.prompt_length + rollout.response_length)
         * TABLE_BYTES,
@@ -241,7 +241,3 @@ def _prompt_bytes(config: Config, num_shares: int) -> int:
         num_digested = ceil(num_prompts / num_ranks) if rollout.keep_complete else 0
         prompts = min(prompts, ceil(num_prompts / num_replicas) + ceil(num_prompts / num_shares) + num_digested)
     return prompts * PROMPT_TOKEN_BYTES * rollout.prompt_length
-
-
-def _index_bytes(config: Config) -> int:
-    return config.num_drawn * (config.actor_rollout_ref.rollout.n * INDEX_SAMPLE_BYTES + INDEX_PROMPT_BYTES)

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megarl.columns import Integers
 from megarl.distributed.pieces import Pieces
 from megarl.learner.config import MegatronSection
 from megarl.models.flops import EXPERT
 from megarl.models.grid import Grid
 from megarl.models.trainer import ROUTER_BIAS
 from megarl.reshard.headers import Shape
-from megarl.reshard.layout import Integers, Placement
+from megarl.reshard.layout import Placement
 
 Shapes = Mapping[str, Shape]
 

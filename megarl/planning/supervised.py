@@ -6,7 +6,6 @@ The model, its optimizer and its activations are those of an actor. There is no 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 from rich.table import Table
 
@@ -61,7 +60,7 @@ class SupervisedPlan:
         """Return whether device and host have room."""
         return not self.missing and not self.host_missing
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the plan in plain types: bytes and seconds."""
         return {
             "fits": self.fits,

@@ -7,7 +7,7 @@ starts itself: to unpickle it, that process imports the module, which needs noth
 import linecache
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -40,19 +40,16 @@ def place_of(error: BaseException) -> str:
 
     A line that names a secret, such as `Client(api_key='...')`, has no text.
     """
-    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _is_custom(frame.f_globals)]
+    found = walk_tb(error.__traceback__)
+    frames = [(frame, line) for frame, line in found if str(frame.f_globals.get("__name__")).startswith(_PREFIX)]
     if not frames:
         return ""
-    file = frames[-1][0].f_code.co_filename
-    line = frames[-1][1]
+    frame, line = frames[-1]
+    file = frame.f_code.co_filename
     code = linecache.getline(file, line).strip()
     if not code or any(map(is_secret, re.findall(r"\w+", code))):
         return f" ({file}:{line})"
     return f" ({file}:{line}, `{beginning(code, _SHOWN_CHARACTERS)}`)"
-
-
-def _is_custom(module: Mapping[str, object]) -> bool:
-    return str(module.get("__name__")).startswith(_PREFIX)
 
 
 class _Finder:

@@ -19,7 +19,7 @@ HANG_UP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.S
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *HANG_UP)
 
 
-def say(line: str) -> None:
+def write_warning(line: str) -> None:
     """Write a line to standard error as the log does, also in a signal handler, which may interrupt the log."""
     with suppress(OSError):
         os.write(2, f"{time.strftime('%H:%M:%S')} WARNING rank {os.environ.get('RANK', '0')}: {line}\n".encode())
@@ -34,7 +34,7 @@ def local_rank() -> str:
 def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
     """End this process with EXIT_CODE; the first rank of the host prints why."""
     if local_rank() in ("", "0"):
-        say(
+        write_warning(
             f"{signal.Signals(number).name}: there is nothing to save now; the job ends, and the same command starts it"
         )
     os._exit(EXIT_CODE)

@@ -91,7 +91,7 @@ def show_on_console(rank: int) -> None:
     _install(handler, _Formatter(CONSOLE_FORMAT, CLOCK, defaults={"rank": rank}), logging.getLogger())
 
 
-def keep_in(directory: Path, rank: int) -> None:
+def log_to_files(directory: Path, rank: int) -> None:
     """Append the records of this rank, and what its rewards print, to files in `directory`, the directory of a run."""
     rewards = "rewards.txt" if rank == 0 else f"rewards_rank_{rank}.txt"
     for name, logger, form in (

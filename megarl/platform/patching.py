@@ -20,7 +20,7 @@ DISTRIBUTIONS = MappingProxyType({"vllm": ENGINES})
 ABSENT = object()
 
 _table: "list[Patch]" = []
-_originals: dict[tuple[str, str], Any] = {}
+_originals: dict[tuple[str, str], object] = {}
 
 
 @dataclass(frozen=True, kw_only=True)

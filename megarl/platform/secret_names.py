@@ -83,19 +83,12 @@ def _secrecy_at(words: list[str], index: int, *, is_upper: bool) -> Secrecy:
     word = words[index]
     before = words[index - 1] if index else ""
     after = words[index + 1 :]
-    surely = Secrecy.YES if is_upper else Secrecy.PERHAPS
     if word.endswith(_ENDINGS):
         return Secrecy.YES
     if word in ("token", "tokens"):
-        is_qualified = not {"id", "ids"} & set(after) if is_upper else _QUALIFIERS.issuperset(after)
-        if before in _OF_TEXT or not is_qualified:
-            return Secrecy.NO
-        return Secrecy.PERHAPS if word == "tokens" or not before else Secrecy.YES
+        return _secrecy_of_token(word, before, after, is_upper=is_upper)
     if word in ("key", "keys"):
-        if before in _KINDS_OF_KEYS and (is_upper or {"id", *_QUALIFIERS}.issuperset(after)):
-            return Secrecy.YES
-        is_named = is_upper and before and before not in _KEYS_OF_DATA
-        return Secrecy.YES if is_named and {"id", *_QUALIFIERS}.issuperset(after) else Secrecy.NO
+        return _secrecy_of_key(before, after, is_upper=is_upper)
     if not _QUALIFIERS.issuperset(after):
         return Secrecy.NO
     if word == "pwd":
@@ -103,5 +96,20 @@ def _secrecy_at(words: list[str], index: int, *, is_upper: bool) -> Secrecy:
     if word == "pat":
         return Secrecy.YES if is_upper and before else Secrecy.NO
     if word in ("pass", "auth", "signature", "sig", "bearer", "cookie", "cookies"):
-        return surely if before else Secrecy.PERHAPS
+        return Secrecy.YES if is_upper and before else Secrecy.PERHAPS
     return Secrecy.PERHAPS if (before, word) == ("connection", "string") else Secrecy.NO
+
+
+def _secrecy_of_token(word: str, before: str, after: list[str], *, is_upper: bool) -> Secrecy:
+    is_qualified = not {"id", "ids"} & set(after) if is_upper else _QUALIFIERS.issuperset(after)
+    if before in _OF_TEXT or not is_qualified:
+        return Secrecy.NO
+    return Secrecy.PERHAPS if word == "tokens" or not before else Secrecy.YES
+
+
+def _secrecy_of_key(before: str, after: list[str], *, is_upper: bool) -> Secrecy:
+    is_qualified = {"id", *_QUALIFIERS}.issuperset(after)
+    if before in _KINDS_OF_KEYS and (is_upper or is_qualified):
+        return Secrecy.YES
+    is_named = is_upper and before and before not in _KEYS_OF_DATA
+    return Secrecy.YES if is_named and is_qualified else Secrecy.NO

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megarl.reshard.layout import Integers
+from megarl.columns import Integers
 
 
 def starts(counts: Integers) -> Integers:

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.columns import Integers
 from megarl.reshard.checksums import ChecksumLog
-from megarl.reshard.layout import Integers, Layout, Piece, row_major
+from megarl.reshard.layout import Layout, Piece, row_major
 from megarl.reshard.plan import Copy, RankPlan, Transfer, aligned
 from megarl.reshard.proof import disagreement
 

@@ -302,7 +302,7 @@ class ShardWriter:
 
     def add(self, file: BinaryIO, pieces: Sequence[Piece]) -> None:
         """Assign full parameters their offsets in an empty file, and write its header."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         ends = list(accumulate(piece.box.numel * piece.dtype.itemsize for piece in pieces))
         for piece, begin, end in zip(pieces, [0, *ends], ends, strict=False):
             header[piece.name] = {

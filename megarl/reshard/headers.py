@@ -119,7 +119,7 @@ def _check_header(file: Path) -> None:
             raise UserError(f"{file} cannot be read as safetensors: {error}; write the file again") from error
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return the object of JSON pairs. Raise ValueError if a key is there twice."""
     found = dict(pairs)
     if len(found) < len(pairs):

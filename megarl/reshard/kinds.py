@@ -6,22 +6,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megarl.columns import Integers
 from megarl.reshard.columns import starts
-from megarl.reshard.layout import Integers, Placement, ShardedBoxes
+from megarl.reshard.layout import Placement, ShardedBoxes
 
 Times = npt.NDArray[np.float64]
+ALL_OWNERS = -1
 ShardingPattern = tuple[ShardedBoxes, ShardedBoxes]  # on the side of the source, and of the destination
 
 
 class ShardingPatterns:
-    """The kinds of parameters. Parameters of a kind have equal holdings on both sides, and so the same routes."""
+    """The kinds of parameters. Parameters of a kind have equal holdings on both sides, and so the same moves."""
 
     def __init__(self, source: Placement, destination: Placement) -> None:
         nobody = ShardedBoxes((), torch.float64)
         number: dict[ShardingPattern, int] = {}
-        kind_of = [
-            number.setdefault((source.get(name, nobody), demand), len(number)) for name, demand in destination.items()
-        ]
+        kind_of = []
+        for name, demand in destination.items():
+            kind = (source.get(name, nobody), demand)
+            kind_of.append(number.setdefault(kind, len(number)))
         self.boxes = list(number)
         self.kind_of = np.array(kind_of, dtype=np.int64)  # [num_params]
         self.num_params = np.bincount(self.kind_of, minlength=len(number)).tolist()  # [num_kinds]
@@ -47,43 +50,57 @@ class ShardingPatterns:
         if not self.boxes:
             return np.zeros(0), np.zeros(0)
         owners, stages, is_shared = _owners([supply for supply, _ in self.boxes])
-        stage, shared, amount = (np.array(column)[self.kind_of] for column in (stages, is_shared, load))
-        owner = np.where(shared, -1, np.array(owners)[self.kind_of])
-        by_stage = np.argsort(stage, kind="stable")
+        owner = np.where(is_shared, ALL_OWNERS, owners)[self.kind_of]
+        stage = stages[self.kind_of]
+        amount = load[self.kind_of]
         begin = np.empty(len(stage))
         duration = np.empty(len(stage))
-        for members in np.split(by_stage, np.cumsum(np.bincount(stage))[:-1]):
-            run_starts = np.flatnonzero(np.diff(shared[members], prepend=~shared[members[:1]]))
-            now = 0.0
-            for run in np.split(members, run_starts[1:]):
-                order = run[np.argsort(owner[run], kind="stable")]
-                before = starts(amount[order])  # sent before, by all owners of the run
-                first = np.flatnonzero(np.diff(owner[order], prepend=-2))  # param of each owner
-                before -= np.repeat(before[first], np.diff(first, append=len(order)))  # by the same owner alone
-                begin[order] = now + before
-                now += (before + amount[order]).max()
-            begin[members] /= now
-            duration[members] = amount[members] / now
+        for number in range(max(stages) + 1):
+            params = np.flatnonzero(stage == number)
+            before, total = _in_turn(owner[params], amount[params])
+            begin[params] = before / total
+            duration[params] = amount[params] / total
         return begin, duration
 
 
-def _owners(sources: Sequence[ShardedBoxes]) -> tuple[list[int], list[int], list[bool]]:
+def _in_turn(owner: Integers, amount: Integers) -> tuple[Times, int]:
+    """Return what a rank of a stage has sent before each of the stage's parameters, and what it sends in sum."""
+    before = np.empty(len(owner))
+    sent = 0
+    is_shared = owner == ALL_OWNERS
+    for run in np.split(np.arange(len(owner)), np.flatnonzero(np.diff(is_shared)) + 1):
+        by_owner = run[np.argsort(owner[run], kind="stable")]
+        of_owners = []
+        for params in np.split(by_owner, np.flatnonzero(np.diff(owner[by_owner])) + 1):
+            before[params] = sent + starts(amount[params])
+            of_owners.append(int(amount[params].sum()))
+        sent += max(of_owners)
+    return before, sent
+
+
+def _owners(sources: Sequence[ShardedBoxes]) -> tuple[Integers, Integers, npt.NDArray[np.bool_]]:
     """Return for each source the number of its set of ranks (owner), its stage, and whether it spans its stage.
 
     A stage is the union of owners that overlap.
     """
     ranks_of: dict[ShardedBoxes, frozenset[int]] = {}
+    for source in dict.fromkeys(sources):
+        ranks_of[source] = frozenset(rank for place in source.places for rank in place.ranks)
+    owners = list(dict.fromkeys(ranks_of.values()))
+    stages: list[set[int]] = []  # disjoint
+    for owner in owners:
+        touched = [stage for stage in stages if not stage.isdisjoint(owner)]
+        stages = [stage for stage in stages if stage.isdisjoint(owner)]
+        stages.append(set(owner).union(*touched))
+    stage_of = {rank: number for number, stage in enumerate(stages) for rank in stage}
+    number_of = {owner: number for number, owner in enumerate(owners)}
+    owner_of_source = []
+    stage_of_source = []
+    is_shared = []
     for source in sources:
-        if source not in ranks_of:
-            ranks_of[source] = frozenset(rank for place in source.places for rank in place.ranks)
-    groups = list(dict.fromkeys(ranks_of.values()))
-    number = {group: index for index, group in enumerate(groups)}
-    spans: list[set[int]] = []  # disjoint
-    for group in groups:
-        touched = [span for span in spans if not span.isdisjoint(group)]
-        spans = [span for span in spans if span.isdisjoint(group)] + [set(group).union(*touched)]
-    stage_of = {rank: stage for stage, span in enumerate(spans) for rank in span}
-    of_source = [ranks_of[source] for source in sources]
-    stages = [stage_of[min(group)] for group in of_source]
-    is_shared = [len(group) == len(spans[stage]) for group, stage in zip(of_source, stages, strict=True)]
-    return [number[group] for group in of_source], stages, is_shared
+        ranks = ranks_of[source]
+        stage = stage_of[min(ranks)]
+        owner_of_source.append(number_of[ranks])
+        stage_of_source.append(stage)
+        is_shared.append(len(ranks) == len(stages[stage]))
+    return np.array(owner_of_source), np.array(stage_of_source), np.array(is_shared)

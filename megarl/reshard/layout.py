@@ -16,10 +16,9 @@ from functools import cached_property
 from operator import ge, le, lt, sub
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-Integers = npt.NDArray[np.int64]
+from megarl.columns import Integers
 
 
 @dataclass(frozen=True, slots=True)

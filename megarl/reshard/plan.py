@@ -1,6 +1,6 @@
 """The records of a plan: what one rank copies, sends and receives, wave by wave.
 
-A plan is stored as columns of small integers and expanded wave by wave, because the same few routes serve thousands of
+A plan is stored as columns of small integers and expanded wave by wave, because the same few moves serve thousands of
 parameters. A transfer has the same position on both ends among the transfers of its wave between these two ranks.
 """
 
@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.reshard.layout import Box, Integers, Layout, Piece
+from megarl.columns import Integers
+from megarl.reshard.layout import Box, Layout, Piece
 
 ALIGNMENT = 16
 """Bytes: each box in a bucket begins at a multiple, so that any dtype can be viewed and copied in wide words."""

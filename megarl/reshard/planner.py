@@ -7,20 +7,21 @@ that it needs and does not hold, and in no wave does a rank send or write more t
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import torch
 
+from megarl.columns import Integers
 from megarl.platform.errors import UserError
 from megarl.reshard.columns import count_up, starts
 from megarl.reshard.kinds import ShardingPattern, ShardingPatterns
-from megarl.reshard.layout import Box, Integers, Layout, Placement, ShardedBoxes, placement_of
+from megarl.reshard.layout import Box, Layout, Placement, ShardedBoxes, placement_of
+from megarl.reshard.moves import Moves, find_moves, union_numel
 from megarl.reshard.plan import DELAY, RankPlan, Template
 from megarl.reshard.proof import check_plan
-from megarl.reshard.routes import Routes, find_routes, union_numel
 from megarl.reshard.two_level import two_hops
 from megarl.reshard.waves import cut_waves
 
@@ -120,13 +121,13 @@ def lower_bound(source: Placement, destination: Placement, *, rank: int) -> int:
 
 
 class TransferSchedule:
-    """The plan of all ranks: the waves in which the parts of parameters travel, and their routes.
+    """The plan of all ranks: the waves in which the parts of parameters travel, and their moves.
 
     Parameters travel in the order of the destination, but those of different owners (pipeline stages, expert groups)
     take turns, so that all ranks send. All columns of integers index one of four spaces:
 
         param   a parameter; `names` is the destination's order
-        kind    all parameters with equal holdings on both sides, which share their routes
+        kind    all parameters with equal holdings on both sides, which share their moves
         part    a share of every parameter of a kind that fits a bucket; numbered over all kinds
         item    one part of one parameter, which travels in one wave; numbered in the order of travel
 
@@ -140,7 +141,7 @@ class TransferSchedule:
         param_of            0  1  2  2
         part_of             0  0  1  2
 
-    `hops[0][part]` are the routes of a part. In a plan of two levels `hops[1][part]` are the routes inside the nodes,
+    `hops[0][part]` are the moves of a part. In a plan of two levels `hops[1][part]` are the moves inside the nodes,
     `DELAY` waves later. Wave `w` has the items from `ends[w - 1]` up to `ends[w]`. For arguments and errors see
     `make_plan`.
     """
@@ -159,51 +160,52 @@ class TransferSchedule:
         self._ranks_per_node = ranks_per_node
         self.names = list(destination)
         self._kinds = ShardingPatterns(source, destination)
-        self.hops: tuple[list[Routes], ...] = ([], []) if two_level else ([],)
+        self.hops: tuple[list[Moves], ...] = ([], []) if two_level else ([],)
         self._kind_of_part: list[int] = []
-        load_of_kind = self._add_routes(bucket_bytes=bucket_bytes, two_level=two_level)
+        load_of_kind = self._add_moves(bucket_bytes=bucket_bytes, two_level=two_level)
         self.param_of, self.part_of = self._items(load_of_kind)
-        load_of_part = [np.stack([routes.load for routes in part]).ravel() for part in zip(*self.hops, strict=True)]
+        load_of_part = [np.stack([moves.load for moves in part]).ravel() for part in zip(*self.hops, strict=True)]
         ends = cut_waves(self.part_of, np.array(load_of_part), bucket_bytes // len(self.hops))
         self.ends = np.array(ends, dtype=np.int64)
 
-    def _add_routes(self, *, bucket_bytes: int, two_level: bool) -> Integers:
-        """Find the routes of every kind and cut them into parts; return [num_kinds], the load of the busiest rank."""
+    def _add_moves(self, *, bucket_bytes: int, two_level: bool) -> Integers:
+        """Find the moves of every kind and cut them into parts; return [num_kinds], the load of the busiest rank."""
         busiest = []
         sent = np.zeros(self.world_size, dtype=np.int64)
         for kind, (supply, demand) in enumerate(self._kinds.boxes):
             try:
-                routes = find_routes(
+                moves = find_moves(
                     supply,
                     demand,
                     itemsize=_wire_dtype(supply, demand).itemsize,
                     ranks_per_node=self._ranks_per_node,
                     sent_before=sent,
                 )
-                parts: Iterable[tuple[Routes, ...]] = ((fitting,) for fitting in routes.fit(bucket_bytes))
+                parts: Iterable[tuple[Moves, ...]] = ((fitting,) for fitting in moves.fit(bucket_bytes))
                 if two_level:
-                    parts = two_hops(routes, ranks_per_node=self._ranks_per_node, bucket_bytes=bucket_bytes)
+                    parts = two_hops(moves, ranks_per_node=self._ranks_per_node, bucket_bytes=bucket_bytes)
                 for part in parts:
                     self._kind_of_part.append(kind)
-                    for hop, hop_routes in zip(self.hops, part, strict=True):
-                        hop.append(hop_routes)
+                    for hop, hop_moves in zip(self.hops, part, strict=True):
+                        hop.append(hop_moves)
             except UserError as fault:
                 raise UserError(f"cannot reshard {self._kinds.example(kind)}: {fault}") from None
-            sent += routes.load[0] * self._kinds.num_params[kind]
-            busiest.append(int(routes.load.max()))
+            sent += moves.load[0] * self._kinds.num_params[kind]
+            busiest.append(int(moves.load.max()))
         return np.array(busiest, dtype=np.int64)
 
     def _items(self, load_of_kind: Integers) -> tuple[Integers, Integers]:
         """Put all parts of all parameters in the order of travel; return the param and the part of each item."""
         kind_of = self._kinds.kind_of
         parts_of_kind = np.bincount(self._kind_of_part, minlength=len(load_of_kind))
-        first_part, num_parts = starts(parts_of_kind)[kind_of], parts_of_kind[kind_of]  # of each param
-        begin, duration = self._kinds.timetable(load_of_kind)
-        number = count_up(num_parts)  # of a part among those of its param
-        time = np.repeat(begin, num_parts) + number * np.repeat(duration / num_parts, num_parts)
-        order = np.argsort(time, kind="stable")
+        num_parts = parts_of_kind[kind_of]  # of each param
         param = np.repeat(np.arange(len(kind_of)), num_parts)
-        return param[order], (np.repeat(first_part, num_parts) + number)[order]
+        number = count_up(num_parts)  # of a part among those of its param
+        part = starts(parts_of_kind)[kind_of[param]] + number
+        begin, duration = self._kinds.timetable(load_of_kind)
+        time = begin[param] + number * (duration / num_parts)[param]
+        order = np.argsort(time, kind="stable")
+        return param[order], part[order]
 
     def traffic(self, *, domain: int | None = None) -> Traffic:
         """Return the traffic of all waves together, and the part of it that crosses from one domain to another.
@@ -213,20 +215,20 @@ class TransferSchedule:
         domain = domain or self._ranks_per_node
         total = np.zeros((3, self.world_size), dtype=np.int64)
         params_of_part = np.bincount(self.part_of, minlength=len(self._kind_of_part)).tolist()
-        for routes, num_params in zip(chain(*self.hops), params_of_part * len(self.hops), strict=True):
-            size = routes.num_bytes * routes.travels * num_params
-            between = routes.sender // domain != routes.reader // domain
-            total[0] += routes.per_rank(routes.sender, size)
-            total[1] += routes.per_rank(routes.reader, size)
-            total[2] += routes.per_rank(routes.reader, size * between)
+        for moves, num_params in zip(chain(*self.hops), params_of_part * len(self.hops), strict=True):
+            size = moves.num_bytes * moves.travels * num_params
+            between = moves.sender // domain != moves.reader // domain
+            total[0] += moves.per_rank(moves.sender, size)
+            total[1] += moves.per_rank(moves.reader, size)
+            total[2] += moves.per_rank(moves.reader, size * between)
         return Traffic(*total)
 
     def plan(self, rank: int, held: Layout, needed: Layout) -> RankPlan:
         """Return what one rank does, unproven; `make_plan` proves it.
 
-        A step is what the rank does with one route of one item. The templates of a part, one for each of its routes
-        that concern the rank, are listed one after the other. In the example above, if the rank has two routes of part
-        0 and one route of parts 1 and 2:
+        A step is what the rank does with one move of one item. The templates of a part, one for each of its moves
+        that concern the rank, are listed one after the other. In the example above, if the rank has two moves of part
+        0 and one move of parts 1 and 2:
 
             part                          0        1  2
             steps of the part             2        1  1
@@ -234,24 +236,28 @@ class TransferSchedule:
             item                          0  0  1  1  2  3
             template of the step          0  1  0  1  2  3
         """
-        own = [_OwnPieces(rank, layout, side, self.names, self._kinds) for side, layout in enumerate((held, needed))]
+        own_held = _OwnPieces(rank, held, 0, self.names, self._kinds)
+        own_needed = _OwnPieces(rank, needed, 1, self.names, self._kinds)
         templates: list[Template] = []
         steps = []
         waves = []
         for hop, parts in enumerate(self.hops):
             templates_before = len(templates)
             ordinals: list[tuple[int, int]] = []  # of each template: the rank's own place that it reads, and writes
-            for kind, routes in zip(self._kind_of_part, parts, strict=True):
-                self._add_templates(rank, kind, routes, own, templates, ordinals, forwarded=hop > 0)
-            mine = [np.count_nonzero((routes.sender == rank) | (routes.reader == rank)) for routes in parts]
-            steps_of_part = np.array(mine, dtype=np.int64)
+            counts = []
+            for kind, moves in zip(self._kind_of_part, parts, strict=True):
+                found = [*self._templates(rank, kind, moves, own_held, own_needed, forwarded=hop > 0)]
+                templates += [template for template, _ in found]
+                ordinals += [ordinal for _, ordinal in found]
+                counts.append(len(found))
+            steps_of_part = np.array(counts, dtype=np.int64)
             steps_of_item = steps_of_part[self.part_of]
-            template = np.repeat(starts(steps_of_part)[self.part_of], steps_of_item) + count_up(steps_of_item)
-            param = np.repeat(self.param_of, steps_of_item)
-            ordinal = np.array(ordinals, dtype=np.int64).reshape(-1, 2)[template]
-            pieces = [side.pieces(param, ordinal[:, number]) for number, side in enumerate(own)]
-            steps.append(np.stack([*pieces, templates_before + template], axis=1).astype(np.int32))
             item = np.repeat(np.arange(len(steps_of_item)), steps_of_item)
+            template = starts(steps_of_part)[self.part_of[item]] + count_up(steps_of_item)
+            source, destination = np.array(ordinals, dtype=np.int64).reshape(-1, 2)[template].T
+            read = own_held.pieces(self.param_of[item], source)
+            written = own_needed.pieces(self.param_of[item], destination)
+            steps.append(np.stack([read, written, templates_before + template], axis=1).astype(np.int32))
             waves.append(np.searchsorted(self.ends, item, side="right") + hop * DELAY)
         wave = np.concatenate(waves)
         order = np.argsort(wave, kind="stable")
@@ -259,34 +265,35 @@ class TransferSchedule:
         ends = np.searchsorted(wave[order], np.arange(num_waves), side="right")
         return RankPlan(rank, self.world_size, held, needed, templates, np.concatenate(steps)[order], ends)
 
-    def _add_templates(
+    def _templates(
         self,
         rank: int,
         kind: int,
-        routes: Routes,
-        own: "Sequence[_OwnPieces]",
-        templates: list[Template],
-        ordinals: list[tuple[int, int]],
+        moves: Moves,
+        held: "_OwnPieces",
+        needed: "_OwnPieces",
         *,
         forwarded: bool,
-    ) -> None:
-        """Add a template for every route of the rank; in the second hop the rank sends from its destination."""
+    ) -> Iterator[tuple[Template, tuple[int, int]]]:
+        """Yield a template for every move of the rank, and its places that the move reads and writes; -1: none.
+
+        In the second hop the rank sends from its destination.
+        """
         dtype = _wire_dtype(*self._kinds.boxes[kind])
-        held, needed = own
-        for route in np.flatnonzero((routes.sender == rank) | (routes.reader == rank)).tolist():
-            sender = int(routes.sender[route])
-            reader = int(routes.reader[route])
-            source = int(routes.source[route])
-            destination = int(routes.destination[route])
+        for move in np.flatnonzero((moves.sender == rank) | (moves.reader == rank)).tolist():
+            sender = int(moves.sender[move])
+            reader = int(moves.reader[move])
+            source = int(moves.source[move])
+            destination = int(moves.destination[move])
             sends = sender == rank
             peer = reader if sends else sender
-            templates.append(Template(routes.box_of(route), peer, dtype, forwarded=forwarded and sends))
+            template = Template(moves.box_of(move), peer, dtype, forwarded=forwarded and sends)
             if forwarded:
-                ordinals.append((-1, needed.ordinal(kind, source if sends else destination)))
+                yield template, (-1, needed.ordinal(kind, source if sends else destination))
             else:
                 held_piece = held.ordinal(kind, source) if sends else -1
                 needed_piece = needed.ordinal(kind, destination) if reader == rank else -1
-                ordinals.append((held_piece, needed_piece))
+                yield template, (held_piece, needed_piece)
 
 
 class _OwnPieces:
@@ -300,10 +307,9 @@ class _OwnPieces:
         by_name: dict[str, list[int]] = defaultdict(list)
         for number, piece in enumerate(layout):
             by_name[piece.name].append(number)
-        boxes = [
-            [pair[side].places[place].box for place in places]
-            for pair, places in zip(kinds.boxes, self._places, strict=True)
-        ]
+        boxes = []
+        for pair, places in zip(kinds.boxes, self._places, strict=True):
+            boxes.append([pair[side].places[place].box for place in places])
         first: list[int] = []
         numbers: list[int] = []
         for name, kind in zip(names, kinds.kind_of.tolist(), strict=True):

@@ -8,9 +8,12 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from megarl.columns import Integers
 from megarl.platform.hashing import INCREMENT, hashed
-from megarl.reshard.layout import Box, Integers, Layout
-from megarl.reshard.plan import DELAY, RankPlan
+from megarl.reshard.layout import Box, Layout, Piece
+from megarl.reshard.plan import DELAY, Choice, RankPlan
+
+Hashes = npt.NDArray[np.uint64]
 
 
 def check_plan(plan: RankPlan) -> None:
@@ -67,25 +70,27 @@ def _check_forwarded(plan: RankPlan) -> None:
 
 def _check_disjoint(layout: Layout, rank: int) -> None:
     """Raise ValueError if two pieces have an element of a local tensor in common."""
-    if not layout:
-        return
-    params = {param: number for number, param in enumerate(dict.fromkeys(piece.param for piece in layout))}
-    kinds = [(piece.box.shape, piece.stride) for piece in layout]
-    runs = {kind: _runs(*kind) for kind in set(kinds)}
-    starts_of_piece = [piece.offset + runs[kind][0] for piece, kind in zip(layout, kinds, strict=True)]
-    counts = [len(starts) for starts in starts_of_piece]
-    starts = np.concatenate(starts_of_piece)
-    ends = starts + np.repeat([runs[kind][1] for kind in kinds], counts)
-    tensors = np.repeat([params[piece.param] for piece in layout], counts)
-    pieces = np.repeat(np.arange(len(layout)), counts)
-    order = np.lexsort((starts, tensors))
-    same = tensors[order][1:] == tensors[order][:-1]
-    clashes = np.flatnonzero(same & (starts[order][1:] < ends[order][:-1]))
-    if clashes.size:
-        one, other = (layout[piece] for piece in pieces[order[clashes[0] : clashes[0] + 2]])
-        raise ValueError(
-            f"rank {rank}: {one.name} {one.box} and {other.name} {other.box} share an element of {one.param}"
-        )
+    by_param: dict[str, list[Piece]] = defaultdict(list)
+    for piece in layout:
+        by_param[piece.param].append(piece)
+    runs = {(piece.box.shape, piece.stride): _runs(piece.box.shape, piece.stride) for piece in layout}
+    for param, pieces in by_param.items():
+        starts = []
+        ends = []
+        for piece in pieces:
+            first, length = runs[piece.box.shape, piece.stride]
+            starts.append(piece.offset + first)
+            ends.append(piece.offset + first + length)
+        start = np.concatenate(starts)
+        order = np.argsort(start, kind="stable")
+        clashes = np.flatnonzero(start[order][1:] < np.concatenate(ends)[order][:-1])
+        if clashes.size:
+            piece_of_run = np.repeat(np.arange(len(pieces)), list(map(len, starts)))
+            clash = order[clashes[0] : clashes[0] + 2]
+            one, other = (pieces[number] for number in piece_of_run[clash].tolist())
+            raise ValueError(
+                f"rank {rank}: {one.name} {one.box} and {other.name} {other.box} share an element of {param}"
+            )
 
 
 def _runs(shape: Sequence[int], stride: Sequence[int]) -> tuple[Integers, int]:
@@ -108,34 +113,35 @@ def disagreement(plan: RankPlan) -> Integers:
     dtype.
     """
     total = np.zeros(plan.world_size, dtype=np.uint64)
-    peers = np.array([template.peer for template in plan.templates], dtype=np.int64)
-    boxes = _hashes([f"{template.box} {template.dtype}" for template in plan.templates])
-    wave = np.searchsorted(plan.ends, np.arange(len(plan.steps)), side="right")
-    sources = _hashes([piece.name for piece in plan.held])
-    destinations = _hashes([piece.name for piece in plan.needed])
-    for side, chosen in enumerate((plan.sent(), plan.received())):
-        rows = np.flatnonzero(chosen)
-        template = plan.steps[rows, 2]
-        group = wave[rows] * plan.world_size + peers[template]
-        order = np.argsort(group, kind="stable")
-        rows = rows[order]
-        template = template[order]
-        group = group[order]
-        position = np.arange(len(rows)) - np.searchsorted(group, group)
-        first_hop = plan.steps[rows, 0] >= 0
-        names = np.empty(len(rows), dtype=np.uint64)
-        names[first_hop] = sources[plan.steps[rows[first_hop], 0]]
-        names[~first_hop] = destinations[plan.steps[rows[~first_hop], 1]]
-        sender = np.full(len(rows), plan.rank) if side == 0 else peers[template]
-        parcel = names
-        for value in (boxes[template], wave[rows], sender, position):
-            parcel = hashed(parcel + value.astype(np.uint64) + INCREMENT)
-        if side == 0:
-            np.add.at(total, peers[template], parcel)
-        else:
-            np.subtract.at(total, np.full(len(rows), plan.rank), parcel)
+    readers, sent = _transfers(plan, plan.sent(), is_sender=True)
+    np.add.at(total, readers, sent)
+    _, received = _transfers(plan, plan.received(), is_sender=False)
+    np.subtract.at(total, np.full(len(received), plan.rank), received)
     return total.view(np.int64)
 
 
-def _hashes(texts: Sequence[str]) -> npt.NDArray[np.uint64]:
+def _transfers(plan: RankPlan, chosen: Choice, *, is_sender: bool) -> tuple[Integers, Hashes]:
+    """Return the peers of the chosen steps, and the hash of the transfer of each."""
+    steps = np.flatnonzero(chosen)
+    source, destination, template = plan.steps[steps].T
+    peer = np.array([each.peer for each in plan.templates], dtype=np.int64)[template]
+    box = _hashes([f"{each.box} {each.dtype}" for each in plan.templates])[template]
+    wave = np.searchsorted(plan.ends, steps, side="right")
+    sender = np.full(len(steps), plan.rank) if is_sender else peer
+
+    messages = wave * plan.world_size + peer
+    order = np.argsort(messages, kind="stable")
+    position = np.empty(len(steps), dtype=np.int64)
+    position[order] = np.arange(len(steps)) - np.searchsorted(messages[order], messages[order])
+
+    is_held = source >= 0  # a step that receives or forwards has no piece of the source
+    transfers = np.empty(len(steps), dtype=np.uint64)
+    transfers[is_held] = _hashes([piece.name for piece in plan.held])[source[is_held]]
+    transfers[~is_held] = _hashes([piece.name for piece in plan.needed])[destination[~is_held]]
+    for value in (box, wave, sender, position):
+        transfers = hashed(transfers + value.astype(np.uint64) + INCREMENT)
+    return peer, transfers
+
+
+def _hashes(texts: Sequence[str]) -> Hashes:
     return np.array([zlib.crc32(text.encode()) for text in texts], dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Routes in two hops: data that several ranks of a node need from outside crosses the network once.
+"""Moves in two hops: data that several ranks of a node need from outside crosses the network once.
 
 Each of these ranks imports a share of the box. Two waves later it forwards its share to the other ranks from its own
 local tensor. So no staging is needed, and every rank still receives exactly the data that it needs and does not hold.
@@ -9,18 +9,18 @@ from dataclasses import replace
 
 import numpy as np
 
+from megarl.columns import Integers
 from megarl.reshard.columns import count_up
-from megarl.reshard.layout import Integers
-from megarl.reshard.routes import Routes, equal_parts
+from megarl.reshard.moves import Moves, equal_parts
 
 
-def two_hops(routes: Routes, *, ranks_per_node: int, bucket_bytes: int) -> Iterator[tuple[Routes, Routes]]:
-    """Yield the routes in parts that fit half a bucket per hop: into the nodes or direct, then inside the nodes.
+def two_hops(moves: Moves, *, ranks_per_node: int, bucket_bytes: int) -> Iterator[tuple[Moves, Moves]]:
+    """Yield the moves in parts that fit half a bucket per hop: into the nodes or direct, then inside the nodes.
 
     In the second hop `source` counts places of the destination, because the sender has written there before.
     """
     nothing = np.zeros(0, dtype=np.int64)
-    for part in routes.fit(bucket_bytes // 2):
+    for part in moves.fit(bucket_bytes // 2):
         hops = _share(part, ranks_per_node=ranks_per_node) if part.lo.shape[1] else (part, _only(part, nothing))
         if max(int(hop.load.max()) for hop in hops) <= bucket_bytes // 2:
             yield hops
@@ -28,52 +28,60 @@ def two_hops(routes: Routes, *, ranks_per_node: int, bucket_bytes: int) -> Itera
             yield part, _only(part, nothing)
 
 
-def _share(routes: Routes, *, ranks_per_node: int) -> tuple[Routes, Routes]:
-    """Replace the routes into a node that carry the same box by shares; return the routes of both hops.
+def _share(moves: Moves, *, ranks_per_node: int) -> tuple[Moves, Moves]:
+    """Replace the moves into a node that carry the same box by shares; return the moves of both hops.
 
-    The readers of one box on one node, outside of the node of the sender, are a group; `order` has the routes of all
-    groups, group after group, and all other columns up to `sizes` follow that order:
-
-        box    reader  node      group  turn     first  sizes
-        0      8       1         0      0        0      2
-        0      9       1         0      1
-        0      16      2         1      0        2      1
+    The readers of one box on one node, outside of the node of the sender, are a group. Each of them, a member, imports
+    its share of the box, and forwards it to the others.
     """
-    node = routes.reader // ranks_per_node
-    outside = routes.sender // ranks_per_node != node
-    order = np.lexsort((routes.reader, node, routes.box, ~outside))[: outside.sum()]
-    fresh = np.diff(routes.box[order], prepend=-1).astype(bool) | np.diff(node[order], prepend=-1).astype(bool)
-    group = np.cumsum(fresh) - 1
-    first = np.flatnonzero(fresh)
-    sizes = np.bincount(group)
-    turn = np.arange(len(order)) - first[group]
-    # The share of each importer is a new box, numbered after the boxes of the unchanged (direct) routes.
-    direct = np.setdiff1d(np.arange(len(routes.box)), order)
-    boxes_of_order = routes.box[order]
-    lo, hi = equal_parts(routes.lo[boxes_of_order], routes.hi[boxes_of_order], turn, sizes[group])
-    kept = np.flatnonzero((lo < hi).all(axis=1))
-    imports = _only(routes, np.concatenate([direct, order[kept]]))
-    boxes = np.concatenate([routes.box[direct], len(routes.lo) + np.arange(len(kept))])
+    move, first, size = _groups(moves, ranks_per_node)
+    turn = np.arange(len(move)) - first  # of a member in its group
+    box = moves.box[move]
+    lo, hi = equal_parts(moves.lo[box], moves.hi[box], turn, size)
+    importers = np.flatnonzero((lo < hi).all(axis=1))  # a box of few elements has no share for some members
+    lo = lo[importers]
+    hi = hi[importers]
+    # The share of each importer is a new box, numbered after the boxes of the unchanged (direct) moves.
+    direct = np.setdiff1d(np.arange(len(moves.box)), move)
+    new_boxes = len(moves.lo) + np.arange(len(importers))
     first_hop = replace(
-        imports, lo=np.concatenate([routes.lo, lo[kept]]), hi=np.concatenate([routes.hi, hi[kept]]), box=boxes
+        _only(moves, np.concatenate([direct, move[importers]])),
+        lo=np.concatenate([moves.lo, lo]),
+        hi=np.concatenate([moves.hi, hi]),
+        box=np.concatenate([moves.box[direct], new_boxes]),
     )
-    # Each importer sends to every other member of its group: `others` counts the members after it, cyclically.
-    times = (sizes[group] - 1)[kept]
-    importer = np.repeat(kept, times)
-    others = count_up(times) + 1
-    member = first[group[importer]] + (turn[importer] + others) % sizes[group[importer]]
-    forwarded = _only(routes, order[member])
-    passed = replace(
-        forwarded,
-        lo=lo[kept],
-        hi=hi[kept],
-        box=np.repeat(np.arange(len(kept)), times),
-        sender=routes.reader[order[importer]],
-        source=routes.destination[order[importer]],
+    # Each importer sends to every other member of its group: `later` counts the members after it, cyclically.
+    times = size[importers] - 1
+    importer = np.repeat(importers, times)
+    later = count_up(times) + 1
+    member = first[importer] + (turn[importer] + later) % size[importer]
+    second_hop = replace(
+        _only(moves, move[member]),
+        lo=lo,
+        hi=hi,
+        box=np.repeat(np.arange(len(importers)), times),
+        sender=moves.reader[move[importer]],
+        source=moves.destination[move[importer]],
     )
-    return first_hop, passed
+    return first_hop, second_hop
 
 
-def _only(routes: Routes, chosen: Integers) -> Routes:
-    columns = {name: getattr(routes, name)[chosen] for name in ("box", "sender", "source", "reader", "destination")}
-    return replace(routes, **columns)
+def _groups(moves: Moves, ranks_per_node: int) -> tuple[Integers, Integers, Integers]:
+    """Return the members of all groups, group after group: the move, the group's first member, and the group's size.
+
+    box    reader  node    move  first  size
+    0      8       1       0     0      2
+    0      9       1       1     0      2
+    0      16      2       2     2      1
+    """
+    node = moves.reader // ranks_per_node
+    outside = np.flatnonzero(moves.sender // ranks_per_node != node)
+    group = moves.box * (moves.world_size + 1) + node
+    move = outside[np.lexsort((moves.reader[outside], group[outside]))]
+    _, first, sizes = np.unique(group[move], return_index=True, return_counts=True)
+    return move, np.repeat(first, sizes), np.repeat(sizes, sizes)
+
+
+def _only(moves: Moves, chosen: Integers) -> Moves:
+    columns = {name: getattr(moves, name)[chosen] for name in ("box", "sender", "source", "reader", "destination")}
+    return replace(moves, **columns)

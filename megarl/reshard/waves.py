@@ -3,12 +3,13 @@
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
+
+from megarl.columns import Integers
 
 BLOCKS_PER_WAVE = 8  # fewest additions per wave; more additions only cost time
 
 
-def cut_waves(parts: npt.NDArray[np.int64], loads: npt.NDArray[np.int64], bucket_bytes: int) -> list[int]:
+def cut_waves(parts: Integers, loads: Integers, bucket_bytes: int) -> list[int]:
     """Return the ends of the waves. Each wave has as many items as fit on the busiest rank.
 
     Args:

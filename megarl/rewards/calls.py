@@ -6,7 +6,6 @@ concerns the entire call is raised.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megarl.rewards.signature import ARGUMENTS, BATCH_ARGUMENTS, IDS
 from megarl.sandbox.protocol import Arguments, Outcome
@@ -37,7 +36,7 @@ class OneByOne:
 class AsBatch:
     """Calls a function that takes the arguments of all responses as lists. The caller keeps the deadline."""
 
-    def __init__(self, function: Callable[..., Any], *, takes_ids: bool = False) -> None:
+    def __init__(self, function: Callable[..., object], *, takes_ids: bool = False) -> None:
         """`takes_ids`: the function also takes the tokens of the responses."""
         self._function = function
         self._names = dict(zip(BATCH_ARGUMENTS, ARGUMENTS, strict=True)) | ({IDS: IDS} if takes_ids else {})

@@ -50,7 +50,7 @@ class Judge(JudgeSection):
             "model": self.model,
             "messages": [{"role": "user", "content": question}],
         }
-        kept = self._kept(body)
+        kept = self._cache_file(body)
         reply = await asyncio.to_thread(_read, kept) if kept else None
         if reply is not None:
             return self.verdict_in(reply)
@@ -61,7 +61,7 @@ class Judge(JudgeSection):
         verdict = self.verdict_in(reply)
         if kept:
             try:
-                await asyncio.to_thread(_keep, kept, reply)
+                await asyncio.to_thread(_write_cache, kept, reply)
             except WriteError as error:
                 logger.warning("a verdict counts, and is not kept: %s", error)
         return verdict
@@ -111,7 +111,7 @@ class Judge(JudgeSection):
             api_key_variable=self.api_key_variable,
         )
 
-    def _kept(self, body: Mapping[str, object]) -> Path | None:
+    def _cache_file(self, body: Mapping[str, object]) -> Path | None:
         """Return the file that holds, or will hold, the reply to a request; None without a cache."""
         if self.cache is None:
             return None
@@ -134,7 +134,7 @@ def _read(path: Path) -> str | None:
     return reply if isinstance(reply, str) else None
 
 
-def _keep(path: Path, reply: str) -> None:
+def _write_cache(path: Path, reply: str) -> None:
     """Write a reply, complete or not at all, also if other processes write the same."""
     with explained(f"{KEY}.cache={path.parent.parent}"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -126,16 +126,12 @@ def same_words(found: str, gold: str) -> bool | None:
     of_found = letters(found)
     if of_gold is None:
         return None
-    if _PRODUCT.fullmatch(gold) and (of_found is None or _commutes(gold)):
+    if _PRODUCT.fullmatch(gold) and (of_found is None or any(gold in family for family in _FAMILIES)):
         return None
     if of_found is None:
         return False
     are_points = gold.isupper() and len(gold) <= 3 and gold not in ("NO", "YES")
     return of_found == of_gold if are_points else of_found.lower() == of_gold.lower()
-
-
-def _commutes(product: str) -> bool:
-    return any(product in family for family in _FAMILIES)
 
 
 def is_prose(latex: str) -> bool:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.platform.errors import UserError
@@ -26,7 +25,7 @@ def llm_arguments(
     trust_remote_code: bool,
     on_cpu: bool,
     overrides: Mapping[str, object] = MappingProxyType({}),
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the arguments of `vllm.LLM`; `overrides` replace fields of config.json.
 
     Raises:
@@ -122,7 +121,7 @@ def cpu_fault(dtype: str, architecture: Architecture) -> str:
 
 def cpu_arguments(
     section: RolloutSection, architecture: Architecture, *, num_sequences: int, max_model_len: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the argument of `vllm.LLM` for the CPU alone: the bytes of the KV cache.
 
     Raises:

@@ -4,7 +4,6 @@ An argument that is in no table is refused: nobody has shown that samples, weigh
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 UNKNOWN = "is unknown to megarl, which cannot tell whether samples, weights and ranks stay as it knows them"
 
@@ -279,7 +278,7 @@ ACCEPTED = frozenset(
 )
 """Arguments that leave samples, weights and ranks as megarl knows them."""
 
-_NEUTRAL: Mapping[str, Any] = {
+_NEUTRAL: Mapping[str, object] = {
     "config_format": "auto",
     "convert": "auto",
     "cpu_offload_gb": 0,

@@ -7,9 +7,21 @@ import numpy.typing as npt
 import torch
 
 from megarl.batch import Generation, Group, Prompt
-from megarl.distributed.evenly import Integers
+from megarl.columns import Integers
 from megarl.rollout.table import ROW, GroupRows, SampleRows, SampleTable
 from megarl.rollout.window import Windows
+
+GROUP = np.dtype(
+    [
+        ("number", np.int64),
+        ("started", np.int64),  # finished steps when its first token was asked for
+        ("first", np.int64),  # place of its first sample in the table
+        ("count", np.int64),  # of its samples
+        ("first_sample", np.int64),  # the number of its first sample
+        ("num_left", np.int64),  # samples that are not complete
+        ("is_open", np.bool_),
+    ]
+)
 
 
 class OpenGroups:
@@ -19,22 +31,15 @@ class OpenGroups:
     """
 
     def __init__(self) -> None:
-        nothing = np.zeros(0, dtype=np.int64)
         self._table = SampleTable.of(())
         self._prompts: Sequence[Prompt] = ()
-        self._numbers = nothing  # of each group
-        self._place_of = nothing  # of a group by its number; -1: there is no such group
-        self._started = nothing
-        self._firsts = nothing  # places of the first samples
-        self._counts = nothing
-        self._least = nothing  # numbers of the first samples
-        self._left = nothing  # samples that are not complete
-        self._is_open = np.zeros(0, dtype=bool)
+        self._groups = np.zeros(0, dtype=GROUP)
+        self._place_of = np.zeros(0, dtype=np.int64)  # of a group by its number; -1: there is no such group
 
     @property
     def num_open(self) -> int:
         """The number of open groups."""
-        return int(self._is_open.sum())
+        return int(self._groups["is_open"].sum())
 
     def add(self, numbers: Integers, groups: GroupRows) -> None:
         """Open groups of these numbers. Their samples get the number of the group as that of their prompt."""
@@ -47,69 +52,72 @@ class OpenGroups:
         samples = table.column("sample").numpy()
         assert (samples - np.repeat(samples[firsts] - firsts, counts) == np.arange(len(table))).all(), "missing samples"
 
-        size = len(self._numbers)
+        added = np.zeros(len(numbers), dtype=GROUP)
+        added["number"] = numbers
+        added["started"] = groups.started.numpy()
+        added["first"] = len(self._table) + firsts
+        added["count"] = counts
+        added["first_sample"] = samples[firsts]
+        added["num_left"] = groups.num_incomplete()
+        added["is_open"] = True
         grown = max(len(self._place_of), int(numbers.max(initial=-1)) + 1)
         self._place_of = np.append(self._place_of, np.full(grown - len(self._place_of), -1))
-        self._place_of[numbers] = size + np.arange(len(numbers))
+        self._place_of[numbers] = len(self._groups) + np.arange(len(numbers))
         self._prompts = [*self._prompts, *groups.prompts] if self._prompts else groups.prompts
-        self._numbers = np.append(self._numbers, numbers)
-        self._started = np.append(self._started, groups.started.numpy())
-        self._firsts = np.append(self._firsts, len(self._table) + firsts)
-        self._counts = np.append(self._counts, counts)
-        self._least = np.append(self._least, samples[firsts])
-        self._left = np.append(self._left, groups.num_incomplete())
-        self._is_open = np.append(self._is_open, np.ones(len(numbers), dtype=bool))
+        self._groups = np.append(self._groups, added)
         self._table = SampleTable.joined([self._table, table]) if len(self._table) else table
 
     def note(self, windows: Windows) -> None:
         """Put the samples of windows into their groups."""
-        told = windows.finished.numpy()
-        groups = self._place_of[told[ROW["prompt"]]]
-        places = self._firsts[groups] + told[ROW["sample"]] - self._least[groups]
+        finished = windows.finished.numpy()
+        places = self._place_of[finished[ROW["prompt"]]]
+        groups = self._groups[places]
+        rows = groups["first"] + finished[ROW["sample"]] - groups["first_sample"]
         numbers = self._table.numbers.numpy()
-        is_new = told[ROW["complete"]] > numbers[ROW["complete"], places]
-        np.subtract.at(self._left, groups[is_new], 1)
-        numbers[:, places] = told
+        is_new = finished[ROW["complete"]] > numbers[ROW["complete"], rows]
+        np.subtract.at(self._groups["num_left"], places[is_new], 1)
+        numbers[:, rows] = finished
         first = int(windows.counts[: windows.here, 0].sum())
-        for place, sample in zip(places[first:].tolist(), windows.mine.finished, strict=False):
+        for row, sample in zip(rows[first:].tolist(), windows.mine.finished, strict=False):
             if isinstance(sample, Generation):
-                self._table.own[place] = sample
-                numbers[ROW["replica"], place] = Generation.replica
+                self._table.own[row] = sample
+                numbers[ROW["replica"], row] = Generation.replica
 
     def take_complete(self) -> list[int]:
         """Close the open groups whose samples are all complete, and return their numbers."""
-        return self._take(self._is_open & (self._left == 0))
+        return self._take(self._groups["is_open"] & (self._groups["num_left"] == 0))
 
     def take_all(self) -> list[int]:
         """Close all open groups, and return their numbers."""
-        return self._take(self._is_open.copy())
+        return self._take(self._groups["is_open"].copy())
 
     def num_left(self, number: int) -> int:
         """Return how many samples of a group are not complete."""
-        return int(self._left[self._place_of[number]])
+        return int(self._groups["num_left"][self._place_of[number]])
 
     def is_here(self, number: int) -> bool:
         """Return whether this rank's replica has a sample of a group: another may have begun the rest."""
-        place = self._place_of[number]
-        first = int(self._firsts[place])
-        replicas = self._table.column("replica")[first : first + int(self._counts[place])]
+        samples = self._samples(self._place_of[number])
+        replicas = self._table.column("replica")[samples.first : samples.last]
         return bool((replicas == Generation.replica).any())
 
     def group(self, number: int) -> Group:
         """Return a group, with the number of its prompt in the samples."""
         place = self._place_of[number]
-        first = int(self._firsts[place])
-        count = int(self._counts[place])
-        samples = SampleRows(self._table, first, first + count)
-        return Group(prompt=self._prompts[place], samples=samples, started=int(self._started[place]))
+        started = int(self._groups["started"][place])
+        return Group(prompt=self._prompts[place], samples=self._samples(place), started=started)
 
     def everything(self) -> GroupRows:
         """Return all groups, in their order."""
-        started = torch.from_numpy(self._started)
-        counts = torch.from_numpy(self._counts)
+        started = torch.from_numpy(self._groups["started"].copy())
+        counts = torch.from_numpy(self._groups["count"].copy())
         return GroupRows(prompts=self._prompts, started=started, counts=counts, table=self._table)
 
+    def _samples(self, place: int) -> SampleRows:
+        first = int(self._groups["first"][place])
+        return SampleRows(self._table, first, first + int(self._groups["count"][place]))
+
     def _take(self, chosen: npt.NDArray[np.bool_]) -> list[int]:
-        self._is_open[chosen] = False
-        numbers: list[int] = self._numbers[chosen].tolist()
+        self._groups["is_open"][chosen] = False
+        numbers: list[int] = self._groups["number"][chosen].tolist()
         return numbers

@@ -71,7 +71,7 @@ def sweep(directory: Path) -> list[str]:
 
 def _remove_if_dead(directory: Path, prefix: str) -> list[str]:
     lock = directory / f"{prefix}.lock"
-    descriptor = _take(lock)
+    descriptor = _try_lock(lock)
     if descriptor is None:
         return []
     files = [file for file in directory.iterdir() if file.name.startswith(f"{prefix}-")]
@@ -101,7 +101,7 @@ def _hold(lock: Path) -> int:
         os.close(descriptor)  # another job removed the file after it was opened and before it was locked
 
 
-def _take(lock: Path) -> int | None:
+def _try_lock(lock: Path) -> int | None:
     """Lock the file exclusively and return its descriptor; None if the job lives, or it is no lock of this user."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -25,9 +25,10 @@ import torch
 
 from megarl.platform import progress
 from megarl.batch import Generation, Group
+from megarl.columns import Integers
 from megarl.distributed import watchdog
-from megarl.distributed.evenly import Integers, deal
-from megarl.distributed.made_prompts import bring
+from megarl.distributed.evenly import deal
+from megarl.distributed.made_prompts import redistribute_prompts
 from megarl.environments.episodes import Episodes
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.open_groups import OpenGroups
@@ -139,7 +140,7 @@ class SamplingSession:
         replicas[~has_home] = deal(self._loads, sizes[~has_home])
         np.add.at(self._loads, replicas[~has_home], sizes[~has_home])
         places = torch.arange(len(groups))
-        prompts = bring(groups.prompts, places, torch.from_numpy(replicas), self._engine.shares.ranks)
+        prompts = redistribute_prompts(groups.prompts, places, torch.from_numpy(replicas), self._engine.shares.ranks)
         self._groups.add(numbers, replace(groups, prompts=prompts))
         self._most = max(self._most, int(self._loads.max()))
         self._may_wait |= self._shares and int(self._loads.max()) > self._engine.room

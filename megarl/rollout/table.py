@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Generation, Group, Prompt, RemoteSample, Sample, float32, int32
-from megarl.columns import int64
-from megarl.distributed.evenly import Integers
+from megarl.columns import Integers, int64
 from megarl.on_demand import OnDemand
 
 FIELDS = RemoteSample._fields
@@ -108,7 +107,7 @@ class SampleRows(OnDemand[Sample]):
     def __len__(self) -> int:
         return self.last - self.first
 
-    def made(self, place: int) -> Sample:
+    def make_item(self, place: int) -> Sample:
         """Return a sample."""
         return self.table.sample(self.first + place)
 
@@ -147,7 +146,7 @@ class GroupRows(OnDemand[Group]):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def made(self, place: int) -> Group:
+    def make_item(self, place: int) -> Group:
         """Return a group, with its samples as rows of the table."""
         last = int(self.ends[place])
         samples = SampleRows(self.table, last - int(self.counts[place]), last)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-PLAIN: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str}
+PLAIN: dict[str, object] = {"bool": bool, "int": int, "float": float, "str": str}
 HOLDING: dict[str, Any] = {"list": list, "set": list, "dict": dict, "Literal": Literal}  # YAML has lists, no sets
 
 

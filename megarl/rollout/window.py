@@ -55,11 +55,11 @@ class Windows:
     @cached_property
     def finished(self) -> Tensor:
         """The fields of `RemoteSample` of all `F` finished samples, replica by replica: `[9, F]` int64."""
-        told = self.content[self._is_of_samples].view(-1, len(KNOWN)).T
+        known = self.content[self._is_of_samples].view(-1, len(KNOWN)).T
         replicas = on_tokens(torch.arange(len(self)), self.counts[:, 0])
-        is_blank = (told[KNOWN.index("num_tokens")] == 0) & (told[KNOWN.index("complete")] == 0)
+        is_blank = (known[KNOWN.index("num_tokens")] == 0) & (known[KNOWN.index("complete")] == 0)
         replicas.masked_fill_(is_blank, Generation.replica)  # it may still be drawn here
-        rows = dict(zip(KNOWN, told, strict=True)) | {"replica": replicas}
+        rows = dict(zip(KNOWN, known, strict=True)) | {"replica": replicas}
         return torch.stack([rows[name] for name in FIELDS])
 
     @cached_property

@@ -5,10 +5,8 @@ from the data, by their row. A rank reads the groups of its share, and ranks exc
 """
 
 import io
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -23,10 +21,11 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn, float32, int32
+from megarl.columns import Integers
 from megarl.data.parquet import OwnFile
-from megarl.distributed.evenly import Integers, deal
+from megarl.distributed.evenly import deal
 from megarl.distributed.exchange import on_each_rank, on_first_rank, together
-from megarl.distributed.made_prompts import bring
+from megarl.distributed.made_prompts import redistribute_prompts
 from megarl.distributed.sharded import Shares
 from megarl.platform.errors import UserError
 from megarl.platform.seeds import seed_of
@@ -158,9 +157,10 @@ def rows_of(path: Path, places: Integers | None = None) -> list[SampleRow]:
     with naming(path):
         columns = {name: _arrays(table[name], of) for name, of in NUMBERS.items()}
         columns["routes"] = [cell and array_from(cell) for cell in table["routes"].to_pylist()]
-        others = table.drop_columns([*columns]).to_pylist()
-        arrays = (dict(zip(columns, of_row, strict=True)) for of_row in zip(*columns.values(), strict=True))
-        rows = [row | of_row for row, of_row in zip(others, arrays, strict=True)]
+        rows = table.drop_columns([*columns]).to_pylist()
+        for name, cells in columns.items():
+            for row, cell in zip(rows, cells, strict=True):
+                row[name] = cell
         return [SampleRow(path, tuple(row[name] for name in OF_PROMPT), _sample(row)) for row in rows]
 
 
@@ -213,38 +213,40 @@ def joined(
     mine: Sequence[SampleRow], shares: Shares, prompt_of: PromptOf, opened: Opened | None = None
 ) -> dict[int, Group]:
     """Return the groups of the rows of all ranks, as `read` does; `mine` are those of this rank's share. Collective."""
-    told = together(lambda: _Told.of(mine if shares.reports else (), shares))
-    reporter = shares.ranks[shares.here][0] if len(told) > 1 else 0
-    first_of_mine = sum(len(each.numbers) for each in told[:reporter])
-    files = [file for each in told for file in each.files]
-    numbers = np.concatenate([each.numbers for each in told])
-    table = torch.cat([each.samples for each in told], dim=1)
+    of_ranks = together(lambda: _RowNumbers.of(mine if shares.reports else (), shares))
+    reporter = shares.ranks[shares.here][0] if len(of_ranks) > 1 else 0
+    first_of_mine = sum(len(each.numbers) for each in of_ranks[:reporter])
+    paths = np.array([path for each in of_ranks for path in each.paths], dtype=object)
+    numbers = np.concatenate([each.numbers for each in of_ranks])
+    table = torch.cat([each.samples for each in of_ranks], dim=1)
     rows = _ordered(numbers[:, 0], table[ROW["sample"]].numpy())
-    numbers, table = numbers[rows], table[:, rows]
-    homes = table[ROW["replica"]].to(torch.int64)
-    is_mine = table[ROW["replica"]].numpy() == shares.here
-    table[ROW["replica"]][is_mine] = Generation.replica
+    numbers = numbers[rows]
+    table = table[:, rows]
+    replicas = table[ROW["replica"]]
+    homes = replicas.to(torch.int64)
+    is_mine = replicas.numpy() == shares.here
+    replicas[is_mine] = Generation.replica
     own = {place: mine[rows[place] - first_of_mine].sample for place in np.flatnonzero(is_mine).tolist()}
     _, firsts, counts = np.unique(numbers[:, 0], return_index=True, return_counts=True)
-    found = numbers[firsts]
-    file_of = np.repeat(np.arange(len(files)), [file.num_rows for file in files])[rows[firsts]]
-    faults = [partial(_other_data, files[file].path, row) for file, row in zip(file_of, found[:, 1], strict=True)]
-    prompts = [_prompt(row, prompt_of, fault) for row, fault in zip(found[:, 1].tolist(), faults, strict=True)]
-    asked = _brought(opened(Prompts(prompts=prompts)).prompts, counts, homes, shares) if opened else prompts
-    for prompt, (_, _, num_tokens, digest, _), fault in zip(asked, found.tolist(), faults, strict=True):
+    group, row, num_tokens, digest, begun = numbers[firsts].T
+    origins = [*zip(paths[rows[firsts]], row.tolist(), strict=True)]
+    prompts: Sequence[Prompt] = [_prompt(prompt_of, *origin) for origin in origins]
+    if opened:
+        prompts = _redistributed(opened(Prompts(prompts=prompts)).prompts, counts, homes, shares)
+    for prompt, origin, size, expected in zip(prompts, origins, num_tokens.tolist(), digest.tolist(), strict=True):
         # An environment may begin with other words.
-        if len(prompt.token_ids) != num_tokens or (not opened and _digest(prompt) != digest):
-            raise fault()
+        if len(prompt.token_ids) != size or (not opened and _digest(prompt) != expected):
+            raise _other_data(*origin)
     groups = GroupRows(
-        prompts=asked,
-        started=torch.from_numpy(found[:, 4]),
+        prompts=prompts,
+        started=torch.from_numpy(begun.copy()),
         counts=torch.from_numpy(counts),
         table=SampleTable(table, own),
     )
-    return dict(zip(found[:, 0].tolist(), groups, strict=True))
+    return dict(zip(group.tolist(), groups, strict=True))
 
 
-def _brought(prompts: Sequence[Prompt], counts: Integers, homes: Tensor, shares: Shares) -> Sequence[Prompt]:
+def _redistributed(prompts: Sequence[Prompt], counts: Integers, homes: Tensor, shares: Shares) -> Sequence[Prompt]:
     """Return the prompts, with their tokens if this rank's share has samples of them. Collective.
 
     Groups that are complete enter no session, which would bring their prompts.
@@ -257,28 +259,21 @@ def _brought(prompts: Sequence[Prompt], counts: Integers, homes: Tensor, shares:
     """
     has_tokens = homes >= 0
     places = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
-    return bring(prompts, places[has_tokens], homes[has_tokens], shares.ranks)
+    return redistribute_prompts(prompts, places[has_tokens], homes[has_tokens], shares.ranks)
 
 
-class _FileRead(NamedTuple):
-    """A file that a rank has read."""
-
-    path: Path
-    num_rows: int
-
-
-class _Told(NamedTuple):
+class _RowNumbers(NamedTuple):
     """The numbers of the rows of a rank that every rank knows."""
 
-    files: Sequence[_FileRead]
+    paths: Sequence[Path]  # of the file of each row
     numbers: Integers  # [b, 5]: the columns `OF_PROMPT`
     samples: Tensor  # [9, b] int32, as in `SampleTable`
 
     @classmethod
-    def of(cls, rows: Sequence[SampleRow], shares: Shares) -> "_Told":
+    def of(cls, rows: Sequence[SampleRow], shares: Shares) -> "_RowNumbers":
         """Return the numbers of rows that this rank's share has."""
         return cls(
-            files=[_FileRead(path, count) for path, count in Counter(row.path for row in rows).items()],
+            paths=[row.path for row in rows],
             numbers=np.array([row.numbers for row in rows], dtype=np.int64).reshape(-1, len(OF_PROMPT)),
             samples=SampleTable.of([row.sample.as_remote(shares.here) for row in rows]).numbers,
         )
@@ -292,11 +287,11 @@ def _ordered(groups: Integers, samples: npt.NDArray[np.int32]) -> Integers:
     return rows[is_last]
 
 
-def _prompt(row: int, prompt_of: PromptOf, fault: Callable[[], UserError]) -> Prompt:
+def _prompt(prompt_of: PromptOf, path: Path, row: int) -> Prompt:
     try:
         return prompt_of(row)
     except IndexError:
-        raise fault() from None
+        raise _other_data(path, row) from None
 
 
 def _digest(prompt: Prompt) -> int:
@@ -310,7 +305,7 @@ def _sample(row: dict[str, Any]) -> Generation:
     return replace(sample, turns=turns, stop_reason=sample.stop_reason and StopReason(sample.stop_reason))
 
 
-def _arrays(lists: pa.ChunkedArray, of: Callable[[bytes], Any]) -> list[Any]:
+def _arrays(lists: pa.ChunkedArray, of: Callable[[bytes], object]) -> list[object]:
     """Return the numbers of each row; None of a row that is null."""
     counts = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
     numbers = pc.list_flatten(lists).to_numpy()

@@ -73,9 +73,9 @@ class StepCache:
         found = joined(mine, self._shares, prompts.__getitem__)
         return {number: group for number, group in found.items() if len(group.samples) == len(groups[number].samples)}
 
-    def keep(self, groups: Mapping[int, Group]) -> None:
+    def write(self, groups: Mapping[int, Group]) -> None:
         """Write groups that are complete, by number, at least those of this rank's replica. Collective."""
-        on_each_rank(lambda: self._keep(groups))
+        on_each_rank(lambda: self._write(groups))
 
     def _begin(self, step: int, prompts_digest: bytes) -> tuple[Path | None, list[Path]]:
         place = self._place_of(step, prompts_digest)
@@ -84,7 +84,7 @@ class StepCache:
                 shutil.rmtree(other, ignore_errors=True)  # the next step tries again
         return place, sorted(place.glob("*.parquet")) if place else []
 
-    def _keep(self, groups: Mapping[int, Group]) -> None:
+    def _write(self, groups: Mapping[int, Group]) -> None:
         if self._place and groups and self._shares.reports:
             path = self._place / f"{self._number:05}-{self._shares.here}.parquet"
             try:

@@ -54,15 +54,15 @@ class SampleStore:
     directory: Path
     replaces: bool = True  # files that exist already
 
-    def keep_step(self, samples: Sharded[Scored], baselines: Tensor | None, *, step: int) -> bool:
+    def save_step(self, samples: Sharded[Scored], baselines: Tensor | None, *, step: int) -> bool:
         """Write the samples of step `step`, counted from 1. Collective.
 
         Return whether the disk accepted the files, the same on every rank.
         """
         return self._write(f"{STEP}{step}", samples, baselines, step=step)
 
-    def keep_validation(self, samples: Sharded[Scored], *, step: int) -> bool:
-        """Write the samples of the validation after `step` steps, as `keep_step` does."""
+    def save_validation(self, samples: Sharded[Scored], *, step: int) -> bool:
+        """Write the samples of the validation after `step` steps, as `save_step` does."""
         return self._write(f"val_{STEP}{step}", samples, None, step=step)
 
     def _write(self, name: str, samples: Sharded[Scored], baselines: Tensor | None, *, step: int) -> bool:

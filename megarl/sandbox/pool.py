@@ -222,12 +222,13 @@ class _Supervisor:
         self._connection.settimeout(num_calls * (2 * START_S + limits.timeout_s + CLEAN_S) + _SLACK_S)
         max_reply = _ESCAPED * limits.max_reply + _MAX_PRINTED_BYTES
         self._inbox = Inbox(self._connection, max_bytes=max_reply * limits.num_together)
+        search_path = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)  # rewards import what the rank can
         with theirs, signals.blocked():  # the supervisor inherits the mask, and unblocks once its handlers are set
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", rules.supervisor, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": _search_path(), "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # a signal to the rank's group must leave the supervisor time to clean up
             )
         settings = {"rules": asdict(rules), "limits": asdict(limits)}
@@ -254,11 +255,6 @@ class _Supervisor:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLEAN_S)
-
-
-def _search_path() -> str:
-    """Return the module path of this process as `PYTHONPATH`: rewards can import what this process can."""
-    return os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
 
 
 def _whole_characters(reply: Mapping[str, Any]) -> dict[str, str]:

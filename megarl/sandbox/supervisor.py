@@ -93,7 +93,7 @@ class Supervisor:
     def _try(self, samples: Sequence[object]) -> list[Reply]:
         self._started_at = time.monotonic()
         try:
-            replies = self._ask(samples)
+            replies = self._request(samples)
         except WorkerLost as lost:
             self._worker_failed = True
             replies = [{"fault": lost.fault, "detail": str(lost)}]
@@ -197,7 +197,7 @@ class Supervisor:
         inbox = Inbox(ours, max_bytes=self._limits.max_reply * self._limits.num_together)
         return ChildProcess(connection=ours, inbox=inbox, output=output), theirs, printed
 
-    def _ask(self, samples: Sequence[object]) -> list[Reply]:
+    def _request(self, samples: Sequence[object]) -> list[Reply]:
         """Return the reply for each response, or one fault of the entire call."""
         loaded = self._loaded or self._load()
         loaded.printed = b""
@@ -253,7 +253,7 @@ class Supervisor:
             elif now > deadline:
                 raise late
             if now > next_look:
-                _look_at(helper)
+                _check_helper(helper)
                 next_look = now + _POLL_S
 
 
@@ -274,7 +274,7 @@ def _invalid() -> WorkerLost:
     return WorkerLost("error", "its process sent an invalid reply")
 
 
-def _look_at(helper: ChildProcess) -> None:
+def _check_helper(helper: ChildProcess) -> None:
     if helper.has_ended() and not is_readable(helper.connection, within_s=0.0):  # a fork of it may hold its files open
         raise WorkerLost("error", helper.how_it_ended())
     if len(list(islice(descendants(), MAX_PROCESSES + 1))) > MAX_PROCESSES:

@@ -25,12 +25,12 @@ from megarl.tracking.timers import Timers
 from megarl.training.collect import SampleSource
 from megarl.training.custom import CustomEstimator
 from megarl.training.estimate import estimate, mismatch_metrics
+from megarl.training.flops import FlopsCounter
 from megarl.training.gate import Gate, require_version
 from megarl.training.interfaces import Checkpoints, Critic, Metrics, Policy, Reference
 from megarl.training.statistics import mean
 from megarl.training.steps import Schedule, begin_step, end_step
 from megarl.training.validation import Validation
-from megarl.training.work import Work
 
 KL = FixedKL | AdaptiveKL
 T = TypeVar("T", PolicyOutputs, "RefAndValues")
@@ -76,7 +76,7 @@ class Job:
     checkpoints: Checkpoints
     tracker: Tracker
     num_ranks: int
-    work: Work
+    flops: FlopsCounter
     max_staleness: int = 0  # steps that may finish between the weights of a token and the step that learns from it
     fused_old_log_probs: bool = False  # the forward pass of the actor's one update computes the old log-probabilities
 
@@ -146,7 +146,7 @@ def throughput(job: Job, metrics: Metrics) -> Metrics:
     """Return the tokens a second and rank of a step, and how far it uses the devices, from its other metrics."""
     seconds = metrics[STEP_SECONDS]
     per_rank = metrics["perf/total_num_tokens"] / seconds / job.num_ranks
-    return {"perf/throughput": per_rank} | job.work.utilization(metrics["perf/tflop"], seconds)
+    return {"perf/throughput": per_rank} | job.flops.utilization(metrics["perf/tflop"], seconds)
 
 
 def validate_actor(validation: Validation, progress: Progress, *, step: int) -> tuple[Metrics, Progress]:
@@ -199,7 +199,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
     assert checked.outputs.entropy is not None, "an actor without entropies"
     metrics["actor/entropy"] = mean(checked.kept, checked.outputs.entropy)
     metrics["perf/total_num_tokens"] = float(collected.scored.index.run_lengths.sum())
-    metrics |= job.work.metrics(collected.scored, timers.seconds())
+    metrics |= job.flops.metrics(collected.scored, timers.seconds())
     metrics["reward/masked_rate"] = 1.0 - len(scored) / len(collected.scored)
     progress = replace(
         progress,

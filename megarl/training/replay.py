@@ -55,7 +55,7 @@ class Recorder:
         """Collect and write the samples of a step. `archive/failures` is 1 if the disk refused them. Collective."""
         collected = self.samples.collect(position, timers, step=step, in_flight=in_flight)
         with timers("dump_rollout_generations"):
-            kept = self.store.keep_step(collected.scored, collected.baselines, step=step + 1)
+            kept = self.store.save_step(collected.scored, collected.baselines, step=step + 1)
         return replace(collected, metrics=collected.metrics | {"archive/failures": float(not kept)})
 
 

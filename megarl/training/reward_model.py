@@ -15,7 +15,7 @@ from megarl.batch import Prompt, Rollouts, Scored
 from megarl.data.conversations import Conversations, scoring_batch
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import largest, on_each_rank
-from megarl.distributed.routing import route
+from megarl.distributed.redistribution import redistribute
 from megarl.distributed.runs import Runs
 from megarl.distributed.sharded import Sharded
 from megarl.learner.batching import Budget
@@ -44,7 +44,7 @@ class RewardModel:
         """
         index = samples.index
         owners = self.learner.batching.owners(index.lengths, torch.arange(len(samples)))
-        taken = route(samples, Rollouts, Runs.of(index.groups, owners), self.learner.mesh.shares)
+        taken = redistribute(samples, Rollouts, Runs.of(index.groups, owners), self.learner.mesh.shares)
         sequences = on_each_rank(lambda: [self._read(taken.share, place) for place in range(len(taken.share))])
         batch = taken.with_share(scoring_batch(sequences))
         # The budget was checked for the policy's vocabulary. A sequence may be longer in this vocabulary.

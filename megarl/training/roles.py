@@ -14,8 +14,8 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Generation, Group, Prompt, Prompts, Rewarded, Rollouts
 from megarl.data.translation import Translation
 from megarl.distributed.exchange import on_each_rank
-from megarl.distributed.routes import bring_routes
-from megarl.distributed.routing import route
+from megarl.distributed.redistribution import redistribute
+from megarl.distributed.routes import redistribute_routes
 from megarl.distributed.sharded import Sharded
 from megarl.environments.episodes import Environments
 from megarl.learner.batching import Budget
@@ -86,10 +86,10 @@ class Model(Generic[Outputs]):
             )
         runs = runs.owned_by(owners)
         mesh = self.learner.mesh
-        taken = route(samples, Rewarded, runs, mesh.shares if self.reads_everywhere else mesh.stage_shares)
+        taken = redistribute(samples, Rewarded, runs, mesh.shares if self.reads_everywhere else mesh.stage_shares)
         if samples.share.routes is None:
             return taken
-        routes = bring_routes(samples, runs, self.learner.holders)
+        routes = redistribute_routes(samples, runs, self.learner.holders)
         return taken.with_share(replace(taken.share, routes=routes))
 
     def infer(self, batch: Sharded[Rollouts]) -> Outputs:
@@ -244,7 +244,7 @@ class EngineSampler:
             sampling,
             max_tokens=max_tokens,
             step=step,
-            on_finished=episodes.ask if episodes else self._tell,
+            on_finished=episodes.ask if episodes else self._on_finished,
             final_only=final_only,
             with_routes=with_routes,
         )
@@ -256,7 +256,7 @@ class EngineSampler:
             return prompts
         return self.environments.open(prompts, max_tokens=self.section.prompt_length)
 
-    def _tell(self, prompt: Prompt, response: Generation) -> None:
+    def _on_finished(self, prompt: Prompt, response: Generation) -> None:
         self.finished(prompt, response.token_ids)
 
 
@@ -266,10 +266,10 @@ def _finish_and_keep(
     """Draw all samples of the groups, except those that an earlier job has kept. Keep the others as they complete."""
     complete = step_cache.begin(step, groups)
     if not complete:
-        return session.draw(groups, step_cache.keep)
+        return session.draw(groups, step_cache.write)
     session.add({number: group for number, group in enumerate(groups) if number not in complete})
     while session.num_open:
         sampled = session.advance()
-        step_cache.keep(sampled)
+        step_cache.write(sampled)
         complete |= sampled
     return [complete[number] for number in range(len(groups))]

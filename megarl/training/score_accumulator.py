@@ -49,12 +49,12 @@ class ScoreAccumulator:
                     extremes[name].append(value)
                 else:
                     means[name].append(Mean(num_samples * value, num_samples))
-        found = {name: EXTREMES[name.rpartition("/")[2]](values) for name, values in extremes.items()}
-        return {name: _mean_of(parts) for name, parts in means.items()} | found
-
-
-def _mean_of(parts: Sequence[Mean]) -> float:
-    return Mean(sum(part.total for part in parts), sum(part.count for part in parts)).value
+        found: dict[str, float] = {}
+        for name, parts in means.items():
+            found[name] = Mean(sum(part.total for part in parts), sum(part.count for part in parts)).value
+        for name, values in extremes.items():
+            found[name] = EXTREMES[name.rpartition("/")[2]](values)
+        return found
 
 
 def require_scores(num_scored: int, *, of: int, failures: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import isnan
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +60,7 @@ class Validation:
         reported = {f"val/{name}": value for name, value in scores.metrics().items() if name != SLOWEST}
         reported["val/reward/masked_rate"] = 1.0 - float(scored.sum(scored.share.has_score())) / len(scored)
         if self.store:
-            reported["val/archive/failures"] = float(not self.store.keep_validation(scored, step=step))
+            reported["val/archive/failures"] = float(not self.store.save_validation(scored, step=step))
         return metrics | reported | scores_by_source(scored)
 
 
@@ -76,8 +75,9 @@ def scores_by_source(scored: Sharded[Scored]) -> Metrics:
     prompts = PromptList.of(scored.index.prompts)
     num = len(scored) // len(prompts)
     has_score = scored.marked(scored.share.has_score())
-    told = scored.gather(torch.stack([scored.share.scores.double(), _votes(scored.share)], dim=1))
-    of_samples = told[:, 0].to(torch.float32)
+    scores_and_votes = torch.stack([scored.share.scores.double(), _votes(scored.share)], dim=1)
+    all_scores, all_votes = scored.gather(scores_and_votes).T
+    all_scores = all_scores.to(torch.float32)
     samples: list[list[int]] = [[] for _ in range(len(prompts))]
     for sample in has_score.nonzero()[:, 0].tolist():
         samples[int(scored.index.groups[sample])].append(sample)
@@ -92,9 +92,9 @@ def scores_by_source(scored: Sharded[Scored]) -> Metrics:
             raise RewardError(
                 f"no validation response of data source {source!r} has a score; {'; '.join(first_failures(scored))}"
             )
-        scores = [of_samples[of_prompt] for of_prompt in of_source]
+        scores = [all_scores[of_prompt] for of_prompt in of_source]
         metrics[f"val/test_score/{source}"] = mean_over_prompts(scores)
-        found = statistics(scores, _votes_of(of_source, told[:, 1]), num=num)
+        found = statistics(scores, _votes_of(of_source, all_votes), num=num)
         metrics |= {f"val/{source}/{name}": value for name, value in found.items()}
     return metrics
 
@@ -123,15 +123,15 @@ def _votes_of(prompts: Sequence[Sequence[int]], votes: Tensor) -> list[list[int]
     return [of_prompt.clamp(min=0).tolist() for of_prompt in found]
 
 
-def _shown(scored: Sharded[Scored], count: int) -> Sequence[Mapping[str, Any]]:
+def _shown(scored: Sharded[Scored], count: int) -> Sequence[Mapping[str, object]]:
     """Return rows of the first samples, for people, on the first rank. Collective."""
     share = scored.share
     chosen = (scored.mine < count).nonzero()[:, 0].tolist() if scored.shares.reports else []
-    rows = list[tuple[int, dict[str, Any]]]()
+    rows = list[tuple[int, dict[str, object]]]()
     for sample in chosen:
         prompt = share.prompt_of(sample)
         score = float(share.scores[sample])
-        row: dict[str, Any] = {"prompt_id": prompt.prompt_id, "prompt": prompt.text, "response": share.texts[sample]}
+        row: dict[str, object] = {"prompt_id": prompt.prompt_id, "prompt": prompt.text, "response": share.texts[sample]}
         row["score"] = None if isnan(score) else score
         rows.append((int(scored.mine[sample]), row))
     shown = [row for _, row in sorted(to_first_rank(rows), key=itemgetter(0))]

@@ -50,7 +50,7 @@ def fixed_prompts(vocab_size: int, *, max_model_len: int) -> tuple[list[Prompt],
     return prompts, num_tokens
 
 
-def ask(engine: RolloutEngine, prompts: Sequence[Prompt], *, max_tokens: int) -> Rollouts:
+def generate_on_replicas(engine: RolloutEngine, prompts: Sequence[Prompt], *, max_tokens: int) -> Rollouts:
     """Generate responses of every replica. Sample `p * num_replicas + r` is the response of replica `r` to prompt `p`.
 
     The engine must not have generated anything since the sync.
@@ -111,13 +111,13 @@ class SelfCheck:
             return True
         return self._unchecked() is not None
 
-    def ask(self, *, step: int) -> Rollouts:
+    def generate(self, *, step: int) -> Rollouts:
         """Generate the engine's responses right after a sync. `compare` takes them."""
         self._last_step = step
         weights = self._unchecked()
         if weights is not None:
             self._checked.append(weights)
-        return ask(self.engine, self._prompts, max_tokens=self._num_tokens)
+        return generate_on_replicas(self.engine, self._prompts, max_tokens=self._num_tokens)
 
     def compare(self, responses: Rollouts) -> dict[str, float]:
         """Compare the responses with the trainer's probabilities. The trainer must still have the weights of the sync.
@@ -131,7 +131,7 @@ class SelfCheck:
                 the check before and a replica has not.
         """
         log_probs = log_probs_of_all(self.actor, responses, self.budget, temperature=1.0)
-        assert responses.rollout_log_probs is not None, "`ask` requests them"
+        assert responses.rollout_log_probs is not None, "`generate_on_replicas` requests them"
         seen = CheckResult(_by_sample(responses, responses.rollout_log_probs), _by_sample(responses, log_probs))
         means, largest = probability_differences(responses, log_probs, num_replicas=self.engine.num_replicas)
         mean = float(means.max())
@@ -193,7 +193,7 @@ def probability_differences(
     responses: Rollouts, log_probs: torch.Tensor, *, num_replicas: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and largest |p_engine - p_trainer| over the tokens of each replica, `[R]` each, in `ask`'s order."""
-    assert responses.rollout_log_probs is not None, "`ask` requests them"
+    assert responses.rollout_log_probs is not None, "`generate_on_replicas` requests them"
     differences = responses.rows((responses.rollout_log_probs.exp() - log_probs.exp()).abs())
     of_replicas = differences.view(len(responses) // num_replicas, num_replicas, -1)
     num_tokens = responses.num_tokens.view(-1, num_replicas).sum(0)

@@ -43,7 +43,7 @@ class Sync:
             with timers("sync_check"):
                 self._send(timers, step=step, check=True)
                 with self.engine.generating():
-                    responses = self.check.ask(step=step)
+                    responses = self.check.generate(step=step)
                 metrics = self.check.compare(responses)
         self._send(timers, step=step, check=is_due)
         with self.engine.generating():

@@ -46,8 +46,8 @@ from megarl.weight_sync.selfcheck import (
     NUM_PROMPTS,
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
-    ask,
     fixed_prompts,
+    generate_on_replicas,
     log_probs_of_all,
 )
 from megarl.weight_sync.transfer import send_weights
@@ -176,7 +176,7 @@ class VerifySetup:
         with self.engine.receive_weights() as destination:
             self._send(destination, check=check)
         with self.engine.generating():
-            return ask(self.engine, prompts, max_tokens=num_tokens)
+            return generate_on_replicas(self.engine, prompts, max_tokens=num_tokens)
 
     def measure(self) -> SyncCost:
         """Measure the time of one sync, and the memory of another, buckets included."""
@@ -243,7 +243,7 @@ class VerifySetup:
             differing = list[str]()
             for name, shape in mine:
                 one, other = (_read(end, name, shape, self.dtype) for end in ends)
-                if not _same_bits(one, other):
+                if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                     differing.append(name)
             return differing
 
@@ -329,10 +329,6 @@ def _read(files: CheckpointFiles, name: str, shape: Shape, dtype: torch.dtype) -
     tensor = torch.empty(shape, dtype=dtype)
     files.load([Piece.complete(name, shape, dtype)], {name: tensor}, shapes={name: shape})
     return tensor
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _slabs(piece: Piece) -> Iterator[Piece]:

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from megarl.columns import Integers
 from megarl.commands import train
-from megarl.distributed.evenly import Integers
 from megarl.rollout.session import SamplingSession
 from megarl.rollout.table import GroupRows
 from megarl.samples.step_cache import KEPT

@@ -3,6 +3,7 @@
 Torch hands each message to a process group, which counts it: no call of a rank goes unseen.
 """
 
+import inspect
 import json
 import os
 import traceback
@@ -30,8 +31,8 @@ NUM_STEPS = 2
 NUM_PROMPTS = 8
 PACKAGE = f"{Path(megarl.__file__).parent}/"
 TO_ONE_RANK = {
-    *("send of routing.py:_send", "send of validation.py:_shown"),
-    *("send of scoring.py:_results", "send of made_prompts.py:bring"),
+    *("send of redistribution.py:_send", "send of validation.py:_shown"),
+    *("send of scoring.py:_results", "send of made_prompts.py:redistribute_prompts"),
 }
 """Messages with tokens or texts, from the rank that has them to the one that needs them."""
 IN_A_REPLICA = {
@@ -58,10 +59,11 @@ OF_TWO_REPLICAS = (
 
 def place_of_call() -> str | None:
     """Return the function of the package that talks; None if it is no code of the package."""
-    frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
-    names = [f"{Path(frame.filename).name}:{frame.name}" for frame in frames]
-    callers = [name for name in names if not name.startswith(("exchange.py", "sharded.py")) and "<" not in name]
-    return callers[-1] if callers else None
+    outwards = traceback.walk_stack(inspect.currentframe())
+    codes = (frame.f_code for frame, _ in outwards)
+    names = (f"{Path(code.co_filename).name}:{code.co_name}" for code in codes if code.co_filename.startswith(PACKAGE))
+    callers = (name for name in names if not name.startswith(("exchange.py", "sharded.py")) and "<" not in name)
+    return next(callers, None)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -111,6 +113,7 @@ def arguments_of(workspace: Workspace, run_dir: Path, *settings: str, length: in
         "trainer.save_freq=-1",
         "trainer.save_last=false",
         "trainer.save_best=false",
+        "trainer.val_before_train=false",
         "trainer.test_freq=2",
         f"trainer.total_training_steps={NUM_STEPS}",
         *settings,
@@ -144,9 +147,13 @@ def test_messages_grow_by_the_index_alone(workspace: Workspace, tmp_path: Path, 
         return counted_run(tmp_path / name, arguments_of(workspace, tmp_path / name / "run", *settings, length=length))
 
     few = counted("few", length=16, num_samples=4)
-    longer = counted("longer", length=96, num_samples=4)
+    longer = counted("longer", length=64, num_samples=4)
     more = counted("more", length=16, num_samples=8)
-    assert {"send of routing.py:_send", "send of all_gather.py:all_gather", "allreduce of sums.py:exact_sums"} <= {*few}
+    assert {
+        "send of redistribution.py:_send",
+        "send of all_gather.py:all_gather",
+        "allreduce of sums.py:exact_sums",
+    } <= {*few}
     assert not grown(few, longer, NAMES_BYTES)
     num_further = NUM_STEPS * NUM_PROMPTS * (8 - 4)
     assert not grown(few, more, INDEX_BYTES * num_further)
@@ -199,5 +206,5 @@ def test_messages_of_episodes(workspace: Workspace, tmp_path: Path) -> None:
 
     few = counted("few", num_words=1)
     longer = counted("longer", num_words=20)
-    assert {"send of made_prompts.py:bring", *IN_A_REPLICA} <= {*few}
+    assert {"send of made_prompts.py:redistribute_prompts", *IN_A_REPLICA} <= {*few}
     assert not grown(few, longer, EXCHANGES_BYTES)

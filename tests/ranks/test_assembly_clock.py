@@ -25,9 +25,7 @@ def times(directory: Path) -> dict[str, datetime]:
     on_first_rank(here.mkdir)
     on_first_rank(lambda: record_time(here, FIRST))
     texts = {TIME_FILE: OTHER.isoformat()}
-    run = CheckpointStore(
-        directory=other, learners={}, keep=None, write_huggingface=lambda _: None, texts=lambda: texts
-    )
+    run = CheckpointStore(directory=other, learners={}, keep=None, texts=texts)
     run.save(State(step=2))
     found = {
         "new": new,

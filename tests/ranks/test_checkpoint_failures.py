@@ -37,7 +37,6 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], is_async: bool) -> tu
         directory=disk.path,
         learners={"actor": learner},
         keep=1,
-        write_huggingface=lambda directory: None,
         is_async=is_async,
     )
 
@@ -95,28 +94,35 @@ def saves_with_exports(source: Path, disk: Disk, split: dict[str, Any]) -> list[
     from megarl.checkpoint.store import CheckpointStore
     from megarl.models.architecture import hf_shapes
     from megarl.reshard import files
+    from tests.support.checkpoint_models import ConfigOnly
 
     learner = make_test_learner(source, split)
 
-    def export(checkpoint: Path) -> None:
-        with learner.weights() as tensors:
-            files.export(
-                checkpoint / "huggingface",
-                hf_shapes(learner.architecture),
-                together(learner.layout),
-                tensors,
-                config={},
-                dtype=torch.float32,
-                ranks_per_node=2,
-                device=learner.device,
-            )
+    class WeightsOnly(ConfigOnly):
+        """A model without a tokenizer."""
+
+        def write_config(self, directory: Path) -> None:
+            """Write nothing."""
+
+        def write_weights(self, directory: Path) -> None:
+            with learner.weights() as tensors:
+                files.export(
+                    directory,
+                    hf_shapes(learner.architecture),
+                    together(learner.layout),
+                    tensors,
+                    config={},
+                    dtype=torch.float32,
+                    ranks_per_node=2,
+                    device=learner.device,
+                )
 
     run = CheckpointStore(
         directory=disk.path,
         learners={"actor": learner},
         keep=1,
-        write_huggingface=lambda directory: None,
-        export=export,
+        models=[WeightsOnly()],
+        with_weights=True,
     )
 
     def save(step: int) -> tuple[Path | None, dict[str, float], list[Path]]:
@@ -159,7 +165,6 @@ def save_that_one_rank_cannot_write(source: Path, directory: Path, split: dict[s
         directory=directory,
         learners={"actor": actor, "critic": critic},
         keep=1,
-        write_huggingface=lambda directory: None,
         is_async=is_async,
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,6 @@
 """A checkpoint with Hugging Face weights: `transformers` and vLLM compute the same from it as the saved models."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ RESPONSE = 8
 
 def save(model: Path, run_dir: Path) -> tuple[Any, Any]:
     """Learn, save asynchronously, and learn again; return the outputs of actor and critic at the save."""
-    from megarl.checkpoint.huggingface import export_model
+    from megarl.checkpoint.huggingface import SavedModel
     from megarl.checkpoint.state import State
     from megarl.checkpoint.store import CheckpointStore
     from megarl.learner.batching import Budget
@@ -41,16 +42,13 @@ def save(model: Path, run_dir: Path) -> tuple[Any, Any]:
         update(actor, [batch], ACTOR, budget)
         update(critic, [batch], CRITIC, budget)
 
-    def export(checkpoint: Path) -> None:
-        export_model(actor, source, tokenizer, checkpoint / "huggingface", launch)
-        export_model(critic, source, tokenizer, checkpoint / "huggingface_critic", launch)
-
+    saved = SavedModel(learner=actor, source=source, tokenizer=tokenizer, launch=launch)
     checkpoints = CheckpointStore(
         directory=run_dir,
         learners={"actor": actor, "critic": critic},
         keep=1,
-        write_huggingface=lambda directory: source.write_config_and_tokenizer(directory, tokenizer, dtype="float32"),
-        export=export,
+        models=[saved, replace(saved, learner=critic, folder="huggingface_critic")],
+        with_weights=True,
         is_async=True,
     )
     learn()

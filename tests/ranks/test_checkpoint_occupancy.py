@@ -135,7 +135,7 @@ def test_ranks_that_see_another_step_refuse_to_resume(pool: RankPool, tmp_path: 
 
 def start_again(run_dir: Path) -> Path | None:
     """Return the checkpoint that a job resumes with `disable` if one of its ranks was restarted."""
-    run = CheckpointStore(directory=run_dir, learners={}, keep=None, write_huggingface=lambda _: None)
+    run = CheckpointStore(directory=run_dir, learners={}, keep=None)
     run.save(State(step=2))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(dist.get_rank()))

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import Generation, Prompt, Prompts, Rewarded, Rollouts, float32, int32
-from megarl.distributed.made_prompts import TokensElsewhere, bring
-from megarl.distributed.routing import route
+from megarl.distributed.made_prompts import TokensElsewhere, redistribute_prompts
+from megarl.distributed.redistribution import redistribute
 from megarl.distributed.runs import Runs
 from megarl.distributed.sharded import Shares, shard
 from megarl.samples.in_flight import SampleRow, joined
@@ -59,7 +59,7 @@ def known(found: Any) -> list[int]:
 
 def brought(owners: list[int], size: int) -> list[int]:
     shares = Shares.blocks(size)
-    return known(bring(as_made(), torch.arange(GROUPS), torch.tensor(owners), shares.ranks))
+    return known(redistribute_prompts(as_made(), torch.arange(GROUPS), torch.tensor(owners), shares.ranks))
 
 
 @pytest.mark.parametrize(("owners", "size"), [([3, 3, 0, 0, 3, 0], 1), ([1, 0, 0, 1, 1, 1], 2)])
@@ -74,9 +74,11 @@ def learnt() -> tuple[list[int], list[int], list[int] | None]:
     record: Rollouts = answer(prompts(LENGTHS), RESPONSES)
     drawn_by, learnt_by = torch.tensor(DRAWN_BY).repeat_interleave(2), torch.tensor(LEARNT_BY).flatten()
     replicas = Shares.blocks(2)
-    mine = bring(as_made(), torch.arange(GROUPS), torch.tensor(DRAWN_BY), replicas.ranks)
+    mine = redistribute_prompts(as_made(), torch.arange(GROUPS), torch.tensor(DRAWN_BY), replicas.ranks)
     rewarded = replace(record, prompts=mine).extend(Rewarded, scores=torch.arange(len(record)) / 2)
-    samples = route(shard(rewarded, drawn_by, replicas), Rewarded, Runs.of(record.groups, learnt_by), Shares.blocks(1))
+    samples = redistribute(
+        shard(rewarded, drawn_by, replicas), Rewarded, Runs.of(record.groups, learnt_by), Shares.blocks(1)
+    )
     whole = shard(record, learnt_by, Shares.blocks(1)).share.tokens()
     assert torch.equal(samples.share.tokens(), whole)
     everything = samples.to_first_rank()

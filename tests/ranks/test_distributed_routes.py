@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import Rewarded
-from megarl.distributed.routes import Holders, bring_routes
+from megarl.distributed.routes import Holders, redistribute_routes
 from megarl.distributed.runs import Runs
 from megarl.distributed.sharded import Shares, shard
 from tests.support.ranks import RankPool
@@ -56,7 +56,7 @@ def brought(dtype: torch.dtype, source: str, mesh: str, owners: Tensor, there: T
 
     holders = Holders.of(new, layers)
     with patch.multiple(dist, irecv=counted(dist.irecv), recv=counted(dist.recv)):
-        found = bring_routes(shard(record, owners, old), Runs.of(record.groups, there), holders)
+        found = redistribute_routes(shard(record, owners, old), Runs.of(record.groups, there), holders)
     expected = shard(record, there, new).share.routes
     assert expected is not None
     return torch.equal(found, expected[:, list(layers)]) and found.dtype == dtype, num_bytes

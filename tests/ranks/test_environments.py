@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import Generation, Prompts, StopReason, Turn, float32, int32
-from megarl.distributed.made_prompts import bring
+from megarl.distributed.made_prompts import redistribute_prompts
 from megarl.distributed.sharded import Shares
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.episodes import Environments, Episodes
@@ -120,7 +120,7 @@ def opened(num_rows: int, name: str) -> tuple[list[int], list[str], list[str], l
     rows = [replace(ASKED[0], index=number, extra_info={}, raw_prompt=f"row {number}") for number in range(num_rows)]
     found = made.open(Prompts(prompts=rows), max_tokens=1000)
     last = torch.full((num_rows,), dist.get_world_size() - 1)
-    brought = bring(found.prompts, torch.arange(num_rows), last, Shares.blocks(1).ranks)
+    brought = redistribute_prompts(found.prompts, torch.arange(num_rows), last, Shares.blocks(1).ranks)
     told = [[prompt.text for prompt in known] for known in (brought, found.prompts)]
     return found.prompt_lengths().tolist(), *told, [prompt.fault for prompt in brought], tokenizer.num_encoded
 

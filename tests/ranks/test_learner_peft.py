@@ -87,24 +87,24 @@ def test_a_critic_starts_from_peft(pool: RankPool, tmp_path: Path) -> None:
 
 def save(checkpoint: Path, run_dir: Path, role: str) -> Any:
     """Save a checkpoint of random adapters; return the outputs of the model."""
+    from megarl.checkpoint.huggingface import SavedModel
     from megarl.checkpoint.state import State
     from megarl.checkpoint.store import CheckpointStore
     from megarl.learner.batching import Budget
     from megarl.models.config import ModelSection
     from megarl.models.source import Source
 
-    here()
+    launch = here()
     lora = Lora(rank=4, alpha=6.0, targets=tuple(LISTED), base=str(checkpoint))
     source = Source.read(ModelSection(path=str(checkpoint)))
     tokenizer = source.tokenizer()
-    written = source if role == "policy" else source.as_classifier(tokenizer)
     learner = make_test_learner(checkpoint, {}, role=role, temperature=TEMPERATURE, lora=lora)
     fill(learner, drawn(checkpoint, lora, scores=role == "value"))
     checkpoints = CheckpointStore(
         directory=run_dir,
         learners={"actor" if role == "policy" else "reward_model": learner},
         keep=1,
-        write_huggingface=lambda directory: written.write_config_and_tokenizer(directory, tokenizer, dtype="float32"),
+        models=[SavedModel(learner=learner, source=source, tokenizer=tokenizer, launch=launch)],
     )
     checkpoints.save(State(step=1))
     checkpoints.close()

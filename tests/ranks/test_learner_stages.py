@@ -121,6 +121,7 @@ def learnt(
     from megarl.tracking.protocol import NullTracker
     from megarl.tracking.timers import Timers
     from megarl.training.collect import Collected
+    from megarl.training.flops import FlopsCounter
     from megarl.training.loop import Job, Progress, take_step
     from megarl.training.marks import mark
     from megarl.training.minibatches import MiniBatches
@@ -128,7 +129,6 @@ def learnt(
     from megarl.training.replay import Replay
     from megarl.training.roles import Model, Updates
     from megarl.training.steps import Schedule
-    from megarl.training.work import Work
 
     algorithm, policy_loss, num_prompts = ALGORITHMS[name]
     budget = Budget(max_tokens=64, max_sequences=None)
@@ -161,7 +161,7 @@ def learnt(
     source: Any = Mock()
     source.collect.return_value = Collected(scored=samples, baselines=None, position=Position(), metrics={})
     if directory:
-        SampleStore(directory, replaces=False).keep_step(samples, None, step=1)
+        SampleStore(directory, replaces=False).save_step(samples, None, step=1)
         source = Replay.find(directory, after=0)
     job = Job(
         samples=source,
@@ -176,7 +176,7 @@ def learnt(
         checkpoints=Mock(),
         tracker=NullTracker(),
         num_ranks=dist.get_world_size(),
-        work=Work(),
+        flops=FlopsCounter(),
     )
     metrics, _ = take_step(job, Progress(kl=FixedKL(0.1), position=Position()), Timers(), step=0)
     weights = {model.name: pieces_of(model.learner) for model in ([actor, critic] if critic else [actor])}

@@ -61,7 +61,7 @@ def read(path: Path) -> tuple[Sharded[Scored], Tensor | None, int]:
 def kept(directory: Path, record: Scored, owners: Tensor, baselines: Tensor) -> None:
     """Keep samples that several ranks have drawn."""
     with patch.object(store, "GROUP_TOKENS", 8):
-        SampleStore(directory).keep_step(shard(record, owners, Shares.blocks(1)), baselines, step=1)
+        SampleStore(directory).save_step(shard(record, owners, Shares.blocks(1)), baselines, step=1)
 
 
 def assert_equal(found: Any, expected: Any) -> None:

@@ -140,11 +140,11 @@ class World:
         from megarl.tracking.protocol import NullTracker
         from megarl.tracking.timers import Timers
         from megarl.training.collect import Collector
+        from megarl.training.flops import FlopsCounter
         from megarl.training.gate import Gate
         from megarl.training.loop import Job, take_step
         from megarl.training.roles import Model
         from megarl.training.steps import Schedule
-        from megarl.training.work import Work
 
         budget, data = Budget(max_tokens=2000, max_sequences=None), Data()
         updates = self.updates(budget, len(PROMPTS) if in_one_pass else 2)
@@ -162,7 +162,7 @@ class World:
             tracker=NullTracker(),
             num_ranks=2,
             fused_old_log_probs=in_one_pass,
-            work=Work(),
+            flops=FlopsCounter(),
         )
         return take_step(job, progress, Timers(), step=step)
 

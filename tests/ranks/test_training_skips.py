@@ -157,9 +157,7 @@ def stopped(checkpoint: Path, split: dict[str, Any], run_dir: Path) -> tuple[lis
     from megarl.training.skips import Skips
 
     learner = make_test_learner(checkpoint, split)
-    checkpoints = CheckpointStore(
-        directory=run_dir, learners={"actor": learner}, keep=None, write_huggingface=lambda directory: None
-    )
+    checkpoints = CheckpointStore(directory=run_dir, learners={"actor": learner}, keep=None)
     skips = Skips("actor", TrainerSection(default_local_dir=str(run_dir), max_skipped_updates=2))
     first, bad, third = minibatches()
     steps, counts = [[first, bad], [bad, first], [third, bad], [bad], [bad, first]], []
@@ -252,9 +250,7 @@ def last_words(run_dirs: list[Path]) -> str:
     from megarl.training.skips import Skips
 
     first, mine = run_dirs[0], run_dirs[dist.get_rank()]
-    CheckpointStore(directory=first, learners={}, keep=None, write_huggingface=lambda directory: None).save(
-        State(step=2)
-    )
+    CheckpointStore(directory=first, learners={}, keep=None).save(State(step=2))
     if mine != first:
         for step in (2, 4):
             shutil.copytree(first / "global_step_2", mine / f"global_step_{step}")

@@ -9,7 +9,7 @@ ALL = range(os.cpu_count() or 1)
 
 
 def take_share() -> None:
-    """Confine a process of pytest-xdist, and all that it starts, to its share of the cores.
+    """Confine a process of pytest-xdist, and all that it starts, to its share of the cores: at least one.
 
     Otherwise the ranks of two tests spin on the same cores, and keep each other from running.
     """
@@ -17,8 +17,8 @@ def take_share() -> None:
     if not (CAN_CHOOSE and number):
         return
     cores = sorted(os.sched_getaffinity(0))
-    if share := cores[int(number.removeprefix("gw")) :: int(count)]:
-        os.sched_setaffinity(0, share)
+    first = int(number.removeprefix("gw")) % len(cores)
+    os.sched_setaffinity(0, cores[first :: int(count)])
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Group, Prompts, Rewarded, Rollouts, Scored
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
-from megarl.distributed.routing import route
+from megarl.distributed.redistribution import redistribute
 from megarl.distributed.sharded import Sharded
 from megarl.tracking.protocol import NullTracker
 from megarl.tracking.timers import Timers
@@ -130,7 +130,7 @@ class Policy(Learner):
     exact_kl: float | None = None
 
     def take(self, samples: Sharded[Rewarded], *, step: int) -> Sharded[Rewarded]:
-        return route(samples, Rewarded, samples.index.runs, samples.shares)
+        return redistribute(samples, Rewarded, samples.index.runs, samples.shares)
 
     def forward_backward(self, experience: Sharded[Experience], *, step: int) -> Gradient:
         self.diary.calls.append(f"{self.name}.forward_backward {step}")

@@ -33,8 +33,7 @@ def save(config: Config | SFTConfig, *, step: int, best: Best | None = None) -> 
         directory=run_dir,
         learners={},
         keep=None,
-        write_huggingface=lambda _: None,
-        texts=lambda: checkpoint_texts(config, {}, code, inputs),
+        texts=checkpoint_texts(config, {}, code, inputs),
     )
     run.save(State(step=step, best=best))
     return run_dir / f"global_step_{step}"

@@ -14,7 +14,7 @@ from megarl.assembly.models import reads_everywhere, replays_of_frozen
 from megarl.assembly.next_steps import next_steps
 from megarl.assembly.records import console_tracker, make_schedule, run_tracker
 from megarl.assembly.resume import ResumePoint
-from megarl.assembly.run import make_kl_controller, make_work
+from megarl.assembly.run import make_flops_counter, make_kl_controller
 from megarl.checkpoint.state import State
 from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import COMMANDS
@@ -153,7 +153,7 @@ def test_reference_passes_are_counted_in_their_phases(kinds: dict[str, str], pas
     policy = SimpleNamespace(learner=SimpleNamespace(architecture=small, device=torch.device("cpu"), lora=None))
     teacher = SimpleNamespace(learner=SimpleNamespace(architecture=large))
     models = SimpleNamespace(actor=policy, critic=None, reference=SimpleNamespace(models=PerDataSource(other=teacher)))
-    found = make_work(config, models, num_ranks=1).passes  # type: ignore[arg-type]
+    found = make_flops_counter(config, models, num_ranks=1).passes  # type: ignore[arg-type]
     assert {phase: count for phase, all_ in found.items() for of, count in all_ if of.other is large} == passes
     alone = {phase: count for phase, all_ in found.items() for of, count in all_ if of.other is small}
     assert alone == {"gen": 1, "old_log_prob": 1, "update_actor": 6}

@@ -96,7 +96,7 @@ def test_checkpoint_keeps_initial_code_after_reward_file_changes(tmp_path: Path)
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(**_): return 1\n")
     config = configured(tmp_path, f"custom_reward_function.path={reward}")
-    run = make_checkpoints(config, {}, write_huggingface=lambda _: None, export=lambda _: None)
+    run = make_checkpoints(config, {}, [])
     began_with = custom_code(config)
     reward.write_text("def compute_score(**_): return 2\n")
     run.save(State(step=3))

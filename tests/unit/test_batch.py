@@ -279,7 +279,7 @@ def test_joined_prompts_are_not_read() -> None:
     assert joined.makers == {2: 1}
     assert joined[2].token_ids == known.token_ids
     with pytest.raises(AssertionError, match="prompt 0 was read"):
-        joined.made(3)
+        joined.make_item(3)
 
 
 def test_data_sources_need_no_reading_of_prompts() -> None:

@@ -87,7 +87,7 @@ def test_library_warnings_are_hidden_from_user(
 
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).touch()
-    monkeypatch.setattr("megarl.rollout.talk.ChatEngine", Announcing)
+    monkeypatch.setattr("megarl.rollout.chat.ChatEngine", Announcing)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert main([str(tmp_path), "--prompt", "2 + 2 ="]) == 0

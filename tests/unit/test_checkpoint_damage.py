@@ -29,6 +29,7 @@ from megarl.config.load import load_config
 from megarl.data.order import Position
 from megarl.platform.small_files import Damage
 from megarl.tracking.run_id import RUN_ID_FILE
+from tests.support.checkpoint_models import ConfigOnly
 from tests.support.learners import make_test_learner
 from tests.support.ranks import world_of_one
 from tests.support.tiny import write_checkpoint
@@ -117,9 +118,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         check_paths=False,
     )
 
-    def write_huggingface(directory: Path) -> None:
-        shutil.copy(source / "config.json", directory)
-        (directory / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    class Indexed(ConfigOnly):
+        """A model with an index of no weights."""
+
+        def write_config(self, directory: Path) -> None:
+            shutil.copy(source / "config.json", directory)
+            (directory / "model.safetensors.index.json").write_text('{"weight_map": {}}')
 
     with world_of_one():
         learners = {"actor": make_test_learner(source, {})}
@@ -127,10 +131,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             directory=run_dir,
             learners=learners,
             keep=None,
-            write_huggingface=write_huggingface,
-            texts=lambda: (
-                checkpoint_texts(config, learners, {"reward": "f of x.py (0123456789ab)"}, INPUTS) | SHORTENED
-            ),
+            models=[Indexed()],
+            texts=checkpoint_texts(config, learners, {"reward": "f of x.py (0123456789ab)"}, INPUTS) | SHORTENED,
         )
         for step in (1, 2):
             checkpoints.save(State(step=step, kl_coef=0.1, position=Position(1, 2), metrics={"a": float("nan")}))

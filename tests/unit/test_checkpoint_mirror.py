@@ -17,6 +17,7 @@ from megarl.checkpoint.remote import Remote, share_of
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import CheckpointStore
 from megarl.platform.remote import RemoteDirectory
+from tests.support.checkpoint_models import ConfigOnly
 from tests.support.faulty_filesystem import FaultyFileSystem
 
 FILES = ["huggingface/config.json", "random_states.pt", "state.json"]
@@ -41,15 +42,11 @@ def armed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def start(tmp_path: Path, *, keep: int | None = None, is_async: bool = False) -> CheckpointStore:
     """The checkpoints of a run without models, in `here`, mirrored to `there`."""
     (here := tmp_path / "here").mkdir(exist_ok=True)
-
-    def write_huggingface(directory: Path) -> None:
-        (directory / "config.json").write_text("{}")
-
     return CheckpointStore(
         directory=here,
         learners={},
         keep=keep,
-        write_huggingface=write_huggingface,
+        models=[ConfigOnly()],
         is_async=is_async,
         mirror=Mirror(Remote(f"faulty://{tmp_path / 'there'}"), here, keep=keep),
     )

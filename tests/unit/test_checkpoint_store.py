@@ -24,6 +24,7 @@ from megarl.checkpoint.store import CheckpointStore
 from megarl.commands.export import intact_checkpoint
 from megarl.data.order import Position
 from megarl.learner.randomness import write_random_states
+from tests.support.checkpoint_models import ConfigOnly
 from tests.support.disks import small_disk
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -31,15 +32,11 @@ pytestmark = pytest.mark.usefixtures("world")
 
 def checkpoints(directory: Path, *, keep: int | None = 2, is_async: bool = False) -> CheckpointStore:
     """Return the checkpoints of a run without models."""
-
-    def write_huggingface(directory: Path) -> None:
-        (directory / "config.json").write_text("{}")
-
     return CheckpointStore(
         directory=directory,
         learners={},
         keep=keep,
-        write_huggingface=write_huggingface,
+        models=[ConfigOnly()],
         is_async=is_async,
     )
 
@@ -142,7 +139,7 @@ def test_checkpoints_moved_in_one_second_do_not_collide(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("fault", ["write_huggingface", "rename", "fsync"])
+@pytest.mark.parametrize("fault", ["write_config", "rename", "fsync"])
 def test_a_crash_while_saving_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, is_async: bool
 ) -> None:
@@ -154,8 +151,8 @@ def test_a_crash_while_saving_leaves_the_one_before(
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
-        if fault == "write_huggingface":
-            run.write_huggingface = crash
+        if fault == "write_config":
+            patch.setattr(ConfigOnly, "write_config", crash)
         elif fault == "rename":
             patch.setattr(Path, "rename", crash)
         else:
@@ -371,11 +368,11 @@ def test_save_on_full_disk_is_retried(tmp_path: Path, caplog: pytest.LogCaptureF
         assert run.advance() == {"checkpoint/failed_saves": 2.0}
 
 
-def test_a_disk_that_fills_up_during_a_save(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_disk(tmp_path / "disk", 8 << 20) as disk:
         run = checkpoints(disk.path)
         run.save(State(step=1))
-        run.write_huggingface = lambda directory: disk.fill()
+        monkeypatch.setattr(ConfigOnly, "write_config", lambda *_: disk.fill())
         run.save(State(step=2))
         assert run.failures.metrics() == {"checkpoint/failed_saves": 1.0}
         assert found(disk.path) == disk.path / "global_step_1"

@@ -196,7 +196,7 @@ def test_a_second_start_remembers_until_a_file_changes(looked: Look, monkeypatch
     first = looked([*GOOD, row("x")], val=[GOOD[0]])
     assert len(first) == 2
     with monkeypatch.context() as patch:
-        patch.delattr(rows_trial, "look")
+        patch.delattr(rows_trial, "inspect_rows")
         assert looked([*GOOD, row("x")], val=[GOOD[0]]) == first
         with pytest.raises(NameError):
             looked([*GOOD, row("x"), row("y")], val=[GOOD[0]])

@@ -18,6 +18,10 @@ GB = 10**9
 
 
 def plan(*argv: str, gigabytes: int = 80, lengths: Lengths | None = None, host_bytes: int | None = None) -> Plan:
+    return planner(*argv, gigabytes=gigabytes, lengths=lengths, host_bytes=host_bytes).plan()
+
+
+def planner(*argv: str, gigabytes: int, lengths: Lengths | None = None, host_bytes: int | None = None) -> Planner:
     """GRPO without a reference: Llama-3-8B on eight ranks, tensor 4 x data 2, engines of 4."""
     arguments = [
         "data.train_files=train.parquet",
@@ -31,10 +35,7 @@ def plan(*argv: str, gigabytes: int = 80, lengths: Lengths | None = None, host_b
     ]
     links = Links(inside=400e9, between=45e9)
     device = replace(H100, num_bytes=gigabytes * GB)
-    planner = Planner(
-        arguments, device=device, ranks_per_node=None, links=links, lengths=lengths, host_bytes=host_bytes
-    )
-    return planner.plan()
+    return Planner(arguments, device=device, ranks_per_node=None, links=links, lengths=lengths, host_bytes=host_bytes)
 
 
 def changes(remedies: Sequence[Remedy | Saving]) -> list[tuple[str, ...]]:
@@ -90,13 +91,16 @@ def size(key: str) -> str:
 def fastest(*argv: str, gigabytes: int) -> float:
     """Return the least time of a step of all splits and amounts of recomputation that leave a twentieth free."""
     tried = [
-        plan(*argv, f"{size('tensor')}={tp}", f"{size('pipeline')}={pp}", f"{RECOMPUTE}={amount}", gigabytes=gigabytes)
+        planner(
+            *argv, f"{size('tensor')}={tp}", f"{size('pipeline')}={pp}", f"{RECOMPUTE}={amount}", gigabytes=gigabytes
+        )
         for tp in (1, 2, 4, 8)
         for pp in (1, 2, 4, 8)
         if tp * pp <= 8
         for amount in ("false", "selective", "true")
     ]
-    return min(found.time.total for found in tried if found.memory.peak <= 0.95 * gigabytes * GB)
+    tried.sort(key=lambda one: one.least_time().total)
+    return next(one.least_time().total for one in tried if one.plan().memory.peak <= 0.95 * gigabytes * GB)
 
 
 @pytest.mark.parametrize(("num_tokens", "gigabytes"), [(32768, 50), (65536, 80)])

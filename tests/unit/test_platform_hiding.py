@@ -50,17 +50,14 @@ def test_the_condition_is_asked_at_the_import(tmp_path: Path, unless: str, print
     assert run(hide + show, at=tmp_path) == printed
 
 
-def test_cpu_rank_imports_no_cuda_kernels(tmp_path: Path) -> None:
-    """Megarl's GPU stack has these packages, whose optimizers do not run on the CPU."""
+def test_cpu_rank_imports_neither_cuda_kernels_nor_slow_unused_packages(tmp_path: Path) -> None:
+    """Megarl's GPU stack has the kernels, whose optimizers do not run on the CPU.
+
+    Megatron-Core asks for W&B, transformers for scikit-learn and vLLM for SciPy, whose imports cost seconds.
+    """
     for package in ("transformer_engine", "apex", "amp_C"):
         (tmp_path / f"{package}.py").write_text(f"print('{package} is imported')")
-    code = "from megarl.platform.device import decide_device; decide_device('cpu'); import megarl.learner.optimizer"
-    assert run(code, at=tmp_path) == ""
-
-
-def test_rank_imports_no_slow_unused_packages() -> None:
-    """Megatron-Core asks for W&B, transformers for scikit-learn and vLLM for SciPy, whose imports cost seconds."""
     slow = {"mlflow", "pandas", "scipy", "sklearn", "wandb"}
     code = "from megarl.platform.device import decide_device; decide_device('cpu'); import sys; "
     code += "import megarl.assembly.run, megarl.learner.imported, megarl.rollout.imported; "
-    assert run(f"{code}print(sorted({slow} & set(sys.modules)))") == "[]"
+    assert run(f"{code}print(sorted({slow} & set(sys.modules)))", at=tmp_path) == "[]"

@@ -30,7 +30,7 @@ def test_other_ranks_show_warnings_alone(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_log_file_keeps_records_of_every_start(tmp_path: Path) -> None:
     for words in ("the first start", "the resumed run: 名前"):
-        log.keep_in(tmp_path, rank=2)
+        log.log_to_files(tmp_path, rank=2)
         log.set_level("info")
         logger.info(words)
     lines = (tmp_path / "log" / "rank_2.txt").read_text(encoding="utf-8").splitlines()
@@ -39,12 +39,12 @@ def test_log_file_keeps_records_of_every_start(tmp_path: Path) -> None:
 
 
 def test_no_directory_is_made_without_a_record(tmp_path: Path) -> None:
-    log.keep_in(tmp_path / "run", rank=0)
+    log.log_to_files(tmp_path / "run", rank=0)
     assert not (tmp_path / "run").exists()
 
 
 def test_log_keeps_library_warnings_but_no_info_messages(tmp_path: Path) -> None:
-    log.keep_in(tmp_path, rank=0)
+    log.log_to_files(tmp_path, rank=0)
     library = logging.getLogger("some_library")
     library.info("a request")
     library.warning("it is deprecated")
@@ -65,7 +65,7 @@ def test_log_level_is_an_option_of_the_commands(capsys: pytest.CaptureFixture[st
 def test_unwritable_log_gives_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "log").write_text("a file where the directory should be")
     log.show_on_console(rank=0)
-    log.keep_in(tmp_path, rank=0)
+    log.log_to_files(tmp_path, rank=0)
     logger.info("first")
     logger.info("second")
     err = capsys.readouterr().err
@@ -78,7 +78,7 @@ def test_a_full_disk_ends_the_log_alone(tmp_path: Path, capsys: pytest.CaptureFi
         (disk.path / "log").mkdir()
         disk.fill()
         log.show_on_console(rank=0)
-        log.keep_in(disk.path, rank=0)
+        log.log_to_files(disk.path, rank=0)
         logger.info("x" * 10_000)
         logger.info("still shown")
     err = capsys.readouterr().err

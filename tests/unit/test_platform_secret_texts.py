@@ -255,7 +255,7 @@ UNITS = (
     *("--", "--api-key=", "-", ".", "_", "a_", "=", "?key=", "&", ";a", ",a", "\n", " ", "a ", "A", "1", "é", "%2F"),
     *("aaaaaaaaaaaaaaaaaaaa", "***", "***@", "KEY_", "tokenSecret", "A1", "a:"),
 )
-LENGTH, CPU_S = 150_000, 5
+LENGTH, CPU_S = 75_000, 2
 """Redaction of a text of this length takes a fraction of a second; what is quadratic takes minutes."""
 PROGRAM = f"""
 import resource, sys

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megarl.models.experts import Experts
 from megarl.reshard.layout import Box, Piece, placement_of, row_major, whole
+from megarl.reshard.moves import _least_loaded
 from megarl.reshard.planner import TransferSchedule, lower_bound, plan_between
 from megarl.reshard.proof import check_plan, disagreement
-from megarl.reshard.routes import _least_loaded
 from tests.support.layouts import architecture, blank, engine_layouts, filled, index_valued, slices, trainer_layouts
 
 FLOAT = torch.float32
@@ -259,7 +259,7 @@ def test_stages_take_turns():
     assert np.abs(done[0] - done[1]).max() < 1.5 * 1024 / sent.sum(axis=1).min(), "a stage runs ahead of the other"
 
 
-def test_layers_of_a_stage_share_their_routes():
+def test_layers_of_a_stage_share_their_moves():
     model = architecture(num_layers=40)
     layouts = trainer_layouts(model, tp=2, pp=4), engine_layouts(model, tp=4, replicas=2)
     schedule = schedule_of(*layouts, ranks_per_node=8, bucket_bytes=1 << 20)
@@ -327,7 +327,7 @@ def test_index_spaces_match_documented_example() -> None:
     assert schedule.param_of.tolist() == [0, 1, 2, 2]
     assert schedule.part_of.tolist() == [0, 0, 1, 2]
     assert schedule.ends.tolist() == [1, 2, 3, 4]
-    assert [str(routes.box_of(0)) for routes in schedule.hops[0]] == ["[0:4]", "[0:4]", "[4:8]"]
+    assert [str(moves.box_of(0)) for moves in schedule.hops[0]] == ["[0:4]", "[0:4]", "[4:8]"]
 
 
 def one_by_one(load, sent_before, size, num):

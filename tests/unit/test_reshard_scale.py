@@ -97,7 +97,7 @@ def check(source, destination, *, rank, balance, efficiency):
     assert traffic.sent.max() <= balance * traffic.sent.mean()
     assert len(pickle.dumps(replace(plan, held=(), needed=()))) < 2_000_000
     # The busiest rank determines the time of a wave; all waves take little longer than one without waves.
-    loads = np.array([routes.load.ravel() for routes in schedule.hops[0]])
+    loads = np.array([moves.load.ravel() for moves in schedule.hops[0]])
     waves = np.split(schedule.part_of, schedule.ends[:-1])
     busiest = [(np.bincount(wave, minlength=len(loads)) @ loads).max() for wave in waves]
     assert max(busiest) <= BUCKET
@@ -109,7 +109,7 @@ def test_deepseek_v3():
     # The longest of 16 stages has 4 of 58 layers, 10 % more than the mean.
     schedule, plan = check(*deepseek_v3(), rank=777, balance=1.15, efficiency=1.1)
     assert len(schedule.names) == 58 * (2 + 3 * 256)
-    assert len(schedule.hops[0]) <= 16 * 2 * (16 + 1)  # routes by stage, expert group and way of cutting
+    assert len(schedule.hops[0]) <= 16 * 2 * (16 + 1)  # moves by stage, expert group and way of cutting
     assert len(plan.templates) < 2000
     assert len({template.peer for template in plan.templates}) < 512
 

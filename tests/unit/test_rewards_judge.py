@@ -296,10 +296,10 @@ def test_cached_reply_depends_on_server_model_and_messages(tmp_path: Path) -> No
     judge = JudgeSection(url="http://a/v1", model="wise", cache=str(tmp_path))
     body = {"model": "wise", "messages": [{"role": "user", "content": "x"}]}
     others = [body | {"model": "wiser"}, body | {"messages": []}, body | {"temperature": 1.0}]
-    places = {Judge(**asdict(judge))._kept(asked_for) for asked_for in (body, *others)}
-    places.add(Judge(**asdict(replace(judge, url="http://b/v1")))._kept(body))
+    places = {Judge(**asdict(judge))._cache_file(asked_for) for asked_for in (body, *others)}
+    places.add(Judge(**asdict(replace(judge, url="http://b/v1")))._cache_file(body))
     assert len(places) == 5
-    assert Judge(**asdict(judge))._kept(body) in places
+    assert Judge(**asdict(judge))._cache_file(body) in places
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.platform.log import keep_in
+from megarl.platform.log import log_to_files
 from megarl.platform.processes import descendants
 from megarl.rewards.rules import Rules
 from megarl.sandbox.pool import Pool, ScoringResult, WorkerLimits
@@ -290,7 +290,7 @@ def test_printed_text_reaches_a_file(isolation: str, tmp_path: Path) -> None:
         "    sys.stdout.write('ends')\n"
         "    return 1.0 if solution_str == 'good' else solution_str\n"
     )
-    keep_in(tmp_path, 0)
+    log_to_files(tmp_path, 0)
     limits = WorkerLimits(num_workers=2, timeout_s=100.0, max_memory=500_000_000, isolation=isolation)  # type: ignore[arg-type]
     with closing(Pool(Rules(path=str(tmp_path / "own.py")), limits)) as pool:
         outcomes_of(pool, "good", "bad")

@@ -144,11 +144,11 @@ def test_message_queue_of_killed_job_is_swept() -> None:
 def test_swept_lock_is_created_again_by_waiting_job(tmp_path: Path) -> None:
     lock = tmp_path / "megarl-00000000000a.lock"
     lock.touch()
-    sweeper = segments._take(lock)
+    sweeper = segments._try_lock(lock)
     assert sweeper is not None
     lock.unlink()
     descriptor = segments._hold(lock)
     assert lock.exists()
-    assert segments._take(lock) is None
+    assert segments._try_lock(lock) is None
     segments._release(lock, descriptor)
     assert not lock.exists()

@@ -51,26 +51,26 @@ def test_another_job_finds_what_was_kept(tmp_path: Path) -> None:
     save(tmp_path, 3)
     first = kept(tmp_path)
     assert first.begin(3, ASKED) == {}
-    first.keep({5: group(5), 8: group(8)})
-    first.keep({})
-    first.keep({2: group(2)})
+    first.write({5: group(5), 8: group(8)})
+    first.write({})
+    first.write({2: group(2)})
     second = kept(tmp_path)
     assert second.begin(3, ASKED) == {row: group(row) for row in (5, 8, 2)}
-    second.keep({9: group(9)})
+    second.write({9: group(9)})
     assert kept(tmp_path).begin(3, ASKED).keys() == {5, 8, 2, 9}
 
 
 def test_a_start_without_a_checkpoint_keeps_too(tmp_path: Path) -> None:
     first = kept(tmp_path)
     first.begin(0, ASKED)
-    first.keep({5: group(5)})
+    first.write({5: group(5)})
     assert kept(tmp_path).begin(0, ASKED) == {5: group(5)}
 
 
 def test_a_step_without_a_checkpoint_keeps_nothing(tmp_path: Path) -> None:
     first = kept(tmp_path)
     first.begin(4, ASKED)
-    first.keep({5: group(5)})
+    first.write({5: group(5)})
     assert not (tmp_path / KEPT).exists()
 
 
@@ -79,7 +79,7 @@ def test_what_follows_from_something_else_is_removed(tmp_path: Path, change: str
     save(tmp_path, 3)
     first = kept(tmp_path)
     first.begin(3, ASKED)
-    first.keep({5: group(5)})
+    first.write({5: group(5)})
     if change == "checkpoint":
         save(tmp_path, 3, state="another")
     other = kept(tmp_path, config="another config" if change == "config" else "a config")
@@ -91,8 +91,8 @@ def test_what_follows_from_something_else_is_removed(tmp_path: Path, change: str
 def test_responses_of_damaged_file_are_generated_again(tmp_path: Path) -> None:
     first = kept(tmp_path)
     first.begin(0, ASKED)
-    first.keep({5: group(5)})
-    first.keep({8: group(8)})
+    first.write({5: group(5)})
+    first.write({8: group(8)})
     [file, _] = sorted((tmp_path / KEPT).rglob("*.parquet"))
     file.write_bytes(file.read_bytes()[:-9])
     assert kept(tmp_path).begin(0, ASKED) == {8: group(8)}
@@ -103,7 +103,7 @@ def test_full_disk_only_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     cache.begin(0, ASKED)
     (tmp_path / KEPT).write_text("a file in the place of the directory")
     for row in (5, 8):
-        cache.keep({row: group(row)})
+        cache.write({row: group(row)})
     [warning] = caplog.messages
     assert "training continues" in warning and "a file is in the place of the directory" in warning
 
@@ -111,5 +111,5 @@ def test_full_disk_only_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 def test_group_with_missing_sample_is_drawn_again(tmp_path: Path) -> None:
     first = kept(tmp_path)
     first.begin(0, ASKED)
-    first.keep({5: replace(group(5), samples=group(5).samples[:1]), 8: group(8)})
+    first.write({5: replace(group(5), samples=group(5).samples[:1]), 8: group(8)})
     assert kept(tmp_path).begin(0, ASKED) == {8: group(8)}

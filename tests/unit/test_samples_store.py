@@ -136,7 +136,7 @@ def test_samples_replace_earlier_ones_only_if_allowed(tmp_path: Path) -> None:
             (SampleStore(tmp_path, replaces=False), second, first),
             (SampleStore(tmp_path), second, second),
         ):
-            store.keep_validation(alone(record), step=3)
+            store.save_validation(alone(record), step=3)
             assert_same(read_all(tmp_path / "val_step_3.parquet")[0], found)
 
 
@@ -152,7 +152,7 @@ def keep_parts(directory: Path, record: Scored, owners: list[int], baselines: to
             _write_share(path, one, *others, **settings)
 
     with world_of_one(), patch.object(store, "_write_share", write_both):
-        assert SampleStore(directory).keep_step(first, baselines, step=7)
+        assert SampleStore(directory).save_step(first, baselines, step=7)
     return directory / "step_7.parquet"
 
 
@@ -199,7 +199,7 @@ def test_samples_of_other_replica_count_are_replaced(tmp_path: Path) -> None:
     one, first_of_two = alone(record), shard(record, torch.tensor([0, 0, 1, 1]), Shares(ranks=((0,), (1,))))
     with world_of_one():
         for samples, is_directory in ((one, False), (first_of_two, True), (first_of_two, True), (one, False)):
-            assert SampleStore(tmp_path).keep_validation(samples, step=3)
+            assert SampleStore(tmp_path).save_validation(samples, step=3)
             [path] = tmp_path.iterdir()
             assert (path.name, path.is_dir()) == ("val_step_3.parquet", is_directory)
     assert_same(read_all(path)[0], record)
@@ -208,9 +208,9 @@ def test_samples_of_other_replica_count_are_replaced(tmp_path: Path) -> None:
 def test_leftover_of_killed_job_hinders_no_replacement(tmp_path: Path) -> None:
     two = shard(scored([2, 1, 4, 3]), torch.tensor([0, 0, 1, 1]), Shares(ranks=((0,), (1,))))
     with world_of_one():
-        assert SampleStore(tmp_path).keep_step(two, None, step=3)
+        assert SampleStore(tmp_path).save_step(two, None, step=3)
         shutil.copytree(tmp_path / "step_3.parquet", tmp_path / ".step_3.parquet.old")
-        assert SampleStore(tmp_path).keep_step(two, None, step=3)
+        assert SampleStore(tmp_path).save_step(two, None, step=3)
     assert [path.name for path in tmp_path.iterdir()] == ["step_3.parquet"]
 
 
@@ -221,7 +221,7 @@ def test_samples_are_kept_if_disk_removes_nothing(tmp_path: Path, function: str)
     one, two = alone(record), shard(record, torch.tensor([0, 0, 0, 0]), Shares(ranks=((0,), (1,))))
     with world_of_one(), patch.object(os, function, side_effect=OSError(errno.EBUSY, "busy")):
         for samples in (two, one):
-            assert SampleStore(tmp_path).keep_validation(samples, step=3)
+            assert SampleStore(tmp_path).save_validation(samples, step=3)
     assert list(stored_in(tmp_path)) == ["val_step_3"]
 
 
@@ -231,13 +231,13 @@ def test_samples_have_their_name_when_complete(tmp_path: Path, num_shares: int) 
     shares = Shares(ranks=((0,), (1,))[:num_shares])
     first, second = (shard(scored([2, 1, 4, 3], seed=seed), torch.zeros(4).long(), shares) for seed in range(2))
     with world_of_one():
-        assert SampleStore(tmp_path).keep_step(first, None, step=7)
+        assert SampleStore(tmp_path).save_step(first, None, step=7)
         kept_first = read_files(tmp_path)
         with patch.object(store, "publish", side_effect=OSError(errno.ENOSPC, "full")):
-            assert not SampleStore(tmp_path).keep_step(second, None, step=7)
+            assert not SampleStore(tmp_path).save_step(second, None, step=7)
         assert read_files(tmp_path) == kept_first
         assert list(stored_in(tmp_path)) == ["step_7"]
-        assert SampleStore(tmp_path).keep_step(second, None, step=7)
+        assert SampleStore(tmp_path).save_step(second, None, step=7)
         assert [path.name for path in tmp_path.iterdir()] == ["step_7.parquet"]
         assert read_files(tmp_path) != kept_first
 

@@ -20,7 +20,7 @@ from megarl.config.report import show_plan
 from megarl.data.messages import as_read, as_written
 from megarl.data.tokenizer import load_tokenizer
 from megarl.platform.finding import Finding, show
-from megarl.platform.log import keep_in
+from megarl.platform.log import log_to_files
 from megarl.platform.screen import Screen
 from megarl.platform.terminal import visible
 from megarl.report.page import render
@@ -128,7 +128,7 @@ def first_prompt(text: str, directory: Path) -> str:
 def logged(text: str, directory: Path) -> str:
     root = logging.getLogger()
     before = root.handlers[:]
-    keep_in(directory, 0)
+    log_to_files(directory, 0)
     logging.getLogger("megarl.here").warning("%s", text)
     for handler in {*root.handlers} - {*before}:
         root.removeHandler(handler)

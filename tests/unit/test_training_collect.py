@@ -375,7 +375,7 @@ def test_baseline_without_score_excludes_samples_of_its_prompt(five: PromptStrea
     reason = "the greedy response to its prompt has no score: nan is odd"
     assert collected.scored.share.failures == [None, None, reason, reason]
     with world_of_one():
-        assert SampleStore(tmp_path).keep_step(collected.scored, collected.baselines, step=8)
+        assert SampleStore(tmp_path).save_step(collected.scored, collected.baselines, step=8)
     assert read_all(tmp_path / "step_8.parquet")[0].failures == [None, None, reason, reason]
     kept = collected.scored_only()
     judged, baselines = kept.scored.share, kept.baselines

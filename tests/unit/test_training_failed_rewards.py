@@ -22,7 +22,7 @@ from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Rewarded, Rollouts, Scored
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.data.order import Position
-from megarl.distributed.routing import route
+from megarl.distributed.redistribution import redistribute
 from megarl.distributed.sharded import Sharded
 from megarl.training.collect import Collected
 from megarl.training.minibatches import MiniBatches
@@ -91,7 +91,7 @@ def learn(
     Token `i` of `scored` is token `tokens[i]` of `says`. Gradients are those of all tokens.
     """
     found: list[Any] = []
-    rewarded = route(scored, Rewarded, scored.index.runs, scored.shares).share
+    rewarded = redistribute(scored, Rewarded, scored.index.runs, scored.shares).share
     experience, metrics = estimate_alone(
         replace(rewarded, responses=tokens),
         says["old"][tokens],

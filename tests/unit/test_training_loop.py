@@ -25,18 +25,18 @@ from megarl.models.architecture import read_architecture
 from megarl.rollout.limits import Limits
 from megarl.training import supervised
 from megarl.training.collect import Collector
+from megarl.training.flops import FlopsCounter
 from megarl.training.gate import Gate, MismatchError
 from megarl.training.interfaces import Metrics
 from megarl.training.loop import Job, Progress, train
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
-from megarl.training.work import Work
 from tests.support.loop import LENGTHS, Critic, Diary, Measured, OneFails, Policy, Records, World
 from tests.support.ranks import world_of_one
 from tests.support.records import alone, answer
 
 PASSES = [(PerDataSource(other=read_architecture(MODELS["llama-1m"])), 3)]
-WORK = Work(passes=dict.fromkeys(("gen", "old_log_prob", "update_actor", "testing"), PASSES), peak=4e12)
+FLOPS = FlopsCounter(passes=dict.fromkeys(("gen", "old_log_prob", "update_actor", "testing"), PASSES), peak=4e12)
 LIMITS = Limits(probs_warn=1.0, probs_stop=1.0, mismatch_stop=1e-4, mismatch_growth=10.0, mismatch_share=0.3)
 
 
@@ -62,7 +62,7 @@ def run(
         "checkpoints": records,
         "tracker": records,
         "num_ranks": 4,
-        "work": WORK,
+        "flops": FLOPS,
         "fused_old_log_probs": False,
     }
     progress = Progress(kl=kl or FixedKL(0.1), position=Position(2, changes.get("first_step", 0)))

@@ -83,13 +83,13 @@ def test_first_two_distinct_weights_are_always_checked(check_every: int, checked
     trainer = Trainer(torch.arange(6.0))
     limits = Limits.of(SyncSection(), "float32")
     due = []
-    with world_of_one(), patch("megarl.weight_sync.selfcheck.ask"):
+    with world_of_one(), patch("megarl.weight_sync.selfcheck.generate_on_replicas"):
         check = SelfCheck(limits, SimpleNamespace(max_model_len=40), trainer, None, check_every=check_every)
         for step in range(5):
             if step >= 3:  # the actor learns, after a warm-up of the critic
                 trainer.tensor[0] += 1.0
             for _ in range(2):  # a validation, and the step
                 if check.is_due(step):
-                    check.ask(step=step)
+                    check.generate(step=step)
                     due.append(step)
     assert due == checked

@@ -26,7 +26,7 @@ class Converted:
         for remark in remarks:
             if remark.key:
                 was = f"was {remark.written}" if remark.written != remark.key else ""
-                told = (self.comments.get(remark.key), was, remark.why)
-                self.comments[remark.key] = "; ".join(dict.fromkeys(filter(None, told)))
+                comments = (self.comments.get(remark.key), was, remark.why)
+                self.comments[remark.key] = "; ".join(dict.fromkeys(filter(None, comments)))
             else:
                 self.dropped[f"{remark.written}={remark.value}"] = remark.why

@@ -10,7 +10,7 @@ from megarl.data.config import DataSection
 from megarl.data.messages import margin_faults, prompt_faults, text_faults
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
-from megarl.data.truths import KINDS, TruthFindings, look
+from megarl.data.truths import KINDS, TruthFindings, inspect_rows
 from megarl.data.truths import Kind as TruthKind
 from megarl.platform.errors import UserError
 
@@ -69,7 +69,7 @@ def remarks(files: Sequence[str]) -> Iterator[str]:
     """Yield a line for each kind of row that cannot teach; the prompts of the first file are training prompts."""
     training_prompts = None
     for file in files:
-        findings, prompts = look(ANY_REWARD, file, training_prompts=training_prompts)
+        findings, prompts = inspect_rows(ANY_REWARD, file, training_prompts=training_prompts)
         training_prompts = training_prompts or prompts
         for kind, number in findings.counts.items():
             place = findings.shown[kind][0].place
@@ -100,7 +100,7 @@ def _kind_of(found: set[str], columns: PromptColumns) -> Kind:
 def _examine_prompts(file: str, columns: PromptColumns, report: CheckReport) -> None:
     _note_faults(_faults_of_prompts(file, columns), report)
     try:
-        found, _ = look(columns, file)
+        found, _ = inspect_rows(columns, file)
     except UserError as error:
         report.faults += [line for line in (str(error),) if line not in report.faults]
         return

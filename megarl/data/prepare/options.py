@@ -15,7 +15,7 @@ class Several(click.Option):
     def __init__(self, names: Sequence[str], **keywords: Any) -> None:
         super().__init__(names, multiple=True, **{"metavar": "VALUE ...", **keywords})
 
-    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+    def type_cast_value(self, ctx: click.Context, value: object) -> object:
         """Return the values as a list."""
         return [*super().type_cast_value(ctx, value)]
 

@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 @contextmanager
-def shapes_told(activations: Iterable[Shape], gradients: Iterable[Shape]) -> Iterator[None]:
+def known_shapes(activations: Iterable[Shape], gradients: Iterable[Shape]) -> Iterator[None]:
     """Let this stage receive tensors of these shapes within the block, and exchange no shapes.
 
     Args:
@@ -28,11 +28,11 @@ def shapes_told(activations: Iterable[Shape], gradients: Iterable[Shape]) -> Ite
     before = iter(activations)
     after = iter(gradients)
 
-    def tell(
+    def shapes(
         self: object, send_next: object, send_prev: object, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape | None, Shape | None]:
         return next(before) if recv_prev else None, next(after) if recv_next else None
 
-    with replaced(SHAPES, _communicate_shapes=tell):
+    with replaced(SHAPES, _communicate_shapes=shapes):
         yield
-    assert [*before, *after] == [], "the schedule received fewer tensors than were told"
+    assert [*before, *after] == [], "the schedule received fewer tensors than were announced"

@@ -1,4 +1,4 @@
-"""Results of looking through data files, kept in the cache directory until a file or the code that looked changes."""
+"""Findings about data files, kept in the cache directory until a file or the code that inspects it changes."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ def place_of(files: Sequence[str], question: object) -> Path:
     return cache_directory() / "rows" / f"{digest_of(files, question)}.json"
 
 
-def recall(place: Path) -> Any:
+def read(place: Path) -> Any:
     """Return a kept answer; None if there is none or its file is damaged."""
     try:
         return json.loads(place.read_bytes())
@@ -39,8 +39,8 @@ def recall(place: Path) -> Any:
         return None
 
 
-def remember(place: Path, answer: Mapping[str, object]) -> None:
-    """Keep an answer. If nothing can be written, the next run looks again."""
+def write(place: Path, answer: Mapping[str, object]) -> None:
+    """Keep an answer. If nothing can be written, the next run inspects the files again."""
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         part = place.with_suffix(f".{uuid4().hex}")

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megarl.platform.errors import UserError
 from megarl.rollout import patches
@@ -20,7 +19,7 @@ class ChatEngine:
         from vllm import LLM  # reads its environment when it is imported
         from vllm.platforms import current_platform
 
-        arguments: dict[str, Any] = {"kv_cache_memory_bytes": CACHE_BYTES} if current_platform.is_cpu() else {}
+        arguments: dict[str, object] = {"kv_cache_memory_bytes": CACHE_BYTES} if current_platform.is_cpu() else {}
         try:
             self._llm = LLM(
                 model=str(model_dir),

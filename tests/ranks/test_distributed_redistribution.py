@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import Rewarded, Scored
-from megarl.distributed.routing import route
+from megarl.distributed.redistribution import redistribute
 from megarl.distributed.runs import Runs
 from megarl.distributed.sharded import Shares, shard
 from tests.support.ranks import RankPool
@@ -71,7 +71,7 @@ def routed(record: Rewarded, source: str, destination: str, owners: Tensor, ther
         return irecv(content, first, **options)
 
     with patch.multiple(dist, isend=noted_isend, irecv=noted_irecv):
-        found = route(shard(scored, owners, old), Rewarded, Runs.of(record.groups, there), new)
+        found = redistribute(shard(scored, owners, old), Rewarded, Runs.of(record.groups, there), new)
     expected = shard(record, there, new)
     assert found.shares == new
     assert_equal(found.index, expected.index)

@@ -16,14 +16,14 @@ from torch import Tensor
 from megarl.batch import PER_PLACE, PER_READ, PER_TOKEN, Rollouts
 from megarl.columns import Integers, reduced, spans_of_choices
 from megarl.distributed.exchange import begin_receiving, begin_sending
-from megarl.distributed.made_prompts import bring
+from megarl.distributed.made_prompts import redistribute_prompts
 from megarl.distributed.runs import Runs
 from megarl.distributed.sharded import Index, Need, Sharded, Shares
 
 R = TypeVar("R", bound=Rollouts)
 
 
-def route(samples: Sharded[Rollouts], record: type[R], runs: Runs, shares: Shares) -> Sharded[R]:
+def redistribute(samples: Sharded[Rollouts], record: type[R], runs: Runs, shares: Shares) -> Sharded[R]:
     """Bring every sample to the ranks of its new share, and its tokens to those that need them. Collective.
 
     Args:
@@ -32,7 +32,7 @@ def route(samples: Sharded[Rollouts], record: type[R], runs: Runs, shares: Share
         runs: the new share of each sample.
         shares: the new shares.
     """
-    prompts = bring(samples.index.prompts, runs.groups, runs.owners, shares.ranks)
+    prompts = redistribute_prompts(samples.index.prompts, runs.groups, runs.owners, shares.ranks)
     samples = replace(samples, index=replace(samples.index, prompts=prompts), share=replace(samples.share, routes=None))
     layout = _Layout.of(samples.share, record)
     needed = runs.places(shares.here)

@@ -1,9 +1,9 @@
-"""The routes of one parameter: sender, receiver and box of each transfer.
+"""The moves of one parameter: sender, receiver and box of each transfer.
 
 Each box comes from the nearest and least busy holder, and only boxes that a rank lacks travel. All functions are pure
-functions of the holdings, so every rank computes the same routes. Routes have no names: parameters of the same shape,
-cut and placed the same way (such as the layers of one pipeline stage), share their routes. So the cost of a plan grows
-with the number of kinds of parameters. Routes are columns of integers, because a kind has as many routes as ranks.
+functions of the holdings, so every rank computes the same moves. Moves have no names: parameters of the same shape,
+cut and placed the same way (such as the layers of one pipeline stage), share their moves. So the cost of a plan grows
+with the number of kinds of parameters. Moves are columns of integers, because a kind has as many moves as ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,24 +15,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megarl.columns import Integers
 from megarl.platform.errors import UserError
 from megarl.reshard.columns import count_up, starts
-from megarl.reshard.layout import Box, Integers, PlacedBox, ShardedBoxes
+from megarl.reshard.layout import Box, PlacedBox, ShardedBoxes
 from megarl.reshard.plan import aligned
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Routes:
-    """All routes of one kind of parameter, or of a part of it.
+class Moves:
+    """All moves of one kind of parameter, or of a part of it.
 
-    Route `i` carries box `box[i]` from place `source[i]` on rank `sender[i]` to place `destination[i]` on rank
-    `reader[i]`, which may be the same rank. These columns are int64 [num_routes]. Box `b` is `lo[b] <= index < hi[b]`,
+    Move `i` carries box `box[i]` from place `source[i]` on rank `sender[i]` to place `destination[i]` on rank
+    `reader[i]`, which may be the same rank. These columns are int64 [num_moves]. Box `b` is `lo[b] <= index < hi[b]`,
     both int64 [num_boxes, num_dims]. A place is an index into `ShardedBoxes.places` of its side.
 
     Example: rank 0 holds rows 0:4 of a vector, rank 1 rows 4:8; both need the full vector, that is two boxes each.
 
         lo, hi       0:4  4:8
-        route        0  1  2  3
+        move        0  1  2  3
         box          0  0  1  1
         sender       0  0  1  1
         source       0  0  1  1
@@ -52,13 +53,13 @@ class Routes:
 
     @cached_property
     def num_bytes(self) -> Integers:
-        """[num_routes]: the bytes of each route."""
+        """[num_moves]: the bytes of each move."""
         sizes: Integers = np.prod(self.hi - self.lo, axis=1, dtype=np.int64) * self.itemsize
         return sizes[self.box]
 
     @cached_property
     def travels(self) -> npt.NDArray[np.bool_]:
-        """[num_routes]: whether the route leaves its rank."""
+        """[num_moves]: whether the move leaves its rank."""
         return self.sender != self.reader
 
     @cached_property
@@ -75,13 +76,13 @@ class Routes:
         """Return [world_size]: the amounts added up by rank; exact below 2^53."""
         return np.bincount(ranks, weights=amounts, minlength=self.world_size).astype(np.int64)
 
-    def box_of(self, route: int) -> Box:
-        """Return the box that a route carries."""
-        box = self.box[route]
+    def box_of(self, move: int) -> Box:
+        """Return the box that a move carries."""
+        box = self.box[move]
         return Box(tuple(self.lo[box].tolist()), tuple(self.hi[box].tolist()))
 
-    def fit(self, bucket_bytes: int) -> Iterator["Routes"]:
-        """Yield the routes in parts, by cutting every box, so that no rank's load of a part exceeds the bucket.
+    def fit(self, bucket_bytes: int) -> Iterator["Moves"]:
+        """Yield the moves in parts, by cutting every box, so that no rank's load of a part exceeds the bucket.
 
         Each box is cut along its first dimension that can be cut, so that all ranks share in every part.
 
@@ -102,13 +103,13 @@ class Routes:
         else:
             raise UserError(f"a bucket of {bucket_bytes} bytes is too small; this exchange needs {load}")
 
-    def _part(self, part: int, num_parts: int) -> "Routes":
+    def _part(self, part: int, num_parts: int) -> "Moves":
         """Return part `part` of `num_parts` equal parts of each box; a part without an index is left out."""
         lo, hi = equal_parts(self.lo, self.hi, part, num_parts)
         return self._only(np.flatnonzero((lo < hi).all(axis=1)), lo, hi)
 
-    def _only(self, boxes: Integers, lo: Integers, hi: Integers) -> "Routes":
-        """Return the routes of some of the boxes, which shrink to `lo` and `hi`."""
+    def _only(self, boxes: Integers, lo: Integers, hi: Integers) -> "Moves":
+        """Return the moves of some of the boxes, which shrink to `lo` and `hi`."""
         number = np.full(len(lo), -1)
         number[boxes] = np.arange(len(boxes))
         mine = number[self.box] >= 0
@@ -135,15 +136,15 @@ def equal_parts(
     return lo, hi
 
 
-def find_routes(
+def find_moves(
     source: ShardedBoxes,
     destination: ShardedBoxes,
     *,
     itemsize: int,
     ranks_per_node: int,
     sent_before: Integers,
-) -> Routes:
-    """Return routes that supply every destination place from a holder of each of its elements.
+) -> Moves:
+    """Return moves that supply every destination place from a holder of each of its elements.
 
     A rank supplies itself with the elements that it holds. Otherwise the least loaded holder on its node supplies it,
     and if there is none, the least loaded of all holders.
@@ -178,7 +179,7 @@ def find_routes(
         supplier = _suppliers(ranks, reader, sizes, load, sent_before, ranks_per_node=ranks_per_node)
         columns.append((boxes[cell, place], ranks[supplier], places[supplier], reader, place))
     box, sender, place, reader, place_read = (np.concatenate(parts) for parts in zip(*columns, strict=True))
-    return Routes(
+    return Moves(
         world_size=len(sent_before),
         itemsize=itemsize,
         lo=lo[numel > 0],

@@ -19,7 +19,7 @@ UPDATES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class FlopsCounter:
     """The passes of each phase over the samples of a step. A reward model and ReMax's greedy responses are left out."""
 
     passes: Mapping[str, Sequence[tuple[PerDataSource[Architecture], int]]] = field(default_factory=dict)

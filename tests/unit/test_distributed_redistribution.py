@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.samples_simulated import simulated
 from megarl.batch import Rollouts
-from megarl.distributed.routing import route
+from megarl.distributed.redistribution import redistribute
 from megarl.distributed.runs import Runs
 from megarl.distributed.sharded import Shares, shard
 from tests.support.records import answer, prompts
@@ -40,7 +40,7 @@ def routed(num_ranks: int) -> tuple[int, Counter[str]]:
         shares = Shares.blocks(1)
         samples = shard(record, owners, shares)
         with Operations() as operations:
-            found = route(samples, Rollouts, Runs.of(record.groups, new), shares)
+            found = redistribute(samples, Rollouts, Runs.of(record.groups, new), shares)
         assert found.mine.tolist() == [0, 1, 4]
         assert found.share.response_ids(1).tolist() == record.response_ids(1).tolist()
         return operations.number, transport.counts
