@@ -72,7 +72,7 @@ test: check
 	@[ ! -e build/hollow/built ] || $(MAKE) --no-print-directory test-hollow-core
 
 test-long: setup
-	$(PYTEST) -m long tests/e2e tests/cluster
+	$(PYTEST) -m long tests/e2e tests/ranks tests/cluster
 	@$(MAKE) --no-print-directory test-newest
 
 # What calls Megatron-Core. Losses, heads and packing differ above it, and need no second version of it.

@@ -17,6 +17,12 @@ from tests.support.launchers import NEEDS_MPIRUN, outside_launchers
 from tests.support.namespaces import Hosts, two_hosts, unavailable
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+ALSO_LONG = pytest.mark.parametrize(
+    "pair",
+    [pytest.param(False, id="known names", marks=pytest.mark.long), pytest.param(True, id="127.0.1.1")],
+    indirect=True,
+)
+"""The names that are hard to resolve always, and the others in `make test-long`: Slurm's ranks meet by both names."""
 MEETING = ["rank 0/2 0/1 env 0 2 0 1 sum 3", "rank 1/2 0/1 env 1 2 0 1 sum 3"]
 
 
@@ -32,6 +38,7 @@ def meeting(output: str) -> list[str]:
     return sorted(line for line in output.splitlines() if line.startswith("rank "))
 
 
+@ALSO_LONG
 def test_torchrun_over_two_hosts(pair: Hosts) -> None:
     environ = outside_launchers() | {
         "PYTHON": sys.executable,
@@ -49,6 +56,7 @@ def test_torchrun_over_two_hosts(pair: Hosts) -> None:
     assert meeting("".join(outputs)) == MEETING
 
 
+@ALSO_LONG
 def test_two_hosts_are_examined(pair: Hosts, tmp_path: Path) -> None:
     """The hosts see each other and one directory; then each names a directory that the other does not have."""
     check = [sys.executable, "tools/host_check.py", ",".join(pair.names), "--directory"]

@@ -50,7 +50,7 @@ def test_the_condition_is_asked_at_the_import(tmp_path: Path, unless: str, print
     assert run(hide + show, at=tmp_path) == printed
 
 
-def test_cpu_rank_imports_neither_cuda_kernels_nor_slow_unused_packages(tmp_path: Path) -> None:
+def test_rank_on_cpu_imports_no_unused_packages(tmp_path: Path) -> None:
     """Megarl's GPU stack has the kernels, whose optimizers do not run on the CPU.
 
     Megatron-Core asks for W&B, transformers for scikit-learn and vLLM for SciPy, whose imports cost seconds.
