@@ -11,20 +11,23 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from megarl.distributed.exchange import REDUCED
+
 DRAWN_BYTES = 13  # of a token as an engine draws it: the token, its log-probability and version, and the mask
 CROSSING_BYTES = DRAWN_BYTES - 4  # of a token that travels: in a synchronous step all have the same version
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count the bytes and the messages that this process sends point to point within the block."""
+    """Count the bytes and the messages of samples that this process sends within the block."""
     found = Counter[str]()
     send = dist.isend
 
-    def isend(tensor: torch.Tensor, *args: Any, **settings: Any) -> Any:
-        found["bytes"] += tensor.nbytes
-        found["messages"] += 1
-        return send(tensor, *args, **settings)
+    def isend(tensor: torch.Tensor, rank: int, *, tag: int = 0, **settings: Any) -> Any:
+        if tag != REDUCED:
+            found["bytes"] += tensor.nbytes
+            found["messages"] += 1
+        return send(tensor, rank, tag=tag, **settings)
 
     with patch.object(dist, "isend", isend):
         yield found

@@ -27,6 +27,7 @@ from benchmarks import samples_step
 from benchmarks.samples_step import STEP, Case, Exchange, first_step, job_of
 from megarl.data.order import Position
 from megarl.distributed import redistribution
+from megarl.distributed.exchange import REDUCED
 from megarl.distributed.sharded import Index, Sharded, Shares
 from megarl.learner.packing import partition
 from megarl.platform.heap import keep_freed_memory
@@ -53,35 +54,23 @@ class Transport:
         self.counts = Counter[str]()
         self._sent = torch.empty(0)
 
-    def isend(self, content: Tensor, *_: Any, **__: Any) -> "Transport":
+    def isend(self, content: Tensor, *_: Any, tag: int = 0, **__: Any) -> "Transport":
         """Count a message; the transport itself stands for a transfer that is done."""
-        self.counts["messages"] += 1
-        self.counts["bytes_sent"] += content.nbytes
+        self._count(content, "bytes_sent", tag)
         self._sent = content
         return self
 
-    def irecv(self, content: Tensor, *_: Any, **__: Any) -> "Transport":
-        """Receive samples of another rank."""
-        self.counts["messages"] += 1
-        self.counts["bytes_received"] += content.nbytes
-        content.fill_(BYTE)
+    def irecv(self, content: Tensor, *_: Any, tag: int = 0, **__: Any) -> "Transport":
+        """Receive samples of another rank, or in a round of a collective what this rank has sent in it."""
+        self._count(content, "bytes_received", tag)
+        if tag:
+            content.copy_(self._sent)
+        else:
+            content.fill_(BYTE)
         return self
-
-    def recv(self, content: Tensor, *_: Any, **__: Any) -> None:
-        """Receive in a round of an exchange: what this rank has sent in it."""
-        self.counts["messages"] += 1
-        self.counts["bytes_received"] += content.nbytes
-        content.copy_(self._sent)
 
     def wait(self) -> None:
         """Return: every transfer is done."""
-
-    def all_reduce(self, numbers: Tensor, op: Any = dist.ReduceOp.SUM, **_: Any) -> None:
-        """Add as if each rank had the same numbers."""
-        self.counts["collectives"] += 1
-        self.counts["bytes_reduced"] += numbers.nbytes
-        if op == dist.ReduceOp.SUM:
-            numbers *= dist.get_world_size()
 
     def all_gather_object(self, found: list[Any], mine: Any, **_: Any) -> None:
         """Give every rank's place an object that is read from bytes, as in a run."""
@@ -94,12 +83,17 @@ class Transport:
         """Count a barrier."""
         self.counts["collectives"] += 1
 
+    def _count(self, content: Tensor, direction: str, tag: int) -> None:
+        is_reduction = tag == REDUCED
+        self.counts["reductions" if is_reduction else "messages"] += 1
+        self.counts["bytes_reduced" if is_reduction else direction] += content.nbytes
+
 
 @contextmanager
 def simulated(rank: int, num_ranks: int) -> Iterator[Transport]:
     """Be one rank of a world without other ranks. torch's own fake group knows the rank and the size."""
     transport = Transport()
-    names = ("isend", "irecv", "recv", "all_reduce", "all_gather_object", "barrier")
+    names = ("isend", "irecv", "all_gather_object", "barrier")
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=fake_pg.FakeStore())
     try:
         with patch.multiple(dist, **{name: getattr(transport, name) for name in names}):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.distributed.exchange import begin_sending, host_group
+from megarl.distributed.exchange import GATHERED, begin_receiving, begin_sending
 
 
 def all_gather(mine: Tensor, ranks: Sequence[int], sizes: Tensor) -> Tensor:
@@ -30,8 +30,8 @@ def all_gather(mine: Tensor, ranks: Sequence[int], sizes: Tensor) -> Tensor:
         coming = min(count, number - count)
         content = torch.empty(ends[count + coming] - ends[count], dtype=mine.dtype)
         target, source = (ranks[(place + step) % number] for step in (-count, count))
-        sending = begin_sending(found[: ends[coming]], target)
-        dist.recv(content, source, group=host_group())
+        sending = begin_sending(found[: ends[coming]], target, tag=GATHERED)
+        begin_receiving(content, source, tag=GATHERED).wait()
         sending.wait()
         found = torch.cat([found, content])
         count += coming

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.distributed.gloo import share_device
-from megarl.distributed.grid import rings
 from megarl.platform.device import on_cuda
 
 T = TypeVar("T")
 
 
+REDUCED, GATHERED = 1, 2
+"""The tags of the messages of `all_reduce` and `all_gather`."""
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _host_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}  # of a world of NCCL
-_rings: list[dist.ProcessGroup] = []  # of a world with more ranks than one ring should have
 _timeout = timedelta(minutes=30)  # of the world, when it is joined
 _waited = 0.0  # seconds, since `seconds_waited` was last called
 
@@ -30,7 +30,7 @@ def join_world(*, timeout: timedelta, **place: Any) -> None:
     """Create torch's default process group: of gloo on the CPU, of NCCL on CUDA, with another group of gloo.
 
     Every other group takes the backend of the default group, and a group of gloo connects each of its ranks with each
-    other. So NCCL is the only backend of all groups but one, and the small ones of `all_reduce` in a large world.
+    other. So NCCL is the only backend of all groups but one.
 
     Args:
         timeout: after which a collective is an error if a rank has not joined it.
@@ -42,17 +42,6 @@ def join_world(*, timeout: timedelta, **place: Any) -> None:
     dist.init_process_group("nccl" if on_cuda() else "gloo", timeout=timeout, **place)
     if on_cuda():
         _host_groups[dist.group.WORLD] = dist.new_group(backend="gloo", timeout=timeout)
-    join_rings()
-
-
-def join_rings() -> None:
-    """Create the groups along which this rank's `all_reduce` passes; none in a small world. Collective."""
-    of_rank = rings(dist.get_world_size(), dist.get_rank())
-    _rings.clear()
-    if len(of_rank) > 1:
-        for ranks in of_rank:
-            group = dist.new_group(list(ranks), backend="gloo", timeout=_timeout, use_local_synchronization=True)
-            _rings.append(group)
 
 
 def world_timeout() -> timedelta:
@@ -60,16 +49,19 @@ def world_timeout() -> timedelta:
     return _timeout
 
 
-def begin_sending(content: Tensor, rank: int) -> dist.Work:
-    """Begin to send a tensor of the host to a rank; the tensor must stay as it is until the work is done."""
-    work = dist.isend(content, rank, group=host_group())
+def begin_sending(content: Tensor, rank: int, *, tag: int = 0) -> dist.Work:
+    """Begin to send a tensor of the host to a rank; the tensor must stay as it is until the work is done.
+
+    A rank receives messages of one tag in the order in which they were sent.
+    """
+    work = dist.isend(content, rank, group=host_group(), tag=tag)
     assert work is not None, "this rank is in the group"
     return work
 
 
-def begin_receiving(content: Tensor, rank: int) -> dist.Work:
+def begin_receiving(content: Tensor, rank: int, *, tag: int = 0) -> dist.Work:
     """Begin to fill a tensor of the host with what a rank sends."""
-    work = dist.irecv(content, rank, group=host_group())
+    work = dist.irecv(content, rank, group=host_group(), tag=tag)
     assert work is not None, "this rank is in the group"
     return work
 
@@ -82,11 +74,32 @@ def host_group() -> dist.ProcessGroup | None:
 def all_reduce(numbers: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None = None) -> None:
     """Reduce numbers in host memory over all ranks of `group`, by default over all, in place. Collective.
 
-    The order of the ranks must not matter, as for integers. Over all ranks, the time grows with their logarithm.
+    The order of the ranks must not matter, as for integers. Ranks exchange in pairs, so that the messages of a rank
+    grow with the logarithm of the ranks (Thakur et al. 2005, "Optimization of Collective Communication Operations in
+    MPICH", section 4.5: recursive doubling). Those of gloo's own collective grow with the ranks (D450).
+
+    Args:
+        numbers: of the same shape and type on all ranks.
+        op: SUM or MAX.
+        group: any group of these ranks; their host group brings the messages.
     """
-    groups: list[dist.ProcessGroup | None] = [group] if group else [*_rings] or [host_group()]
-    for ring in groups:
-        dist.all_reduce(numbers, op=op, group=ring)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    place = ranks.index(dist.get_rank())
+    paired = 1 << (len(ranks).bit_length() - 1)  # the most ranks that are a power of two
+    if place >= paired:
+        begin_sending(numbers, ranks[place - paired], tag=REDUCED).wait()
+        begin_receiving(numbers, ranks[place - paired], tag=REDUCED).wait()
+        return
+    stands_for = ranks[place + paired] if place + paired < len(ranks) else None
+    if stands_for is not None:
+        _reduce(numbers, stands_for, op)
+    distance = 1
+    while distance < paired:
+        partner = ranks[place ^ distance]
+        _reduce(numbers, partner, op, sending=begin_sending(numbers, partner, tag=REDUCED))
+        distance *= 2
+    if stands_for is not None:
+        begin_sending(numbers, stands_for, tag=REDUCED).wait()
 
 
 def wait_for_all() -> None:
@@ -243,6 +256,20 @@ class _Failure:
     """The result of a rank that raised an error."""
 
     error: Exception
+
+
+def _reduce(numbers: Tensor, rank: int, op: Any, *, sending: dist.Work | None = None) -> None:
+    """Reduce `numbers` and those of another rank, in place, as soon as they are sent."""
+    found = torch.empty_like(numbers)
+    begin_receiving(found, rank, tag=REDUCED).wait()
+    if sending:
+        sending.wait()
+    if op == dist.ReduceOp.SUM:
+        numbers += found
+    elif op == dist.ReduceOp.MAX:
+        torch.maximum(numbers, found, out=numbers)
+    else:
+        raise ValueError(f"ranks reduce numbers by SUM or MAX, not by {op}")
 
 
 def _is_alone(group: dist.ProcessGroup | None = None) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.batch import PER_PLACE, PER_READ, PER_TOKEN, Rollouts
 from megarl.columns import Integers, reduced, spans_of_choices
-from megarl.distributed.exchange import begin_receiving, begin_sending, host_group
+from megarl.distributed.exchange import begin_receiving, begin_sending
 from megarl.distributed.made_prompts import redistribute_prompts
 from megarl.distributed.runs import Runs
 from megarl.distributed.sharded import Index, Need, Sharded, Shares
@@ -267,7 +267,7 @@ def pass_on(content: Tensor, ranks: Sequence[int], rank: int) -> None:
         return
     if place:
         source = place - (1 << (place.bit_length() - 1))
-        dist.recv(content, ranks[source], group=host_group())
+        begin_receiving(content, ranks[source]).wait()
     targets = [place + (1 << bit) for bit in range(place.bit_length(), len(ranks).bit_length())]
     sending = [begin_sending(content, ranks[target]) for target in targets if target < len(ranks)]
     for each in sending:

@@ -32,6 +32,8 @@ MAX_SUPERVISORS = 2
 """Most supervisors that are tried with one response: the first may have ended for another reason."""
 PATIENCE_S = 0.25
 """Seconds that a response waits for a process before another process is started."""
+LONG_S = 0.05
+"""Seconds of scoring of each process that someone waits for, before another process is started."""
 _ESCAPED = 4
 """Most bytes in the supervisor's JSON of a byte in the worker's, which may have characters without escapes."""
 _MAX_PRINTED_BYTES = 1 << 20  # with the seconds and the fault
@@ -88,7 +90,7 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._awaited_since: float | None = None  # by `time.monotonic`; None: nobody waits for results
-        self._seconds_of_one = math.inf  # in the last call
+        self._seconds_of_one = math.inf  # in the last call of a process that had loaded the rules
 
     def submit(self, arguments: object) -> Future[ScoringResult]:
         """Call the rules as soon as a process is free, with arguments that `wire.pack` made."""
@@ -114,10 +116,10 @@ class Pool:
                 self._awaited_since = time.monotonic()
                 self._changed.notify_all()
         while True:
+            self._grow()
             pending = wait(futures, timeout=max(0.0, min(PATIENCE_S, deadline - time.monotonic()))).not_done
             if not pending:
                 return 0
-            self._grow()
             if time.monotonic() >= deadline:
                 return len(pending)
 
@@ -130,11 +132,12 @@ class Pool:
             thread.join()
 
     def _grow(self) -> None:
-        """Start a process if there is none, or if the processes cannot keep up."""
+        """Start a process if there is none, or if the processes cannot keep up or someone would wait for long."""
         with self._changed:
             since = max(self._waiting[0].since, self._awaited_since or 0.0) if self._is_due() else math.inf
-            late = time.monotonic() - since > PATIENCE_S
-            if not self._threads or (late and len(self._threads) < self._limits.num_workers):
+            is_late = time.monotonic() - since > PATIENCE_S
+            is_long = self._awaited_since is not None and LONG_S * len(self._threads) < self._work_s() < math.inf
+            if not self._threads or ((is_late or is_long) and len(self._threads) < self._limits.num_workers):
                 # the kernel ends a supervisor with the thread that started it, so each supervisor has its own thread
                 self._threads.append(threading.Thread(target=self._work, name="rewards", daemon=True))
                 self._threads[-1].start()
@@ -143,16 +146,21 @@ class Pool:
         """Return whether waiting responses are to be scored now."""
         if not self._waiting:
             return False
-        work_s = len(self._waiting) * self._seconds_of_one
-        return self._awaited_since is not None or work_s >= self._held_s
+        return self._awaited_since is not None or self._work_s() >= self._held_s
+
+    def _work_s(self) -> float:
+        """Return the seconds that one process needs to score what waits. Infinite if nothing was scored before."""
+        return len(self._waiting) * self._seconds_of_one if self._waiting else 0.0
 
     def _work(self) -> None:
         supervisor = None
         tasks = self._next()
         while tasks:
+            has_loaded = supervisor is not None
             begun = time.monotonic()
             supervisor, results = self._call(supervisor, [task.arguments for task in tasks])
-            self._seconds_of_one = (time.monotonic() - begun) / len(tasks)
+            if has_loaded:
+                self._seconds_of_one = (time.monotonic() - begun) / len(tasks)
             if len(results) == len(tasks):
                 for task, result in zip(tasks, results, strict=True):
                     task.result.set_result(result)

@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.distributed import exchange, grid
+from megarl.distributed import exchange
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import (
     all_reduce,
+    begin_receiving,
+    begin_sending,
     from_first_rank,
     host_group,
-    join_rings,
     join_world,
     on_each_rank,
     on_first_rank,
@@ -129,15 +130,24 @@ def exchanged_in_pairs() -> tuple[list[str], float, int]:
     return to_first_rank([f"{rank}" * 10**rank], group=group), float(number), int(largest)
 
 
-def reduced_in_grid() -> tuple[int, list[int], int]:
-    """Reduce along the rings of a grid whose rings have two ranks; return their number and the results."""
-    rank = dist.get_rank()
-    with patch.object(grid, "MOST", 2):
-        join_rings()
+def reduced() -> tuple[list[int], int, int, int]:
+    """Return a sum, a largest number and this rank's messages for both, and what another message brings meanwhile."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    other = torch.empty(1, dtype=torch.int64)
+    sending = begin_sending(torch.tensor([100 + rank]), (rank + 1) % size)
     sums, largest = torch.tensor([rank**2, 1]), torch.tensor(rank % 5)
-    all_reduce(sums)
-    all_reduce(largest, op=dist.ReduceOp.MAX)
-    return len(exchange._rings), sums.tolist(), int(largest)
+    with patch.object(dist, "isend", Mock(wraps=dist.isend)) as sent:
+        all_reduce(sums)
+        all_reduce(largest, op=dist.ReduceOp.MAX)
+    begin_receiving(other, (rank - 1) % size).wait()
+    sending.wait()
+    return sums.tolist(), int(largest), sent.call_count, int(other)
+
+
+def reduced_otherwise() -> None:
+    """Reduce by an operation that no caller needs."""
+    with pytest.raises(ValueError, match="by SUM or MAX, not by "):
+        all_reduce(torch.tensor(1), op=dist.ReduceOp.PRODUCT)
 
 
 def exceptions_as_answers() -> list[str]:
@@ -258,8 +268,17 @@ def test_error_without_text_reaches_all_ranks(pool: RankPool) -> None:
     assert pool.run(3, silent) == [there, "its own", there]
 
 
-def test_numbers_are_reduced_along_rings(pool: RankPool) -> None:
-    assert pool.run(4, reduced_in_grid) == [(2, [14, 4], 3)] * 4
+@pytest.mark.parametrize(("num_ranks", "most_messages"), [(2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (8, 3)])
+def test_ranks_reduce_numbers_in_pairs(pool: RankPool, num_ranks: int, most_messages: int) -> None:
+    squares = sum(rank**2 for rank in range(num_ranks))
+    found = pool.run(num_ranks, reduced)
+    assert [numbers[:2] for numbers in found] == [([squares, num_ranks], min(num_ranks - 1, 4))] * num_ranks
+    assert max(num_messages for *_, num_messages, _ in found) == 2 * most_messages
+    assert [other for *_, other in found] == [100 + (rank - 1) % num_ranks for rank in range(num_ranks)]
+
+
+def test_other_reductions_are_refused(pool: RankPool) -> None:
+    pool.run(2, reduced_otherwise)
 
 
 def test_every_rank_learns_the_sum(pool: RankPool) -> None:
@@ -290,7 +309,7 @@ def test_an_answer_may_be_an_exception(pool: RankPool) -> None:
 
 def test_straggler_wait_accumulates_until_it_is_read() -> None:
     clock = Mock(perf_counter=Mock(side_effect=[1.0, 3.5, 10.0, 10.25]))
-    with patch.object(exchange, "time", clock), patch.object(dist, "all_reduce"):
+    with patch.object(exchange, "time", clock), patch.object(exchange, "all_reduce"):
         exchange.seconds_waited()
         wait_for_all()
         wait_for_all()

@@ -60,7 +60,7 @@ def routed(record: Rewarded, source: str, destination: str, owners: Tensor, ther
     assert (old.ranks, new.ranks) == (RANKS[source], RANKS[destination])
     scored = record.extend(Scored, texts=[str(length) for length in LENGTHS], accuracies=record.scores)
     sent, received, here = list[Message](), list[Message](), dist.get_rank()
-    isend, irecv, recv = dist.isend, dist.irecv, dist.recv
+    isend, irecv = dist.isend, dist.irecv
 
     def noted_isend(content: Tensor, target: int, **options: Any) -> Any:
         sent.append((here, target, content.nbytes))
@@ -70,11 +70,7 @@ def routed(record: Rewarded, source: str, destination: str, owners: Tensor, ther
         received.append((first, here, content.nbytes))
         return irecv(content, first, **options)
 
-    def noted_recv(content: Tensor, first: int, **options: Any) -> Any:
-        received.append((first, here, content.nbytes))
-        return recv(content, first, **options)
-
-    with patch.multiple(dist, isend=noted_isend, irecv=noted_irecv, recv=noted_recv):
+    with patch.multiple(dist, isend=noted_isend, irecv=noted_irecv):
         found = redistribute(shard(scored, owners, old), Rewarded, Runs.of(record.groups, there), new)
     expected = shard(record, there, new)
     assert found.shares == new

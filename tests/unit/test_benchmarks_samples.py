@@ -16,6 +16,7 @@ EXCHANGES = [
     {"num_ranks": n, "us": 9.0 * n, "cpu_us": us, "messages": 2.0, "bytes": 296.0} for n, us in ((2, 4), (8, 10))
 ]
 OF_CASE = {
+    "num_jobs": 1,
     "num_processes": 2,
     "num_samples": 32,
     "num_tokens": 8,
@@ -77,13 +78,15 @@ def test_busiest_rank_draws_and_learns_most() -> None:
 
 
 def test_summary_has_largest_numbers_and_growth() -> None:
-    more = {"num_processes": 8, "peak_over_share": 2.5, "ns_per_token_of_share": 264.0}
-    cases = [OF_CASE, OF_CASE | more]
+    more = {"num_processes": 8, "peak_over_share": 2.5, "ns_per_token_of_share": 330.0}
+    jobs = {"num_jobs": 4, "ns_per_token_of_share": 300.0}
+    cases = [OF_CASE, OF_CASE | jobs, OF_CASE | more]
     assert samples.summary(found(cases=cases, exchange=EXCHANGES, peer={"over_transferqueue": 3.0})) == {
         "ns_per_token_busiest_rank": 120.0,
         "peak_over_share": 2.5,
         "times_each_token_crosses": 1.001,
         "growth_2_to_8": pytest.approx(1.1),
+        "growth_of_sharing": 1.25,
         "growth_of_exchange": 2.5,
         "over_transferqueue": 3.0,
     }
@@ -128,7 +131,7 @@ def test_results_become_the_page() -> None:
     )
     page = samples_page.markdown(whole | samples.summary(whole))
     assert "| processor time of an exchange, of the most ranks over the fewest | 2.50 | less than the ranks |" in page
-    assert "| 2 | 32 x 8 | grpo | 120 | 240 | 1.5 | 1.001 |" in page
+    assert "| 1 | 2 | 32 x 8 | grpo | 120 | 240 | 1.5 | 1.001 |" in page
     assert "| 8 | 72 | 10 | 2.50 | 2 | 296 |" in page
     assert "| 8 | gae | 0.250 | 2000 | 0.00 | 5 | 0.04 | 700 |" in page
     assert "| 16 | 32000 | 450 | 60 |" in page

@@ -122,7 +122,7 @@ def test_a_failure_names_the_line_of_the_file(behaviour: str, outcomes: dict[str
 
 def test_quick_responses_wait_until_someone_waits() -> None:
     with closing(make_pool(timeout_s=100.0, held_s=1000.0)) as pool:
-        outcomes_of(pool, "good")  # tells how long one takes
+        outcomes_of(pool, "good", "good")  # the second tells how long one takes
         held = [pool.submit(arguments("good")) for _ in range(3)]
         time.sleep(0.5)
         assert not any(future.done() for future in held)
@@ -132,7 +132,7 @@ def test_quick_responses_wait_until_someone_waits() -> None:
 @pytest.mark.parametrize("held_s", [0.0, 1e-6])
 def test_enough_work_is_begun_at_once(held_s: float) -> None:
     with closing(make_pool(timeout_s=100.0, held_s=held_s)) as pool:
-        outcomes_of(pool, "good")
+        outcomes_of(pool, "good", "good")
         futures = [pool.submit(arguments("good")) for _ in range(3)]
         assert [future.result(timeout=60.0).numbers["score"] for future in futures] == [1.0] * 3
 
@@ -203,6 +203,19 @@ def test_processes_start_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> 
     outcomes_of(pool, *["hears_nothing"] * 3)
     assert 2 <= len(pool._threads) <= 4
     pool.close()
+
+
+def test_work_that_takes_long_has_more_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.sandbox.pool.PATIENCE_S", 1000.0)
+    with closing(make_pool(num_workers=2, timeout_s=100.0)) as pool:
+        outcomes_of(pool, "good", "good")
+        outcomes_of(pool, "good")
+        assert len(pool._threads) == 1
+        monkeypatch.setattr("megarl.sandbox.pool.LONG_S", 1e-6)
+        outcomes_of(pool, "good")
+        assert len(pool._threads) == 2
+        outcomes_of(pool, "good")
+        assert len(pool._threads) == 2
 
 
 def test_signals_at_any_time_lose_no_reward() -> None:
