@@ -136,12 +136,8 @@ def _read_file(name: str) -> Layer:
         raise UserError(f"is not valid YAML: {_one_line(error)}") from error
     if not isinstance(tree, dict):
         raise UserError("must hold keys and values at its top level")
-    return Layer(origin=name, tree={key: value for key, value in tree.items() if not _holds_anchors(key)})
-
-
-def _holds_anchors(key: object) -> bool:
-    """Return whether a key at the root only gives values a place, for YAML anchors: `x-small: &small {...}`."""
-    return isinstance(key, str) and key.startswith("x-")
+    # A key such as `x-small: &small {...}` only gives values a place, for YAML's anchors.
+    return Layer(origin=name, tree={key: value for key, value in tree.items() if not str(key).startswith("x-")})
 
 
 @lru_cache(maxsize=256)  # a planner tries many variants of one command line

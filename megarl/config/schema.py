@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
-from functools import cache
+from functools import cache, partial
 from typing import Any, get_type_hints
 
 from megarl.mark import UNKNOWN, Change, Condition
@@ -68,7 +68,7 @@ class Schema:
             elsewhere = [leaf for leaf in self.leaves if leaf.endswith(tail)]
             related = [leaf for leaf in elsewhere if set(leaf.split(".")[:-1]) & set(parts[:-1])]
             if related or 0 < len(elsewhere) <= MOST_ELSEWHERE:
-                return max(related or elsewhere, key=lambda leaf: (_shared_parts(leaf, path), _is_of_actor(leaf)))
+                return max(related or elsewhere, key=partial(_likeness, path))
         return None
 
 
@@ -101,11 +101,7 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _is_of_actor(leaf: str) -> tuple[bool, int]:
-    """Prefer the policy, then the shortest path."""
-    return leaf.startswith("actor_rollout_ref."), -len(leaf)
-
-
-def _shared_parts(one: str, other: str) -> int:
-    matches = SequenceMatcher(None, one.split("."), other.split(".")).get_matching_blocks()
-    return sum(block.size for block in matches)
+def _likeness(path: str, leaf: str) -> tuple[int, bool, int]:
+    """Prefer the leaf with most parts of the path, then the policy's, then the shortest."""
+    matches = SequenceMatcher(None, leaf.split("."), path.split(".")).get_matching_blocks()
+    return sum(block.size for block in matches), leaf.startswith("actor_rollout_ref."), -len(leaf)

@@ -154,7 +154,10 @@ def rope_scaling(rope: Fields, family: Family) -> RopeScaling | LinearScaling | 
         return None
     if kind == "yarn":
         return _yarn(rope, family)
-    return _linear(rope) if kind == "linear" else _llama3(rope)
+    if kind == "linear":
+        _refuse_unread(rope, kind, [*COMMON, "factor"])
+        return _read(LinearScaling, rope, kind=kind, required=["factor"])
+    return _llama3(rope)
 
 
 def rope_theta(rope: Fields, family: Family, head_dim: int) -> float:
@@ -211,11 +214,6 @@ def _llama3(rope: Fields) -> RopeScaling:
     if scaling != fixed:
         raise UserError(f"config.json: the rotary scaling is {scaling}; Megatron-Core computes only {fixed}")
     return scaling
-
-
-def _linear(rope: Fields) -> LinearScaling:
-    _refuse_unread(rope, "linear", [*COMMON, "factor"])
-    return _read(LinearScaling, rope, kind="linear", required=["factor"])
 
 
 def _yarn(rope: Fields, family: Family) -> Yarn:

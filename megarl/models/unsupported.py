@@ -97,7 +97,9 @@ def _trait_faults(given: Mapping[str, object], config: Fields, traits: Family) -
     if traits.norm_eps is not None:
         yield _fixed_fault(config, traits.key("rms_norm_eps"), traits.norm_eps, "the engine computes no other")
     if traits.fused_qkv:
-        yield from _fused_size_faults(config)
+        heads = config.size("num_attention_heads")
+        sizes = {"head_dim": config.size("hidden_size") // heads, "num_key_value_heads": heads}
+        yield from _size_faults(config, sizes)
     if traits.experts:
         yield _count_fault(given, traits)
 
@@ -268,11 +270,6 @@ def _latent_faults(config: Fields) -> Faults:
         (not config.flag("rope_interleave", default=True), "rope_interleave false: rotary pairs are neighbours here"),
         *_size_faults(config, {"head_dim": rotary, "qk_head_dim": both}),
     ]
-
-
-def _fused_size_faults(config: Fields) -> Faults:
-    heads = config.size("num_attention_heads")
-    return _size_faults(config, {"head_dim": config.size("hidden_size") // heads, "num_key_value_heads": heads})
 
 
 def _size_faults(config: Fields, follow: Mapping[str, object]) -> Faults:

@@ -70,17 +70,12 @@ def _data_of(params: Mapping[str, Any]) -> Iterator[DatasetInput]:
             yield DatasetInput(files, [InputTag(CONTEXT_TAG, context)])
 
 
-def _model_of(params: Mapping[str, object]) -> str | None:
-    """Return the path of the model that learns."""
-    flat = dict(flatten(params))
-    return flat.get("actor_rollout_ref.model.path") or flat.get("model.path")
-
-
 def log_inputs(client: MlflowClient, run: Run, params: Mapping[str, object]) -> None:
     """Give a run its data and its model, unless it has them. A server that knows neither costs a warning."""
     run_id = run.info.run_id
     datasets = list(_data_of(params))
-    model = _model_of(params)
+    flat = dict(flatten(params))
+    model = flat.get("actor_rollout_ref.model.path") or flat.get("model.path")
     try:
         if datasets:
             client.log_inputs(run_id, datasets)
