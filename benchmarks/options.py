@@ -182,7 +182,12 @@ def samples_parser() -> Arguments:
         "--exchange", type=int, nargs="+", default=[], metavar="N", help="exchange counts among N processes too"
     )
     parser.add_argument(
-        "--simulate", type=int, nargs="+", default=[], metavar="R", help="take the steps of one of R ranks too, alone"
+        "--simulate",
+        type=_power_of_two,
+        nargs="+",
+        default=[],
+        metavar="R",
+        help="take the steps of one of R ranks too, alone; R is a power of two",
     )
     parser.add_argument(
         "--log-probs", type=int, nargs="+", default=[], metavar="N", help="take the log-probabilities of N requests too"
@@ -198,6 +203,14 @@ def samples_parser() -> Arguments:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _power_of_two(text: str) -> int:
+    """Return the number of ranks that reduce numbers in pairs, all alike; argparse reports any other number."""
+    number = int(text)
+    if number < 1 or number & (number - 1):
+        raise argparse.ArgumentTypeError(f"{number} ranks are not alike: it is no power of two")
+    return number
 
 
 def plan_parser() -> Arguments:

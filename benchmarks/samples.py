@@ -83,10 +83,11 @@ def summary(found: dict[str, Any]) -> dict[str, float]:
     this sharing costs: four jobs of 2 processes over one. `growth_of_exchange` is that of an exchange, from the fewest
     to the most ranks.
     """
+    alone = [case for case in found["cases"] if case["num_jobs"] == 1]
     numbers = {
-        name: max(case[name] for case in found["cases"])
+        name: max(case[name] for case in alone)
         for name in ("ns_per_token_busiest_rank", "peak_over_share", "times_each_token_crosses")
-        if found["cases"]
+        if alone
     }
     if found["simulated"]:
         simulated = _times(found["simulated"], "num_ranks")

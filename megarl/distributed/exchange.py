@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 REDUCED, GATHERED = 1, 2
 """The tags of the messages of `all_reduce` and `all_gather`."""
+MOST_BYTES_IN_PAIRS = 1 << 16
+"""Of the numbers that `all_reduce` exchanges in pairs."""
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _host_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}  # of a world of NCCL
 _timeout = timedelta(minutes=30)  # of the world, when it is joined
@@ -74,15 +76,24 @@ def host_group() -> dist.ProcessGroup | None:
 def all_reduce(numbers: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None = None) -> None:
     """Reduce numbers in host memory over all ranks of `group`, by default over all, in place. Collective.
 
-    The order of the ranks must not matter, as for integers. Ranks exchange in pairs, so that the messages of a rank
-    grow with the logarithm of the ranks (Thakur et al. 2005, "Optimization of Collective Communication Operations in
-    MPICH", section 4.5: recursive doubling). Those of gloo's own collective grow with the ranks (D450).
+    The order of the ranks must not matter, as for integers. For few numbers ranks exchange in pairs, so that the
+    messages of a rank grow with the logarithm of the ranks (Thakur et al. 2005, "Optimization of Collective
+    Communication Operations in MPICH", section 4.5: recursive doubling). Those of gloo's own collective grow with the
+    ranks, but have fewer bytes in sum (D450).
 
     Args:
-        numbers: of the same shape and type on all ranks.
+        numbers: contiguous, of the same shape and type on all ranks.
         op: SUM or MAX.
-        group: any group of these ranks; their host group brings the messages.
+        group: of gloo, with this rank.
+
+    Raises:
+        ValueError: `op` is another.
     """
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        raise ValueError(f"ranks reduce numbers by SUM or MAX, not by {op}")
+    if numbers.nbytes > MOST_BYTES_IN_PAIRS:
+        dist.all_reduce(numbers, op, group=group or host_group())
+        return
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     place = ranks.index(dist.get_rank())
     paired = 1 << (len(ranks).bit_length() - 1)  # the most ranks that are a power of two
@@ -266,10 +277,8 @@ def _reduce(numbers: Tensor, rank: int, op: Any, *, sending: dist.Work | None = 
         sending.wait()
     if op == dist.ReduceOp.SUM:
         numbers += found
-    elif op == dist.ReduceOp.MAX:
-        torch.maximum(numbers, found, out=numbers)
     else:
-        raise ValueError(f"ranks reduce numbers by SUM or MAX, not by {op}")
+        torch.maximum(numbers, found, out=numbers)
 
 
 def _is_alone(group: dist.ProcessGroup | None = None) -> bool:

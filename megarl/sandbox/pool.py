@@ -149,7 +149,7 @@ class Pool:
         return self._awaited_since is not None or self._work_s() >= self._held_s
 
     def _work_s(self) -> float:
-        """Return the seconds that one process needs to score what waits. Infinite if nothing was scored before."""
+        """Return the seconds that one process needs to score what waits; infinite until one has called loaded rules."""
         return len(self._waiting) * self._seconds_of_one if self._waiting else 0.0
 
     def _work(self) -> None:

@@ -192,7 +192,10 @@ def log_probs_of_all(
 def probability_differences(
     responses: Rollouts, log_probs: torch.Tensor, *, num_replicas: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean and largest |p_engine - p_trainer| over the tokens of each replica, `[R]` each, in `ask`'s order."""
+    """Return mean and largest |p_engine - p_trainer| over the tokens of each replica.
+
+    Each is `[R]`, in the order of `generate_on_replicas`.
+    """
     assert responses.rollout_log_probs is not None, "`generate_on_replicas` requests them"
     differences = responses.rows((responses.rollout_log_probs.exp() - log_probs.exp()).abs())
     of_replicas = differences.view(len(responses) // num_replicas, num_replicas, -1)

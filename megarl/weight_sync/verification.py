@@ -204,7 +204,7 @@ class VerifySetup:
     def compare(self, responses: Rollouts, exported: Path, reference: Executor | None) -> dict[str, Deviation]:
         """Compare the probabilities of the responses, pair by pair. Only rank 0 runs `transformers`."""
         budget = Budget(max_tokens=len(responses) * self.engine.max_model_len, max_sequences=None)
-        assert responses.rollout_log_probs is not None, "`ask` requests them"
+        assert responses.rollout_log_probs is not None, "`generate_on_replicas` requests them"
         trainer = log_probs_of_all(self.learner, responses, budget)
         log_probs = {"trainer": trainer, "engine": responses.rollout_log_probs}
         if reference:

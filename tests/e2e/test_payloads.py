@@ -37,7 +37,7 @@ TO_ONE_RANK = {
 """Messages with tokens or texts, from the rank that has them to the one that needs them."""
 IN_A_REPLICA = {
     *(f"{method} of replica_queue.py:_take_step among 2" for method in ("allreduce", "all_gather_single")),
-    "allreduce of episodes.py:_exchanged among 2",
+    "send of episodes.py:_exchanged",
     "allgather of episodes.py:with_texts among 2",
 }
 """Messages that all ranks of an engine replica need: activations of the model, the observations that it reads, and the
@@ -152,7 +152,7 @@ def test_messages_grow_by_the_index_alone(workspace: Workspace, tmp_path: Path, 
     assert {
         "send of redistribution.py:_send",
         "send of all_gather.py:all_gather",
-        "allreduce of sums.py:exact_sums",
+        "send of sums.py:exact_sums",
     } <= {*few}
     assert not grown(few, longer, NAMES_BYTES)
     num_further = NUM_STEPS * NUM_PROMPTS * (8 - 4)

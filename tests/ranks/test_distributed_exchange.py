@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megarl.distributed import exchange
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import (
+    MOST_BYTES_IN_PAIRS,
     all_reduce,
     begin_receiving,
     begin_sending,
@@ -142,6 +143,14 @@ def reduced() -> tuple[list[int], int, int, int]:
     begin_receiving(other, (rank - 1) % size).wait()
     sending.wait()
     return sums.tolist(), int(largest), sent.call_count, int(other)
+
+
+def reduced_around() -> bool:
+    """Return whether many numbers are added, by the collective that sends each rank the fewest bytes."""
+    numbers = torch.full((MOST_BYTES_IN_PAIRS // 8 + 1,), 1 + dist.get_rank())
+    with patch.object(dist, "isend", side_effect=AssertionError("in pairs")):
+        all_reduce(numbers)
+    return bool((numbers == 6).all())
 
 
 def reduced_otherwise() -> None:
@@ -275,6 +284,10 @@ def test_ranks_reduce_numbers_in_pairs(pool: RankPool, num_ranks: int, most_mess
     assert [numbers[:2] for numbers in found] == [([squares, num_ranks], min(num_ranks - 1, 4))] * num_ranks
     assert max(num_messages for *_, num_messages, _ in found) == 2 * most_messages
     assert [other for *_, other in found] == [100 + (rank - 1) % num_ranks for rank in range(num_ranks)]
+
+
+def test_many_numbers_pass_around_all_ranks(pool: RankPool) -> None:
+    assert pool.run(3, reduced_around) == [True] * 3
 
 
 def test_other_reductions_are_refused(pool: RankPool) -> None:

@@ -79,7 +79,7 @@ def test_busiest_rank_draws_and_learns_most() -> None:
 
 def test_summary_has_largest_numbers_and_growth() -> None:
     more = {"num_processes": 8, "peak_over_share": 2.5, "ns_per_token_of_share": 330.0}
-    jobs = {"num_jobs": 4, "ns_per_token_of_share": 300.0}
+    jobs = {"num_jobs": 4, "ns_per_token_of_share": 300.0, "ns_per_token_busiest_rank": 150.0}
     cases = [OF_CASE, OF_CASE | jobs, OF_CASE | more]
     assert samples.summary(found(cases=cases, exchange=EXCHANGES, peer={"over_transferqueue": 3.0})) == {
         "ns_per_token_busiest_rank": 120.0,

@@ -33,5 +33,10 @@ def test_arrays_have_the_numbers_of_vllm(num_alternatives: int) -> None:
     assert mine.logprobs is not None and theirs.logprobs is not None
     assert [*mine.logprobs.token_ids] == theirs.logprobs.token_ids
     assert [*mine.logprobs.logprobs] == theirs.logprobs.logprobs
+    ours, others = (
+        [[(token, each.logprob) for token, each in position.items()] for position in found.logprobs]
+        for found in (mine, theirs)
+    )
+    assert ours == others
     assert isinstance(mine.logprobs, patches.DrawnTokens) == (num_alternatives == 0)
     assert len(mine.logprobs) == sum(NUM_TOKENS)

@@ -1,10 +1,13 @@
 """The log-probabilities of drawn tokens, which vLLM keeps in lists of Python numbers."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.batch import float32, int32
 from megarl.platform.patching import replace
 from megarl.rollout.patches.releases import declare_vllm
+
+if TYPE_CHECKING:
+    from vllm.logprobs import Logprob
 
 UPDATE = declare_vllm(
     "vllm.v1.engine.logprobs:LogprobsProcessor",
@@ -24,6 +27,12 @@ class DrawnTokens:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def __getitem__(self, place: int) -> "dict[int, Logprob]":
+        """Return the log-probability of a token by the token, as FlatLogprobs does."""
+        from vllm.logprobs import Logprob
+
+        return {self.token_ids[place]: Logprob(self.logprobs[place])}
 
 
 def keep_log_probs_in_arrays() -> None:
