@@ -121,7 +121,7 @@ def test_a_failure_names_the_line_of_the_file(behaviour: str, outcomes: dict[str
 
 
 def test_quick_responses_wait_until_someone_waits() -> None:
-    with closing(make_pool(timeout_s=100.0, held_s=1000.0)) as pool:
+    with closing(make_pool(num_workers=1, timeout_s=100.0, held_s=1000.0)) as pool:
         outcomes_of(pool, "good", "good")  # the second tells how long one takes
         held = [pool.submit(arguments("good")) for _ in range(3)]
         time.sleep(0.5)
@@ -131,7 +131,7 @@ def test_quick_responses_wait_until_someone_waits() -> None:
 
 @pytest.mark.parametrize("held_s", [0.0, 1e-6])
 def test_enough_work_is_begun_at_once(held_s: float) -> None:
-    with closing(make_pool(timeout_s=100.0, held_s=held_s)) as pool:
+    with closing(make_pool(num_workers=1, timeout_s=100.0, held_s=held_s)) as pool:
         outcomes_of(pool, "good", "good")
         futures = [pool.submit(arguments("good")) for _ in range(3)]
         assert [future.result(timeout=60.0).numbers["score"] for future in futures] == [1.0] * 3
