@@ -157,8 +157,9 @@ class CheckpointStore:
         write_random_states(part / RANDOM_STATES)
         on_first_rank(lambda: self._write_small_files(part, state))
         together(lambda: _write_files(part, state.files))
-        for model in self._models if self._with_weights else ():
-            model.write_weights(part / model.folder)
+        if self._with_weights:
+            for model in self._models:
+                model.write_weights(part / model.folder)
         yield partial(write_all, writings)
         for writing in writings:
             writing.finish()
@@ -184,8 +185,8 @@ class CheckpointStore:
 
     def _write_small_files(self, part: Path, state: State) -> None:
         with explained(str(part)):
-            for model in self._models[:1]:
-                model.write_config(part / model.folder)
+            if self._models:
+                self._models[0].write_config(part / self._models[0].folder)
             for name, learner in self.learners.items():
                 if learner.lora:
                     write_adapter_config(part / name, learner.lora, learner.architecture)

@@ -18,8 +18,10 @@ from megarl.platform.device import on_cuda
 T = TypeVar("T")
 
 
-REDUCED, GATHERED = 1, 2
-"""The tags of the messages of `all_reduce` and `all_gather`."""
+REDUCED = 1
+"""The tag of the messages of `all_reduce`."""
+GATHERED = 2
+"""The tag of the messages of `all_gather`."""
 MOST_BYTES_IN_PAIRS = 1 << 16
 """Of the numbers that `all_reduce` exchanges in pairs."""
 _NOTHING = torch.empty(0, dtype=torch.uint8)

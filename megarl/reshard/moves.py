@@ -33,7 +33,7 @@ class Moves:
     Example: rank 0 holds rows 0:4 of a vector, rank 1 rows 4:8; both need the full vector, that is two boxes each.
 
         lo, hi       0:4  4:8
-        move        0  1  2  3
+        move         0  1  2  3
         box          0  0  1  1
         sender       0  0  1  1
         source       0  0  1  1
