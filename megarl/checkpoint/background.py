@@ -54,6 +54,10 @@ class Background:
         if self._task and not largest(int(not self._result.done())):
             self._continue(self._task)
 
+    def wait(self, seconds: float) -> None:
+        """Wait until this rank has finished its work, at most `seconds`."""
+        wait([self._result], timeout=seconds)
+
     def finish(self) -> None:
         """Wait for the end of the running task. Raises as `advance` does."""
         while self._task:

@@ -69,7 +69,7 @@ class Mirror:
         before = None
         since = time.monotonic()
         while self.uploading is not None:
-            time.sleep(POLL_S)
+            self._background.wait(POLL_S)
             self._background.advance()
             watchdog.note(phase="mirror")
             now = together(lambda: (self._uploader.num_bytes, self._num_failures, time.monotonic()))
