@@ -108,7 +108,7 @@ def _lines(data: object, columns: Collection[str]) -> Iterator[str]:
             raise UserError(f"data: row {number} is {shown(row)}, no mapping of columns to values")
         try:
             yield json.dumps({name: row[name] if name in columns else None for name in row}, default=as_json)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"data: row {number}: {error}") from error
 
 

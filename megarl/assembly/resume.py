@@ -213,29 +213,30 @@ def template_time(trainer: TrainerSection) -> datetime:
 def prepare_checkpoint(trainer: TrainerSection) -> Path | None:
     """Return the checkpoint that a training job resumes from, and set aside those of another past. Collective.
 
-    With `disable` and `resume_path`, the run's directory then holds only checkpoints that lead to the returned one. If
-    the launcher has restarted the job, the job did this before: it resumes from its own last checkpoint.
+    The run's directory then holds only checkpoints that lead to the returned one. If the launcher has restarted the
+    job, the job resumes from its own last checkpoint, whatever the mode.
     """
     run_dir = Path(trainer.default_local_dir)
-    if trainer.resume_mode == "auto":
-        return resumed_checkpoint(trainer)
-    own = last_intact(run_dir) if any(together(lambda: restarted(os.environ))) else None
-    if own:
-        if dist.get_rank() == 0:
-            mode = trainer.resume_mode
-            logger.info("restarted by its launcher: resumes from %s, although trainer.resume_mode=%s", own, mode)
-        return own
+    mode = trainer.resume_mode
+    own = last_intact(run_dir) if mode != "auto" and any(together(lambda: restarted(os.environ))) else None
+    if own and dist.get_rank() == 0:
+        logger.info("restarted by its launcher: resumes from %s, although trainer.resume_mode=%s", own, mode)
     before = on_first_rank(lambda: saved_steps(run_dir))
-    checkpoint = resumed_checkpoint(trainer)
-    on_first_rank(lambda: _set_aside_others(run_dir, before, checkpoint))
+    checkpoint = own or resumed_checkpoint(trainer)
+    on_first_rank(lambda: _set_aside_others(run_dir, before, checkpoint, continues=bool(own) or mode == "auto"))
     return checkpoint
 
 
-def _set_aside_others(run_dir: Path, steps: Collection[int], checkpoint: Path | None) -> None:
-    """Set aside and report the checkpoints of `run_dir`, saved at `steps`, that do not lead to `checkpoint`."""
+def _set_aside_others(run_dir: Path, steps: Collection[int], checkpoint: Path | None, *, continues: bool) -> None:
+    """Set aside and report the checkpoints of `run_dir`, saved at `steps`, that do not lead to `checkpoint`.
+
+    `continues`: the checkpoint is the run's own, even if it was fetched from the mirror.
+    """
     step = step_in(run_dir, checkpoint) if checkpoint else None
-    last_kept = step if step is not None and step in steps else -1  # a copy from elsewhere has no earlier steps here
+    last_kept = step if step is not None and (continues or step in steps) else -1  # a copy from elsewhere has no past
     others = [other for other in steps if other > last_kept]
+    if continues and not others:
+        return
     target = set_aside(run_dir, others, latest=step)
     if target:
         logger.info(

@@ -32,6 +32,7 @@ from megarl.assembly.sampling import (
 )
 from megarl.checkpoint.directory import HUGGINGFACE
 from megarl.checkpoint.huggingface import SavedModel
+from megarl.checkpoint.manifest import listed
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import CheckpointStore
@@ -50,7 +51,7 @@ from megarl.models.source import Source
 from megarl.platform.peaks import published_flops
 from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
-from megarl.samples.in_flight import NOTHING, InFlight
+from megarl.samples.in_flight import IN_FLIGHT_FILES, NOTHING, InFlight
 from megarl.tracking.protocol import Tracker
 from megarl.training.collect import SampleSource
 from megarl.training.custom import CustomEstimator, CustomLoss, load_estimator, load_loss
@@ -312,7 +313,8 @@ def make_progress(config: Config, inputs: Inputs, resume_point: ResumePoint) -> 
     opened = partial(inputs.environments.open, max_tokens=rollout.prompt_length) if inputs.environments else None
     in_flight = NOTHING
     if checkpoint and rollout.partial.enable:
-        in_flight = InFlight.read(checkpoint, shares, inputs.prompts.prompt_of, opened)
+        files = on_first_rank(lambda: listed(checkpoint, IN_FLIGHT_FILES))
+        in_flight = InFlight.read(files, shares, inputs.prompts.prompt_of, opened)
     return Progress(
         kl=make_kl_controller(config.algorithm.kl_ctrl, state),
         position=state.position or inputs.prompts.position_of(state.step),

@@ -8,6 +8,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -47,6 +48,15 @@ def find_altered(directory: Path) -> str | None:
 
     faults = chain.from_iterable(in_shares(len(expected), compare))
     return next((fault for fault in faults if fault), None)
+
+
+def listed(directory: Path, pattern: str) -> list[Path]:
+    """Return the files of a checkpoint whose names match, in order, without those that came from elsewhere later.
+
+    Raises Damage.
+    """
+    names = parse_manifest(read_bytes(directory / MANIFEST_FILE), directory)
+    return [directory / name for name in sorted(names) if fnmatchcase(name, pattern)]
 
 
 def parse_manifest(content: bytes, directory: object) -> dict[str, Seal]:

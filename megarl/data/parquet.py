@@ -1,5 +1,7 @@
 """Parquet files: their columns in memory, and the files that megarl writes."""
 
+import io
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +17,10 @@ from megarl.data.table import DataRow, WantedColumns
 from megarl.data.uri import Location
 from megarl.platform.errors import UserError
 from megarl.platform.files import replacing
+from megarl.platform.secrets import beginning
 from megarl.platform.small_files import Damage, naming, open_file
+
+SHOWN_OF_VALUE = 100  # characters
 
 
 @dataclass(frozen=True)
@@ -101,11 +106,33 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, object]], note: Mapping[b
     """Write rows, all with the same keys, to a parquet file, completely or not at all; make a missing directory.
 
     `note` is metadata of the file.
+
+    Raises:
+        UserError: parquet cannot hold a value; names the first.
     """
+    for name in rows[0] if rows else ():
+        values = [row[name] for row in rows]
+        if _misfit(values):
+            first = bisect_left(range(len(values)), True, key=lambda place: bool(_misfit(values[: place + 1])))  # noqa: B023
+            raise UserError(
+                f"{path}, row {first}, column {name}: {beginning(repr(values[first]), SHOWN_OF_VALUE)} has no place "
+                f"in a parquet file beside the values of the rows before ({_misfit(values[: first + 1])}): write all "
+                "values alike, for example as texts"
+            )
     table = pa.Table.from_pylist(list(rows)).replace_schema_metadata(note)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         pq.write_table(table, file)
+
+
+def _misfit(values: Sequence[object]) -> str:
+    """Return why parquet cannot hold the values of a column; '' if it can."""
+    try:
+        column = pa.table({"": pa.array(values)})
+        pq.write_table(column.slice(0, 0), io.BytesIO())  # of some types it can hold no value
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        return str(error)
+    return ""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn, f
 from megarl.columns import Integers
 from megarl.data.parquet import OwnFile
 from megarl.distributed.evenly import deal
-from megarl.distributed.exchange import on_each_rank, on_first_rank, together
+from megarl.distributed.exchange import on_each_rank, together
 from megarl.distributed.made_prompts import redistribute_prompts
 from megarl.distributed.sharded import Shares
 from megarl.platform.errors import UserError
@@ -90,16 +90,15 @@ class InFlight:
     @classmethod
     def read(
         cls,
-        checkpoint: Path,
+        files: Sequence[Path],
         shares: Shares,
         prompt_of: PromptOf,
         opened: Opened | None = None,
     ) -> "InFlight":
-        """Read the groups in a checkpoint, which may be of a job with other replicas. Collective.
+        """Read the groups in the files of a checkpoint, which may be of a job with other replicas. Collective.
 
         Arguments and errors as `read`.
         """
-        files = on_first_rank(lambda: sorted(checkpoint.glob(IN_FLIGHT_FILES)))
         return cls(tuple(read(files, shares, prompt_of, opened).values()), shares)
 
 

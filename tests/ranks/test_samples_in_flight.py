@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megarl.batch import Generation, Group, Prompt, RemoteSample, Sample, float32, int32
 from megarl.distributed.sharded import Shares
-from megarl.samples.in_flight import InFlight
+from megarl.samples.in_flight import IN_FLIGHT_FILES, InFlight
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -64,7 +64,7 @@ def resume(directory: Path, size: int) -> tuple[list[Group], int]:
         gather(results, sent, **options)
 
     with patch.object(dist, "all_gather_object", noted):
-        found = InFlight.read(directory, Shares.blocks(size), prompt).groups
+        found = InFlight.read(sorted(directory.glob(IN_FLIGHT_FILES)), Shares.blocks(size), prompt).groups
     return [Group(prompt=group.prompt, samples=tuple(group.samples), started=group.started) for group in found], sum(
         told
     )

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from megarl.platform.errors import UserError
 from megarl.platform.functions import load_module
 
 ROWS = [{"question": f"{number} + 1 =", "total": str(number + 1)} for number in range(30)]
+DEEP: list[Any] = reduce(lambda inner, _: [inner], range(10_000), [])
 CELL = """
 import re as regex
 import math
@@ -170,6 +172,7 @@ def test_values_of_notebooks_become_rows(data: Any, prompt: Any, truth: Any, tmp
         ({"train": ROWS, "test": ROWS}, "data is a mapping with train, test, not rows"),
         (["1 + 1"], "data: row 0 is '1 + 1', no mapping of columns"),
         ([ROWS[0], ROWS[0] | {"total": {1}}], "data: row 1: {1} is neither a text"),
+        ([ROWS[0], ROWS[0] | {"total": DEEP}], "data: row 1: maximum recursion depth exceeded"),
         ([], "is empty"),
     ],
 )

@@ -211,6 +211,25 @@ def test_resume_from_earlier_step_sets_later_checkpoints_aside(tmp_path: Path, m
     assert holds(tmp_path) == ["back", "global_step_1", "global_step_3", LATEST_FILE, aside.name]
 
 
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_abandoned_steps_never_come_back(tmp_path: Path, is_chosen: bool) -> None:
+    """A checkpoint later than the resumed step has another past, though the run may pass that step later."""
+    config = configured(tmp_path)
+    for step in (2, 4, 6):
+        save(config, step=step)
+    if is_chosen:  # a person has edited the pointer
+        (tmp_path / LATEST_FILE).write_text("2")
+    else:
+        for step in (4, 6):
+            (tmp_path / f"global_step_{step}" / "state.json").write_text("{}")
+    assert ResumePoint.find(config).state.step == 2
+    assert pointer(tmp_path) == "2"
+    [aside] = tmp_path.glob("set_aside-*")
+    assert holds(aside) == ["global_step_4", "global_step_6"]
+    (save(config, step=7) / "state.json").write_text("{}")
+    assert ResumePoint.find(config).state.step == 2
+
+
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_resume_from_elsewhere_sets_local_checkpoints_aside(tmp_path: Path, scheme: str) -> None:
     here = tmp_path / "here"
@@ -242,7 +261,8 @@ def test_restarted_job_resumes_from_its_own_last_checkpoint(
         assert ResumePoint.find(config).checkpoint == last
         assert f"restarted by its launcher: resumes from {last}, although trainer.resume_mode" in told(caplog)
     assert ResumePoint.find(fork, continues=False).state.step == 3
-    assert holds(run_dir) == ["global_step_4", "global_step_5", LATEST_FILE]
+    [aside] = run_dir.glob("set_aside-*")
+    assert holds(run_dir) == ["global_step_4", LATEST_FILE, aside.name]
     monkeypatch.setenv(launcher, "0")
     assert ResumePoint.find(fork).state.step == 3
 

@@ -17,13 +17,15 @@ from megarl.checkpoint.contents import RANDOM_STATES
 from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, saved_steps, set_aside
 from megarl.checkpoint.failures import SMALL_BYTES, warn_of_space
 from megarl.checkpoint.find import find_checkpoint
-from megarl.checkpoint.manifest import sealing
+from megarl.checkpoint.manifest import listed, sealing
 from megarl.checkpoint.occupancy import tidy_up
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import CheckpointStore
 from megarl.commands.export import intact_checkpoint
 from megarl.data.order import Position
 from megarl.learner.randomness import write_random_states
+from megarl.platform.small_files import Damage
+from megarl.samples.in_flight import IN_FLIGHT_FILE, IN_FLIGHT_FILES
 from tests.support.checkpoint_models import ConfigOnly
 from tests.support.disks import small_disk
 
@@ -64,6 +66,19 @@ def test_a_saved_checkpoint_is_found_and_loaded(tmp_path: Path) -> None:
     assert run.load(checkpoint) == state
     assert torch.equal(torch.rand(5), drawn)  # the generators continue from their saved states
     assert torch.equal(groups.get_states()["model-parallel-rng"], of_group)
+
+
+def test_files_that_were_copied_into_a_checkpoint_later_are_not_its_own(tmp_path: Path) -> None:
+    """A copy over a checkpoint of the same step and more replicas leaves files of that one."""
+    names = [IN_FLIGHT_FILE.format(replica) for replica in range(3)]
+    checkpoints(tmp_path).save(State(step=4, files=dict.fromkeys(names[:2], b"responses")))
+    (tmp_path / "global_step_4" / names[2]).write_bytes(b"of another past")
+    checkpoint = found(tmp_path)
+    assert checkpoint == tmp_path / "global_step_4"
+    assert listed(checkpoint, IN_FLIGHT_FILES) == [checkpoint / name for name in names[:2]]
+    (checkpoint / MANIFEST_FILE).write_text("{}")
+    with pytest.raises(Damage, match="does not list"):
+        listed(checkpoint, IN_FLIGHT_FILES)
 
 
 def test_old_state_without_optional_fields_is_readable(tmp_path: Path) -> None:

@@ -204,6 +204,29 @@ def test_mistakes_name_the_place_and_the_remedy(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ([1, 10**30], "row 1, column reward_model: {'style': 'rule', 'ground_truth': 1" + "0" * 30 + "} has no place"),
+        ([{"k": 1}, {"k": 2}, {"k": "t"}, {"k": 3}], "row 2, column reward_model: {'style': 'rule', 'ground_truth': {"),
+        ([["a"], [1]], "row 1, column reward_model: "),
+        ([{}, {}], "row 0, column reward_model: {'style': 'rule', 'ground_truth': {}} has no place"),
+        (["a", "\ud800"], "row 1, column reward_model: "),
+    ],
+)
+def test_value_that_parquet_cannot_hold_is_named(
+    answers: list[Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_lines(tmp_path / "mine.jsonl", *({"prompt": "a", "b": answer} for answer in answers))
+    with pytest.raises(SystemExit) as ending:
+        own(file, "--answer", "b", "--val", 0, out=tmp_path / "out")
+    assert ending.value.code == 2
+    printed = capsys.readouterr().err
+    assert f"{tmp_path / 'out' / 'train.parquet'}, {words}" in printed
+    assert "write all values alike, for example as texts" in printed
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["file", "/proc/none"])
 def test_place_that_takes_no_files_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()

@@ -16,7 +16,7 @@ from megarl.platform.small_files import Damage
 from megarl.rollout.config import PartialSection
 from megarl.rollout.responses import of_groups
 from megarl.rollout.session import WINDOW
-from megarl.samples.in_flight import InFlight, rows_of, to_bytes
+from megarl.samples.in_flight import IN_FLIGHT_FILES, InFlight, rows_of, to_bytes
 from megarl.training.partial import Drawn, Partial, draw_enough, staleness
 from tests.support.ranks import world_of_one
 
@@ -241,7 +241,7 @@ def found(
     directory: Path, prompt_of: Callable[[int], Prompt] = prompt, opened: Callable[[Prompts], Prompts] | None = None
 ) -> tuple[Group, ...]:
     with world_of_one():
-        return InFlight.read(directory, Shares(), prompt_of, opened).groups
+        return InFlight.read(sorted(directory.glob(IN_FLIGHT_FILES)), Shares(), prompt_of, opened).groups
 
 
 def test_a_file_keeps_every_group(tmp_path: Path) -> None:
