@@ -48,6 +48,7 @@ class Mirror:
         self._uploader.best = self._uploader.arrived_best = best
         step = step_of_name(checkpoint.name)
         if checkpoint.parent == self._directory and step is not None:
+            self._uploader.resumed = step
             self._add(step)
 
     def follow(self, step: int, *, best: int | None) -> None:
