@@ -281,12 +281,14 @@ def test_run_resumed_earlier_replaces_later_mirrored_checkpoints(tmp_path: Path)
     assert (there / LATEST_FILE).read_text() == "2"
 
 
-def test_mirrored_checkpoints_of_another_past_never_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["global_step_2", "back"])
+def test_mirrored_checkpoints_of_another_past_never_come_back(tmp_path: Path, name: str) -> None:
     there = tmp_path / "there"
     save(start(tmp_path), 1, 2, 4, 6)
     set_aside(tmp_path / "here", [4, 6], latest=2)
     run = start(tmp_path, keep=3)
-    run.load(tmp_path / "here" / "global_step_2")
+    (tmp_path / "here" / "back").symlink_to("global_step_2")
+    run.load(tmp_path / "here" / name)
     save(run, 5)
     assert intact(there) == ["global_step_1", "global_step_2", "global_step_5", "global_step_6"]
     assert Remote(str(there)).resumable_steps() == [1, 2, 5]
