@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint.background import Background, Task
-from megarl.checkpoint.directory import STEP_PREFIX, step_of_name
+from megarl.checkpoint.directory import STEP_PREFIX, step_in
 from megarl.checkpoint.remote import Remote
 from megarl.checkpoint.upload import Uploader, UploadResult
 from megarl.distributed import watchdog
@@ -43,11 +43,13 @@ class Mirror:
     def remember(self, checkpoint: Path, *, best: int | None) -> None:
         """Upload the checkpoint that the run resumes from, if the mirror lacks it, after the next save or at the end.
 
-        A checkpoint in another directory, or with another name, is ignored. `best` is the step of the best validation.
+        A checkpoint of another directory is ignored: what the mirror has is then of another past. `best` is the step of
+        the best validation.
         """
         self._uploader.best = self._uploader.arrived_best = best
-        step = step_of_name(checkpoint.name)
-        if checkpoint.parent == self._directory and step is not None:
+        step = step_in(self._directory, checkpoint)
+        if step is not None:
+            self._uploader.resumed = step
             self._add(step)
 
     def follow(self, step: int, *, best: int | None) -> None:

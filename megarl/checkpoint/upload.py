@@ -6,7 +6,8 @@ and writes the manifest and the pointer to the latest checkpoint after, so an in
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint.background import LocalWork
-from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, STEP_PREFIX, latest_step
+from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, STEP_PREFIX
 from megarl.checkpoint.manifest import parse_manifest
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.platform.small_files import read_bytes
@@ -39,11 +40,13 @@ class Uploader:
         self.remote = remote
         self.directory = directory
         self._keep = keep
+        self._is_lowered = False  # the pointer of the mirror names no step of another past
         self._uploaded: defaultdict[int, set[str]] = defaultdict(set)  # step -> files that this rank has uploaded
         self.best: int | None = None  # the step of the best validation
         self.arrived_best: int | None = None  # the last one that the mirror had
         self.num_bytes = 0  # uploaded by this rank so far
         self.deleted: set[int] = set()  # steps removed locally before the mirror was known to have them
+        self.resumed = 0  # the step that the run resumed from; what the mirror has of later steps is of another past
 
     def is_local(self, step: int) -> bool:
         """Return whether the checkpoint of `step` is complete in the local directory."""
@@ -91,11 +94,11 @@ class Uploader:
         self.num_bytes += num_bytes
 
     def _lower_latest(self) -> None:
-        """Lower the mirror's pointer if it names a later step than the local one: the run resumed from before it."""
-        latest = latest_step(self.directory)
-        mirrored = self.remote.latest()
-        if latest is not None and mirrored is not None and mirrored > latest:
-            self.remote.write(LATEST_FILE, str(latest).encode())
+        """Lower the mirror's pointer, before the first upload, if the run resumed from before it."""
+        mirrored = None if self._is_lowered else self.remote.latest()
+        if mirrored is not None and mirrored > self.resumed:
+            self.remote.write(LATEST_FILE, str(self.resumed).encode())
+        self._is_lowered = True
 
     def _seal(self, step: int) -> int:
         """Write the metrics so far, the manifest and the pointer, then remove old checkpoints; the first rank does."""
@@ -106,14 +109,28 @@ class Uploader:
             manifest, name = self._manifest(step)
             if self.remote.read(name) != manifest:
                 self.remote.write(name, manifest)
+            with self._removing():
+                self._remove_abandoned(step)
             latest = self.remote.latest()
             if latest is None or latest < step:
                 self.remote.write(LATEST_FILE, str(step).encode())
-            try:
+            with self._removing():
                 self._remove_old()
-            except Exception as error:  # the new checkpoint is complete, and need not be uploaded again
-                logger.warning("old checkpoints in %s could not be removed: %s", self.remote, error)
         return 0
+
+    @contextmanager
+    def _removing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the new checkpoint is complete, and need not be uploaded again
+            logger.warning("old checkpoints in %s could not be removed: %s", self.remote, error)
+
+    def _remove_abandoned(self, step: int) -> None:
+        """Remove what the mirror has between its pointer and `step`: it is of another past."""
+        latest = self.remote.latest()
+        for other in self.remote.complete_steps():
+            if latest is not None and latest < other < step:
+                self.remote.remove(other)
 
     def _remove_old(self) -> None:
         """Remove checkpoints beyond `keep`, and what was uploaded of deleted checkpoints that are incomplete.

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.checkpoint.contents import find_damage
-from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE
+from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, set_aside
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.checkpoint.state import Best, State
@@ -270,14 +270,30 @@ def test_run_resumed_earlier_replaces_later_mirrored_checkpoints(tmp_path: Path)
     there = tmp_path / "there"
     save(start(tmp_path), 1, 2, 3, kl_coef=0.5)
     run = start(tmp_path)
-    FaultyFileSystem.arm(faults={"state.json": 3})
+    run.load(tmp_path / "here" / "global_step_1")
+    FaultyFileSystem.arm(faults={"global_step_2/state.json": 3})
     save(run, 2, kl_coef=0.7)
     assert intact(there) == ["global_step_1", "global_step_3"]  # the old manifest of step 2 is gone
-    assert (there / LATEST_FILE).read_text() == "2"  # step 3 is not of this run
+    assert (there / LATEST_FILE).read_text() == "1"  # steps 2 and 3 are not of this run
     run.close()
     assert intact(there) == ["global_step_1", "global_step_2", "global_step_3"]
     assert State.read(there / "global_step_2").kl_coef == 0.7
     assert (there / LATEST_FILE).read_text() == "2"
+
+
+@pytest.mark.parametrize("name", ["global_step_2", "back"])
+def test_mirrored_checkpoints_of_another_past_never_come_back(tmp_path: Path, name: str) -> None:
+    there = tmp_path / "there"
+    save(start(tmp_path), 1, 2, 4, 6)
+    set_aside(tmp_path / "here", [4, 6], latest=2)
+    run = start(tmp_path, keep=3)
+    (tmp_path / "here" / "back").symlink_to("global_step_2")
+    run.load(tmp_path / "here" / name)
+    save(run, 5)
+    assert intact(there) == ["global_step_1", "global_step_2", "global_step_5", "global_step_6"]
+    assert Remote(str(there)).resumable_steps() == [1, 2, 5]
+    save(run, 7)
+    assert intact(there) == ["global_step_2", "global_step_5", "global_step_7"]
 
 
 def test_checkpoint_under_upload_is_removed_afterwards(tmp_path: Path) -> None:
