@@ -14,7 +14,8 @@ from megarl.checkpoint.directory import HUGGINGFACE, saved_steps, step_of_name
 from megarl.commands.cli.command import parse, print_error
 from megarl.commands.cli.table import CHAT
 from megarl.platform.errors import UserError
-from megarl.platform.terminal import visible
+from megarl.platform.imports import IMPORTING
+from megarl.platform.terminal import print_message, visible
 from megarl.reshard.headers import has_weights
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with loadable(typed["model"]) as directory, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of vLLM, about torch: nothing for a person who chats
+            print_message(f"{IMPORTING}, then the engine")
             from megarl.rollout.chat import ChatEngine  # imports torch
 
             engine = ChatEngine(directory, trust_remote_code=typed["trust_remote_code"])

@@ -22,6 +22,7 @@ from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import DOCTOR
 from megarl.commands.train import PROGRAM
 from megarl.platform.finding import Finding, show
+from megarl.platform.imports import IMPORTING, silence_imports
 from megarl.platform.installed import (
     NOT_INSTALLED,
     REINSTALL,
@@ -33,6 +34,7 @@ from megarl.platform.installed import (
 from megarl.platform.patching import Patch, declared
 from megarl.platform.screen import Screen, plain
 from megarl.platform.shared_memory import maps_of_live_processes, shared_memory_findings
+from megarl.platform.terminal import print_message
 from megarl.platform.versions import ENGINES, found_among
 
 NEEDED = (
@@ -252,6 +254,8 @@ def peak_findings(torch: ModuleType) -> Iterator[Finding]:
 def main(argv: Sequence[str]) -> int:
     """Print the tables. Return 1 if training cannot work here, else 0."""
     typed = parse(DOCTOR, argv)
+    silence_imports()
+    print_message(f"{IMPORTING}, and a look at all packages")
     sections = [list(section) for section in _sections(measures=typed["peaks"])]
     show("megarl doctor", sections)
     if typed["patches"]:

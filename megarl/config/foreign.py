@@ -5,6 +5,7 @@ no section has a field that nothing reads. Both are reported. Any other foreign 
 instead, or that the feature is missing.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -17,6 +18,7 @@ from megarl.config.schema import Schema
 
 _MISSING = "is not supported"
 ANY = "any"  # in `accepts`: whatever the value
+_OTHER_KEY = re.compile(r"\$\{(?!oc\.env:)[^{}]*\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class ForeignRow:
 
     def drops(self, value: object) -> bool:
         """Return whether a value asks for nothing; one that follows another key is checked there."""
-        return ANY in self.accepts or _among(value, self.accepts) or str(value).startswith("${")
+        return ANY in self.accepts or _among(value, self.accepts) or bool(_OTHER_KEY.fullmatch(str(value)))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ COMMAND_LINE = "command line"
 YAML = (".yaml", ".yml")
 CHECKS = ("--check", "--dry-run")  # what people try in order to check a configuration
 HYDRA = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+_INDICATORS = ("'", '"', "|", ">", "!", "&", "*", "[", "{")
+"""Beginnings of values that YAML reads in another way than a text without quotes."""
+_READ_OTHERWISE = re.compile(r"\n|(?:^|\s)#")
 _QUOTING = re.compile(r"(tag|alias|anchor|handle) '.*'", re.DOTALL)
 
 
@@ -146,9 +149,19 @@ def _read_override(argument: str) -> Layer:
         raise UserError("keys cannot be removed: set it to another value")
     key, _, value = argument.lstrip("+").partition("=")
     try:
-        return Layer(origin=COMMAND_LINE, tree=nest({key: parse(value)}))
+        return Layer(origin=COMMAND_LINE, tree=nest({key: _typed(value)}))
     except UNREADABLE as error:
         raise UserError(f"its value is not valid YAML: {_one_line(error)}") from error
+
+
+def _typed(text: str) -> object:
+    """Return the value of an argument. A text without quotes is taken as typed: with line breaks, and without comments.
+
+    YAML would fold the lines of a script or a template, and end the name of a file at ` #`.
+    """
+    value = parse(text)  # D419
+    is_bare = not text.lstrip().startswith(_INDICATORS) and not isinstance(value, dict)
+    return text.strip() if is_bare and _READ_OTHERWISE.search(text.strip()) else value
 
 
 def _flatten(node: dict[object, object], schema: Schema, prefix: str) -> Iterator[tuple[str, object]]:

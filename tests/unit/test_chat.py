@@ -1,5 +1,6 @@
 """`megarl chat` without an engine: what is loaded, and what a model is asked."""
 
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,5 +92,6 @@ def test_library_warnings_are_hidden_from_user(
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert main([str(tmp_path), "--prompt", "2 + 2 ="]) == 0
-    assert capsys.readouterr().out == "4\n"
+    out, err = capsys.readouterr()
+    assert out == "4\n" and re.fullmatch(r"starting: import .*\n", err)
     assert not told

@@ -76,6 +76,11 @@ def test_any_text_can_be_an_argument(text: str) -> None:
         ("trainer.logger=['wandb']", "trainer.logger", ["wandb"]),
         ("trainer.logger=[console,wandb]", "trainer.logger", ["console", "wandb"]),
         ("trainer.experiment_name=2024", "trainer.experiment_name", "2024"),
+        ("trainer.experiment_name=run #3", "trainer.experiment_name", "run #3"),
+        ("trainer.experiment_name=#3", "trainer.experiment_name", "#3"),
+        ("trainer.experiment_name='run' # 3", "trainer.experiment_name", "run"),
+        ("trainer.on_end=\ncd a\n  ls  # all\n", "trainer.on_end", "cd a\n  ls  # all"),
+        ("trainer.logger=[console, # first\njsonl]", "trainer.logger", ["console", "jsonl"]),
         ("data.train_files=[a.parquet,b.parquet]", "data.train_files", ["a.parquet", "b.parquet"]),
         ("data.train_files=hdfs://host/a=b.parquet", "data.train_files", "hdfs://host/a=b.parquet"),
         (

@@ -147,7 +147,7 @@ def test_every_key_is_in_file_or_comment(tmp_path: Path, capsys: pytest.CaptureF
     tree = yaml.safe_load(text)
     assert tree["actor_rollout_ref"]["model"]["path"] == "mine" and tree["trainer"]["nnodes"] == 2
     assert tree["data"]["train_files"] == ["${oc.env:HOME}/a.parquet", "${oc.env:HOME}/b.parquet"]
-    assert tree["trainer"]["project_name"] == "a" and "experiment_name" not in tree["trainer"]
+    assert tree["trainer"]["project_name"] == "a # b" and "experiment_name" not in tree["trainer"]
     assert tree["actor_rollout_ref"]["actor"]["megatron"]["param_offload"] is True
     assert tree["actor_rollout_ref"]["actor"]["shuffle"] is False and "# verl's default" in text
     assert (tree["actor_rollout_ref"]["model"]["lora_rank"], tree["actor_rollout_ref"]["model"]["lora_alpha"]) == (
@@ -195,6 +195,25 @@ def test_yaml_file_is_converted(tmp_path: Path) -> None:
     file.write_text("data: {train_files: a, trust_remote_code: true}\nactor_rollout_ref: {model: {path: org/m}}\n")
     found, _ = convert(str(file))
     assert found.leaves["data.train_files"] == "a" and "data.trust_remote_code=True" in found.dropped
+
+
+@pytest.mark.parametrize("value", ["$TOOLS", "$PWD/tools.yaml"])
+def test_variable_of_environment_is_no_other_key(value: str) -> None:
+    key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+    found, _ = convert(f"{RUN} {KEYS} {key}={value}")
+    assert [written for written in found.decisions if written.startswith(key)]
+    assert not [written for written in found.dropped if written.startswith(key)]
+    found, _ = convert(f"{RUN} {KEYS} {key}='${{data.unheard}}'")
+    assert [written for written in found.dropped if written.startswith(key)]
+
+
+@pytest.mark.parametrize(
+    "program", ["verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer", "openrlhf.cli.train_sft"]
+)
+def test_supervised_launch_is_no_configuration_of_train(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"torchrun -m {program} {KEYS} optim.lr=1e-5"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and f"launches {program}: supervised fine-tuning" in err and "megarl prepare own --sft" in err
 
 
 def test_keys_outside_of_the_command_are_told() -> None:

@@ -1,5 +1,6 @@
 import os
 import py_compile
+import re
 import shlex
 import subprocess
 import sys
@@ -241,6 +242,12 @@ def test_broken_environment_exits_with_1_and_remedy(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
     assert result.returncode == 1, result.stderr
     assert "libcudart" in result.stdout and "make setup" in result.stdout
+
+
+def test_imports_print_no_warning() -> None:
+    result = subprocess.run([sys.executable, "-m", "megarl", "doctor"], capture_output=True, text=True, timeout=300)
+    assert "Ready to train" in result.stdout
+    assert re.fullmatch(r"starting: import .*\n", result.stderr)
 
 
 def test_importing_the_doctor_imports_nothing_heavy() -> None:

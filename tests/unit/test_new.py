@@ -56,9 +56,12 @@ def test_a_new_project_works(
 
 
 @pytest.mark.parametrize("task", ["own", "countdown"])
-def test_tiny_project_has_a_model(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_project_has_a_model(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     project = tmp_path / "tiny"
     assert main([str(project), "--task", task, "--tiny"]) == 0
+    assert re.fullmatch(r"starting: import .*\na model of 1,219,392 parameters .*\n", capfd.readouterr().err)
     monkeypatch.chdir(project)
     commands = re.findall(r"^```bash\n(.*?)^```", Path("README.md").read_text(), re.MULTILINE | re.DOTALL)
     data, _, train, _ = map(shlex.split, commands[0].splitlines())

@@ -1,10 +1,12 @@
 """A function of a user's file: its signature without running the file, and the function."""
 
 import inspect
+import threading
 from pathlib import Path
 
 import pytest
 
+from megarl.platform import functions
 from megarl.platform.functions import load_function, signature_in, takes, unmet
 
 
@@ -66,6 +68,41 @@ def test_what_is_no_python_file_is_refused(tmp_path: Path) -> None:
 def test_loaded_file_may_look_up_its_module(tmp_path: Path) -> None:
     text = "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: int\ndef f(): return A(b=3)\n"
     assert load_function(write(tmp_path, text), "f", key="own.path")().b == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "remedy"),
+    [
+        (
+            "own.py",
+            "from helper import VALUE\n",
+            r": start the command with PYTHONPATH='.*a folder', and import it as helper$",
+        ),
+        ("own.py", "from .helper import VALUE\n", r"PYTHONPATH='.*a folder', and import it as helper$"),
+        ("pack/own.py", "from .helper import VALUE\n", r"PYTHONPATH='.*a folder', and import it as pack\.helper$"),
+        ("pack/own.py", "import absent_module\n", r"No module named 'absent_module' \(.*, `import absent_module`\)$"),
+    ],
+)
+def test_neighbour_that_is_not_found_has_a_remedy(file: str, text: str, remedy: str, tmp_path: Path) -> None:
+    path = tmp_path / "a folder" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    for name in ("helper", "__init__") if path.parent.name == "pack" else ("helper",):
+        path.with_name(f"{name}.py").write_text("VALUE = 1\n")
+    with pytest.raises(ValueError, match=remedy):
+        load_function(path, "f", key="own.path")
+
+
+@pytest.mark.usefixtures("news_captured")
+def test_file_that_loads_long_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(functions, "SILENT_S", 0.05)
+    threads = threading.active_count()
+    load_function(write(tmp_path, "import time\ntime.sleep(1)\ndef f(): ...\n"), "f", key="own.path")
+    (message,) = caplog.messages
+    assert message.startswith(f"own.path: {tmp_path / 'own.py'} is still loading after 0.05 s: ")
+    assert threading.active_count() == threads
 
 
 def test_which_keywords_a_function_takes_and_lacks() -> None:

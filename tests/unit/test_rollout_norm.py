@@ -1,4 +1,6 @@
-"""The engine's norms on the CPU are those that vLLM defines."""
+"""The engine's norms on the CPU are those that vLLM defines, and it starts without other libraries."""
+
+import os
 
 import pytest
 import torch
@@ -31,3 +33,15 @@ def test_kernels_normalize_as_the_formula_does(shape: tuple[int, ...], dtype: to
     found, expected = norm(x.clone(), residual.clone()), norm.forward_native(x.clone(), residual.clone())
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     assert not torch.equal(found[1], residual)
+
+
+def test_start_of_an_engine_preloads_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("this build of vLLM preloads nothing")
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    with start_isolated():
+        VllmConfig()
+        assert "LD_PRELOAD" not in os.environ  # a program that starts now would look for its parts

@@ -17,6 +17,9 @@ from megarl.platform.errors import UserError
 from megarl.platform.secrets import guard_output
 from megarl.platform.terminal import visible
 
+_SUPERVISED = """\
+supervised fine-tuning, whose keys are not converted. Write a file for `megarl sft`, as configs/quickstart_sft.yaml: \
+model.path is the model, and `megarl prepare own --sft` makes its data (docs/data.md)"""
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -42,7 +45,7 @@ def convert(source: str, arguments: Sequence[str] = ()) -> tuple[Converted, str]
     """Return the configuration of a script, a file or a command line, and the heading of its file.
 
     Raises:
-        UserError: the source cannot be read, or has no launch.
+        UserError: the source cannot be read, or has no launch of reinforcement learning.
     """
     path = Path(source)
     if path.suffix in YAML and not is_command_line(source):
@@ -51,6 +54,8 @@ def convert(source: str, arguments: Sequence[str] = ()) -> tuple[Converted, str]
     variables = [(match[1], match[2]) for word in arguments if (match := _VARIABLE.fullmatch(word))]
     others = [word for word in arguments if not _VARIABLE.fullmatch(word)]
     launched = find_launch(read_source(source), others, variables)
+    if "sft" in re.split(r"[._]", launched.program.rpartition("/")[2]):
+        raise UserError(f"{visible(source)} launches {visible(launched.program)}: {_SUPERVISED}")
     name = "a command line" if is_command_line(source) else path.name
     heading = f"megarl convert {name}: the launch of {launched.program} in line {launched.line}"
     if launched.others:

@@ -98,6 +98,7 @@ def write_project(directory: Path, *, task: str, model: str, is_tiny: bool) -> l
         write_whole(directory / file, text.encode())
         paths.append(directory / file)
     if is_tiny:
+        print_message("starting: import of torch and transformers, which make the model")
         print(write_model(directory / MODEL), file=sys.stderr)
         paths.append(directory / MODEL)
     return paths

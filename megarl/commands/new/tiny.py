@@ -19,7 +19,9 @@ def write_model(directory: Path, texts: Iterable[str] = ASCII, *, length: int = 
     import sentencepiece
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),

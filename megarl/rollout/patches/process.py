@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,14 @@ MEMORY_BINDING = declare_vllm(
     reason="0.32 on CPU binds the whole process, with the trainer's memory, to one NUMA node",
     upstream="vllm/v1/worker/cpu_worker.py: CPUWorker.__init__",
     until="the binding can be switched off",
+)
+PRELOADING = declare_vllm(
+    "vllm.platforms.cpu",
+    "glob",
+    reason="0.32 on CPU adds libraries to LD_PRELOAD, for processes that megarl does not start: each program that it "
+    "starts itself gets them, and prints an error for each blank in their path",
+    upstream="vllm/platforms/cpu.py: CpuPlatform.check_and_update_config",
+    until="the libraries can be left out",
 )
 INSPECTION = declare_vllm(
     "vllm.model_executor.models.registry",
@@ -67,21 +76,22 @@ def start_isolated() -> Iterator[None]:
 
     vLLM 0.26 - 0.33 seeds the global generators of Python, numpy and torch, which are the trainer's
     (https://github.com/vllm-project/vllm/issues/11953). On CPU it overwrites LOCAL_WORLD_SIZE with the engine's
-    parallel size, although checkpoint writers read the launcher's value later, and it adds to LD_PRELOAD, which would
-    reach every process that megarl starts. 0.32 warns of deprecated names in torch, on every rank.
+    parallel size, although checkpoint writers read the launcher's value later. 0.32 warns of deprecated names in torch,
+    on every rank.
     """
-    kept = {key: os.environ.get(key) for key in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    launched_size = os.environ.get("LOCAL_WORLD_SIZE")
     unbound = replaced(MEMORY_BINDING, init_cpu_memory_env=lambda nodes: None)
     inspected_here = replaced(INSPECTION, _run_in_subprocess=lambda inspect: inspect())
-    with random_state_kept(), warnings.catch_warnings(), unbound, inspected_here:
+    without_files = SimpleNamespace(glob=lambda pattern: [])
+    not_preloaded = replaced(PRELOADING, glob=without_files)
+    with random_state_kept(), warnings.catch_warnings(), unbound, inspected_here, not_preloaded:
         warnings.simplefilter("ignore", FutureWarning)
         try:
             yield
         finally:
-            for key, value in kept.items():
-                os.environ.pop(key, None)
-                if value is not None:
-                    os.environ[key] = value
+            os.environ.pop("LOCAL_WORLD_SIZE", None)
+            if launched_size is not None:
+                os.environ["LOCAL_WORLD_SIZE"] = launched_size
 
 
 @contextmanager
