@@ -1,10 +1,10 @@
 """The tokens of all prompts of a data set: encoded once, by the ranks of a host together, and mapped into memory.
 
     CACHE/prompts/DIGEST/0.arrow   the prompts that the first rank of the host encoded: row, tokens, text
-                        /0.json    what it counted among these rows
+                        /0.json    what it counted among these rows, the number of files, and the checksum of its own
 
 The directory stays until someone deletes it, and the next run on the same files finds it. It is made under another name
-and published complete.
+and published complete. If its files are damaged, they are made anew.
 """
 
 import json
@@ -13,12 +13,14 @@ import shutil
 import socket
 import tempfile
 import time
+import zlib
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, reduce
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -60,14 +62,13 @@ class EncodedPrompts:
 
     def __init__(self, directory: Path) -> None:
         """Map the files of a directory."""
-        parts = sorted(directory.glob("*.arrow"), key=lambda path: int(path.stem))
-        tables = [pa.ipc.open_file(pa.memory_map(str(path))).read_all() for path in parts]
-        table = pa.concat_tables(tables)
+        seals = _Seal.all_of(directory)
+        maps = [pa.memory_map(str(directory / f"{number}.arrow")) for number in range(len(seals))]
+        table = pa.concat_tables([pa.ipc.open_file(each).read_all() for each in maps])
         self.rows: NDArray[np.int64] = table["row"].to_numpy()
         self._token_ids = table["token_ids"]
         self._texts = table["text"]
-        counts = (Counts(**json.loads(path.with_suffix(".json").read_bytes())) for path in parts)
-        self.counts = reduce(Counts.__add__, counts)
+        self.counts = reduce(Counts.__add__, (Counts(**seal.counts) for seal in seals))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -90,6 +91,36 @@ class EncodedPrompts:
         return text
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Seal:
+    """The facts about one file of prompts."""
+
+    counts: dict[str, Any]  # of the census
+    num_files: int  # of the directory
+    checksum: int  # CRC-32 of the file
+
+    @classmethod
+    def all_of(cls, directory: Path) -> list["_Seal"]:
+        """Return those of all files of a directory, in order. Raises OSError, ValueError or TypeError."""
+        first = cls(**json.loads((directory / "0.json").read_bytes()))
+        others = (directory / f"{number}.json" for number in range(1, first.num_files))
+        return [first, *(cls(**json.loads(path.read_bytes())) for path in others)]
+
+
+def _is_intact(directory: Path) -> bool:
+    """Return whether the files of a directory are those that were written."""
+    try:
+        seals = _Seal.all_of(directory)
+        return all(seal.checksum == _checksum(directory / f"{number}.arrow") for number, seal in enumerate(seals))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _checksum(path: Path) -> int:
+    with pa.memory_map(str(path)) as file:
+        return zlib.crc32(file.read_buffer())
+
+
 @dataclass(frozen=True)
 class _Host:
     """This rank among the ranks of its host, and a name for what they make together."""
@@ -97,6 +128,7 @@ class _Host:
     rank: int
     num_ranks: int
     name: str  # another in each run
+    first: int = 0  # the rank of the job that is the first of the host
 
     @classmethod
     def here(cls) -> "_Host":
@@ -106,7 +138,8 @@ class _Host:
             return cls(0, 1, run)
         rank = int(os.environ.get("LOCAL_RANK", "0"))
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        return cls(rank, num_ranks, f"{run}-{socket.gethostname()}-{dist.get_rank() - rank}")
+        first = dist.get_rank() - rank
+        return cls(rank, num_ranks, f"{run}-{socket.gethostname()}-{first}", first)
 
 
 def encode_once(rows: Rows, encode: Encode, census: Census, *, digest: str | None) -> EncodedPrompts:
@@ -127,7 +160,14 @@ def encode_once(rows: Rows, encode: Encode, census: Census, *, digest: str | Non
     if host.rank == 0:
         _remove_abandoned(directory)
     kept = directory / digest if digest else None
-    exists = kept is not None and kept.is_dir()
+
+    def find() -> bool:
+        if host.rank or kept is None or _is_intact(kept):  # D428
+            return kept is not None
+        shutil.rmtree(kept, ignore_errors=True)
+        return False
+
+    exists = together(find)[host.first]
     parent = directory if kept and _is_writable(directory) else Path(tempfile.gettempdir())
     part = parent / f".{host.name}.part"
 
@@ -135,7 +175,7 @@ def encode_once(rows: Rows, encode: Encode, census: Census, *, digest: str | Non
         return host.name, RowFaults() if exists else _write(part, rows, encode, census, host)
 
     def opened() -> EncodedPrompts:
-        return EncodedPrompts(kept if kept and kept.is_dir() else part)
+        return EncodedPrompts(part if part.is_dir() or kept is None else kept)
 
     try:
         of_ranks = together(encode_share)
@@ -180,7 +220,9 @@ def _write(part: Path, rows: Rows, encode: Encode, census: Census, host: _Host) 
                 if len(waiting) == ROWS_AT_ONCE:
                     _append(writer, waiting)
             _append(writer, waiting)
-        (part / f"{host.rank}.json").write_text(json.dumps(asdict(census.counts)), encoding="utf-8")
+        checksum = _checksum(part / f"{host.rank}.arrow")
+        seal = _Seal(counts=asdict(census.counts), num_files=host.num_ranks, checksum=checksum)
+        (part / f"{host.rank}.json").write_text(json.dumps(asdict(seal)), encoding="utf-8")
     return faults
 
 

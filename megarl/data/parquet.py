@@ -116,7 +116,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, object]], note: Mapping[b
             first = bisect_left(range(len(values)), True, key=lambda place: bool(_misfit(values[: place + 1])))  # noqa: B023
             raise UserError(
                 f"{path}, row {first}, column {name}: {beginning(repr(values[first]), SHOWN_OF_VALUE)} has no place "
-                f"in a parquet file after the values of the rows before ({_misfit(values[: first + 1])}): write all "
+                f"in a parquet file, after the values of the rows before ({_misfit(values[: first + 1])}): write all "
                 "values alike, for example as texts"
             )
     table = pa.Table.from_pylist(list(rows)).replace_schema_metadata(note)

@@ -68,7 +68,7 @@ def test_a_saved_checkpoint_is_found_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(groups.get_states()["model-parallel-rng"], of_group)
 
 
-def test_files_copied_later_are_not_the_checkpoints(tmp_path: Path) -> None:
+def test_foreign_files_of_a_checkpoint_are_ignored(tmp_path: Path) -> None:
     """A copy over a checkpoint of the same step and more replicas leaves files of that one."""
     names = [IN_FLIGHT_FILE.format(replica) for replica in range(3)]
     checkpoints(tmp_path).save(State(step=4, files=dict.fromkeys(names[:2], b"responses")))

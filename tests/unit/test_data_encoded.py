@@ -1,6 +1,7 @@
 """Encoded prompts: kept for the next run on the same files, tokenizer and keys, and for no other."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,42 @@ def test_same_question_finds_the_same_tokens(model: str, cache: Path, file: Path
     again = dataset(file, load_tokenizer(model), train_batch_size=7, seed=3, shuffle=False)
     assert [again[index] for index in range(2)] == [first[index] for index in range(2)]
     assert list(cache.iterdir()) == [kept] and (kept / "0.arrow").stat().st_mtime_ns == written
+
+
+def cut(kept: Path) -> None:
+    content = (kept / "0.arrow").read_bytes()
+    (kept / "0.arrow").unlink()  # an earlier data set maps the file
+    (kept / "0.arrow").write_bytes(content[: len(content) // 2])
+
+
+def flip(kept: Path) -> None:
+    content = (kept / "0.arrow").read_bytes()
+    (kept / "0.arrow").unlink()
+    (kept / "0.arrow").write_bytes(content.replace(b"three", b"thre4"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut,
+        flip,
+        lambda kept: (kept / "0.arrow").unlink(),
+        lambda kept: (kept / "0.json").unlink(),
+        lambda kept: (kept / "0.json").write_text(""),
+        lambda kept: (kept / "0.json").write_text('{"a": 1}'),
+        lambda kept: (kept / "foreign.arrow").touch(),
+    ],
+)
+def test_damaged_prompts_are_encoded_anew(
+    model: str, cache: Path, file: Path, damage: Callable[[Path], object]
+) -> None:
+    first = dataset(file, load_tokenizer(model))
+    [kept] = cache.iterdir()
+    damage(kept)
+    again = dataset(file, load_tokenizer(model))
+    assert [again[index] for index in range(len(again))] == [first[index] for index in range(2)]
+    assert texts(dataset(file, load_tokenizer(model))) == ["one", "two and three"]
+    assert list(cache.iterdir()) == [kept]
 
 
 def test_what_killed_jobs_left_is_removed(model: str, cache: Path, file: Path) -> None:
