@@ -36,8 +36,10 @@ class ConfigError(UserError):
 
 @contextmanager
 def fault_of(key: str) -> Iterator[None]:
-    """Turn a UserError into a fault of a key."""
+    """Turn a UserError into a fault of a key, or of the key within its section that begins the message."""
     try:
         yield
     except UserError as error:
-        raise ConfigError([Fault(key, str(error))]) from error
+        named, _, rest = str(error).partition(": ")
+        is_within = named.startswith(f"{key}.") and bool(rest)
+        raise ConfigError([Fault(named, rest) if is_within else Fault(key, str(error))]) from error

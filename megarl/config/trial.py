@@ -17,6 +17,7 @@ from megarl.config.rows_trial import check_responses, check_rows, stops
 from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.rows import Rows
+from megarl.environments.host import Host
 from megarl.models.config import ModelSection
 from megarl.models.hub import config_place, read_model
 from megarl.platform.errors import UserError, placed
@@ -79,6 +80,7 @@ def try_out(config: AnyConfig) -> Iterator[str]:
         require_a_batch(config)
     if isinstance(config, Config):
         find_sources(config)
+        load_environment(config)
         yield from check_rows(config)
         yield from try_reward(config)
     else:
@@ -169,6 +171,18 @@ def find_sources(config: Config) -> None:
             for source in sorted(wanted - found)
         ]
     )
+
+
+def load_environment(config: Config) -> None:
+    """Load the environment that a run has, and make none.
+
+    Raises:
+        ConfigError: there is no such environment, or its methods or arguments do not fit.
+    """
+    section = config.environment
+    if section.name:
+        with fault_of("environment"):
+            Host(name=section.name, path=section.path, kwargs=section.kwargs).load()
 
 
 def try_reward(config: Config) -> Iterator[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ClassVar
 
 from megarl.data.messages import prompt_faults, shown
@@ -86,6 +87,16 @@ class Host:
             raise UserError(
                 f"environment.name: {path} has no class {self.name} with the methods reset(row) and step(response)"
             )
+        for name, argument in (("reset", "row"), ("step", "response")):
+            method = inspect.getattr_static(own, name)
+            if not isinstance(method, FunctionType):
+                continue
+            try:
+                inspect.signature(method).bind(own, argument)
+            except TypeError as error:
+                raise UserError(
+                    f"environment.name: {path}: the call is {self.name}.{name}({argument}): {error}"
+                ) from error
         return own
 
 

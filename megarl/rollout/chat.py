@@ -21,15 +21,16 @@ class ChatEngine:
 
         arguments: dict[str, object] = {"kv_cache_memory_bytes": CACHE_BYTES} if current_platform.is_cpu() else {}
         try:
-            self._llm = LLM(
-                model=str(model_dir),
-                trust_remote_code=trust_remote_code,
-                enforce_eager=True,
-                max_num_seqs=1,
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-                **arguments,
-            )
+            with patches.start_isolated():
+                self._llm = LLM(
+                    model=str(model_dir),
+                    trust_remote_code=trust_remote_code,
+                    enforce_eager=True,
+                    max_num_seqs=1,
+                    disable_log_stats=True,
+                    use_tqdm_on_load=False,
+                    **arguments,
+                )
         except (ValueError, OSError) as error:
             raise UserError(f"vLLM does not load {model_dir}: {error}") from error
         self.has_template = bool(self._llm.get_tokenizer().chat_template)

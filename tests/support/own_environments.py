@@ -134,3 +134,27 @@ class Wordy(Count):
     def step(self, response: str) -> Step:
         _, _, done = super().step(response)
         return Step(self._words, sum(character.isdigit() for character in response) / 10, done)
+
+
+class Gymlike:
+    """Begins without a row."""
+
+    def reset(self) -> str:
+        """Return a prompt."""
+        return "?"
+
+    def step(self, response: str) -> tuple[str, float, bool]:
+        """End the episode."""
+        return "", 0.0, True
+
+
+class Impatient:
+    """Wants to know the time."""
+
+    def reset(self, row: Row) -> str:
+        """Return a prompt."""
+        return "?"
+
+    def step(self, response: str, clock: float) -> tuple[str, float, bool]:
+        """End the episode."""
+        return "", clock, True

@@ -1,6 +1,9 @@
 """`megarl chat` without an engine: what is loaded, and what a model is asked."""
 
+import os
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,3 +98,18 @@ def test_library_warnings_are_hidden_from_user(
     out, err = capsys.readouterr()
     assert out == "4\n" and re.fullmatch(r"starting: import .*\n", err)
     assert not told
+
+
+def test_engine_preloads_nothing_for_later_programs(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from megarl.commands.new.tiny import write_model
+from megarl.rollout.chat import ChatEngine
+write_model(Path(sys.argv[1]))
+ChatEngine(Path(sys.argv[1]), trust_remote_code=False)
+os._exit("LD_PRELOAD" in os.environ)
+"""
+    before = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "model"], env=before, timeout=300)
+    assert done.returncode == 0

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config, load_sft_config
-from megarl.config.trial import _rows, find_models, find_sources, require_a_batch, try_reward
+from megarl.config.trial import _rows, find_models, find_sources, require_a_batch, try_out, try_reward
 from megarl.rewards.config import RulesSection
 from tests.support.places import without_places
 
@@ -199,6 +199,23 @@ def test_reward_trial_is_skipped_if_disabled_or_unneeded(tried: Any) -> None:
 def test_unloadable_reward_file_is_configuration_fault(tried: Any) -> None:
     with pytest.raises(ConfigError, match="reward.py fails to load: IndentationError"):
         tried("    'too far'\n  return")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("Absent", r"environment\.name: .*own\.py has no class Absent"), ("Hasty", r"Hasty\.reset\(row\): too many")],
+)
+def test_unfit_environment_is_configuration_fault(name: str, fault: str, tmp_path: Path) -> None:
+    own, data = tmp_path / "own.py", tmp_path / "rows.jsonl"
+    own.write_text("class Hasty:\n    def reset(self): ...\n    def step(self, response): ...\n")
+    data.write_text("\n".join(map(json.dumps, ROWS)))
+    keys = [f"data.train_files={data}", f"environment.path={own}", f"environment.name={name}"]
+    models = [f"{key}={tmp_path}" for key in ("actor_rollout_ref.model.path", "critic.model.path")]
+    sizes = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    config = load_config([*models, *keys, *sizes], world_size=None, check_paths=False)
+    with pytest.raises(ConfigError, match=fault) as error:
+        list(try_out(config))
+    assert "environment: " not in said_by(error)
 
 
 def test_built_in_rules_are_tried_too(tmp_path: Path) -> None:

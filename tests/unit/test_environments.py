@@ -108,6 +108,8 @@ def test_answers_that_are_none(answer: Any, message: str) -> None:
         (Host(name="chess"), r"environment.name: 'chess' is not built in \(openenv, python, "),
         (Host(name="Guess", path=GUESS, kwargs={"rihgt": 1}), "environment.kwargs: Guess does not take them: .*rihgt"),
         (Host(name="Mute", path=OWN), "environment.name: .* has no class Mute with the methods"),
+        (Host(name="Gymlike", path=OWN), r"the call is Gymlike\.reset\(row\): too many positional arguments"),
+        (Host(name="Impatient", path=OWN), r"the call is Impatient\.step\(response\): missing .* 'clock'"),
         (Host(name="Count", path="nowhere.py"), "environment.path: no such file: nowhere.py"),
     ],
 )
