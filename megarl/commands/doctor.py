@@ -22,7 +22,7 @@ from megarl.commands.cli.command import parse
 from megarl.commands.cli.table import DOCTOR
 from megarl.commands.train import PROGRAM
 from megarl.platform.finding import Finding, show
-from megarl.platform.imports import IMPORTING, silence_imports
+from megarl.platform.imports import IMPORTING
 from megarl.platform.installed import (
     NOT_INSTALLED,
     REINSTALL,
@@ -254,7 +254,6 @@ def peak_findings(torch: ModuleType) -> Iterator[Finding]:
 def main(argv: Sequence[str]) -> int:
     """Print the tables. Return 1 if training cannot work here, else 0."""
     typed = parse(DOCTOR, argv)
-    silence_imports()
     print_message(f"{IMPORTING}, and a look at all packages")
     sections = [list(section) for section in _sections(measures=typed["peaks"])]
     show("megarl doctor", sections)

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -66,6 +67,14 @@ def test_configuration_check_imports_no_heavy_package() -> None:
     modules = [f"megarl.commands.{name}" for name in ("train", "sft", "train_reward", "evaluate", "export", "verify")]
     words = f"import sys, {', '.join(modules)}; assert not {HEAVY} & sys.modules.keys(), {HEAVY} & sys.modules.keys()"
     succeed(sys.executable, "-c", words, timeout_s=120)
+
+
+def test_commands_print_no_warnings_of_libraries(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(SystemExit):
+        main(["config", "optim.lr"])
+    for module in ("megatron.core.optimizer", "somebody.elses"):
+        warnings.warn_explicit("falling back", UserWarning, "optimizer.py", 24, module=module)
+    assert [str(warning.message) for warning in recwarn] == ["falling back"]
 
 
 def test_a_plan_imports_neither_megatron_nor_vllm() -> None:

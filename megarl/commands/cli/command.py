@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
+from megarl.platform.imports import silence_imports
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import ignore_broken_pipe, print_message, visible
 
@@ -74,6 +75,7 @@ class Command(click.Command):
         """Import the module, and return what its `main` returns for `argv`: an exit code, if anything."""
         guard_output()
         ignore_broken_pipe()
+        silence_imports()
         return import_module(self.module).main(argv)
 
 
