@@ -21,7 +21,7 @@ help:
 	@echo "make test-long    what takes minutes: demonstrations, benchmarks, many lives of a job, and test-newest"
 	@echo "make test-newest  tests of what touches Megatron-Core, with its newest release, and of optional packages"
 	@echo "make test-oldest  tests of what touches vLLM, with the oldest vLLM and torch (3 GB of packages)"
-	@echo "make test-hollow  a part of the next, for each change: it takes minutes, after the packages (6 GB)"
+	@echo "make test-hollow  a part of the next, which runs nightly: it takes minutes, after the packages (6 GB)"
 	@echo "make test-cuda    tests of what touches CUDA, on a hollow device: no kernel runs, and no GPU is needed"
 	@echo "make test-cuda-newest  tests of what touches vLLM, with its newest release, which has no build for the CPU (6 GB)"
 	@echo "make test-te      the same of Transformer Engine, which is compiled first for a quarter of an hour"

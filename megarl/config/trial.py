@@ -23,6 +23,7 @@ from megarl.models.hub import config_place, read_model
 from megarl.platform.errors import UserError, placed
 from megarl.platform.log import show_printed
 from megarl.platform.secrets import beginning
+from megarl.platform.slow_loads import reported
 from megarl.rewards.config import RulesSection
 from megarl.rewards.configured import make_pool
 from megarl.rewards.signature import IDS
@@ -181,7 +182,7 @@ def load_environment(config: Config) -> None:
     """
     section = config.environment
     if section.name:
-        with fault_of("environment"):
+        with fault_of("environment"), reported("environment.path", section.path):
             Host(name=section.name, path=section.path, kwargs=section.kwargs).load()
 
 

@@ -25,6 +25,7 @@ from megarl.environments.host import DONE, Host
 from megarl.environments.protocol import Observation
 from megarl.platform.errors import UserError
 from megarl.platform.seeds import seed_of
+from megarl.platform.slow_loads import reported
 from megarl.rewards.collective import finish
 from megarl.rewards.scoring import Decode
 from megarl.sandbox.limits import WorkerLimits
@@ -134,7 +135,8 @@ class Environments:
         """
         assert section.name, "no environment is configured"
         host = Host(name=section.name, path=section.path, kwargs=section.kwargs)
-        host.load()  # only to find its faults before anything else starts
+        with reported("environment.path", section.path):
+            host.load()  # only to find its faults before anything else starts
         limits = WorkerLimits(
             num_workers=1,
             timeout_s=section.timeout_s,

@@ -2,12 +2,9 @@
 
 import ast
 import importlib.util
-import logging
 import shlex
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from inspect import Parameter, Signature
 from pathlib import Path
 from types import ModuleType
@@ -17,10 +14,6 @@ from megarl.platform import custom_code
 from megarl.platform.custom_code import module_name, place_of
 from megarl.platform.errors import UserError
 
-logger = logging.getLogger(__name__)
-
-SILENT_S = 5.0
-"""Seconds that a file of a user may load without a record."""
 _KEYWORDS = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _MAKES_NAMES = {"exec", "globals", "locals", "setattr", "vars", "__getattr__"}
 
@@ -72,26 +65,11 @@ def load_module(path: Path, *, key: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class up through its module
     try:
-        with _reported(key, path):
-            spec.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's code may raise anything; the message names the file
         description = f"{type(error).__name__}: {error}{place_of(error)}{_remedy(error, path.absolute())}"
         raise UserError(f"{key}: {path} fails to load: {description}") from error
     return module
-
-
-@contextmanager
-def _reported(key: str, path: Path) -> Iterator[None]:
-    """Report a file that takes long to load, so that nobody waits for it without a word."""
-    message = f"{key}: {path} is still loading after {SILENT_S:g} s: everything waits for what it does when imported"
-    timer = threading.Timer(SILENT_S, logger.info, ["%s", message])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()  # who loads the file may fork afterwards
 
 
 def _remedy(error: BaseException, path: Path) -> str:

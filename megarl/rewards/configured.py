@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 
+from megarl.platform.slow_loads import reported
 from megarl.rewards.config import CustomRewardSection, RulesSection, isolation_of
 from megarl.rewards.rules import Rules
 from megarl.sandbox.limits import WorkerLimits
@@ -25,7 +26,8 @@ def make_pool(section: RulesSection, custom: CustomRewardSection, *, held_s: flo
     Raises UserError if the custom file does not define its function.
     """
     rules = make_rules(section, custom)
-    form = rules.check()
+    with reported("custom_reward_function.path", custom.path):
+        form = rules.check()
     isolation = isolation_of(section, custom)
     limits = WorkerLimits(
         num_workers=section.num_workers,

@@ -14,6 +14,7 @@ from megarl.algorithms.losses import PolicyLoss
 from megarl.config.custom_functions import Call
 from megarl.platform.errors import UserError
 from megarl.platform.functions import load_function
+from megarl.platform.slow_loads import reported
 
 CustomEstimator = Callable[[Mapping[str, Tensor]], list[Tensor]]
 """Takes tensors by name, as `check_estimator` describes them; returns advantages and perhaps returns, `[B, T]`."""
@@ -47,7 +48,8 @@ def load_loss(section: PolicyLossSection) -> CustomLoss | None:
 
 def _load(call: Call, check: Callable[..., None]) -> Callable[..., Any]:
     """Return the function of `call`, after `check` has tried it on random batches."""
-    function = load_function(Path(call.path), call.name, key=f"{call.key}.path")
+    with reported(f"{call.key}.path", call.path):
+        function = load_function(Path(call.path), call.name, key=f"{call.key}.path")
     for key, message in call.faults(inspect.signature(function)):
         raise UserError(f"{key}: {message}")
     try:

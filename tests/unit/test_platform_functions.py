@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.platform import functions
+from megarl.platform import slow_loads
 from megarl.platform.functions import load_function, signature_in, takes, unmet
+from megarl.rewards.config import CustomRewardSection, RulesSection
+from megarl.rewards.configured import make_pool
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -97,11 +99,12 @@ def test_neighbour_that_is_not_found_has_a_remedy(file: str, text: str, remedy: 
 def test_file_that_loads_long_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(functions, "SILENT_S", 0.05)
+    monkeypatch.setattr(slow_loads, "SILENT_S", 0.05)
     threads = threading.active_count()
-    load_function(write(tmp_path, "import time\ntime.sleep(1)\ndef f(): ...\n"), "f", key="own.path")
+    path = write(tmp_path, "import time\ntime.sleep(1)\ndef compute_score(**arguments): return 1.0\n")
+    make_pool(RulesSection(), CustomRewardSection(path=str(path))).close()
     (message,) = caplog.messages
-    assert message.startswith(f"own.path: {tmp_path / 'own.py'} is still loading after 0.05 s: ")
+    assert message.startswith(f"custom_reward_function.path: {path} is still loading after 0.05 s: ")
     assert threading.active_count() == threads
 
 
