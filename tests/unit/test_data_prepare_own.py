@@ -204,6 +204,19 @@ def test_mistakes_name_the_place_and_the_remedy(
     assert not (tmp_path / "out").exists()
 
 
+def test_all_faulty_rows_are_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["a", "", "b", "", *([{"role": f"r{number}", "content": "c"}] for number in range(11)), ""]
+    file = write_lines(tmp_path / "mine.jsonl", *({"prompt": prompt} for prompt in prompts))
+    with pytest.raises(SystemExit):
+        own(file, out=tmp_path / "out")
+    first, *others, last = capsys.readouterr().err.splitlines()
+    assert first == f"megarl prepare: {file}, line 2, column prompt: the text is empty (and 2 more rows)"
+    assert [line.partition(": message 0: role 'r")[0] for line in others] == [
+        f"{file}, line {5 + number}, column prompt" for number in range(9)
+    ]
+    assert last == "... and 2 more rows with other faults"
+
+
 @pytest.mark.parametrize(
     ("answers", "words"),
     [

@@ -5,7 +5,9 @@ of the hub, OWNER/NAME[:CONFIG] or hf://datasets/OWNER/NAME[@REVISION][/FILE].
 """
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from types import SimpleNamespace
 
 import click
@@ -19,6 +21,7 @@ from megarl.platform.errors import UserError
 MOST_VALIDATION_ROWS = 500
 VALIDATION_SHARE = 10
 """The rows from which one is taken for validation, unless a number or a file is given."""
+MOST_NAMED = 10  # faults
 PLACE = "{prompt}"
 SPEAKERS: Mapping[object, str] = {
     "human": "user",
@@ -71,7 +74,8 @@ def build(arguments: SimpleNamespace) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`.
 
     Raises:
-        UserError: files or columns are missing, a prompt is invalid, or a column holds values of several types.
+        UserError: files or columns are missing, prompts are invalid, or a column holds values of several types; names
+            all such rows.
     """
     if PLACE not in arguments.template:
         raise UserError(f"--template {arguments.template!r} has no {PLACE}: write it at the place of the prompt")
@@ -106,22 +110,43 @@ def _rows(arguments: SimpleNamespace, files: Sequence[str], split: str, hub_spli
     remedies = {arguments.prompt: "--prompt names another", arguments.answer or "": "--answer names another"}
     kinds: dict[str, type] = {}
     names: set[str] = set()
+    faults = defaultdict[str, list[str]](list)  # fault -> the places of the rows that have it
     for index, record in enumerate(records_of(files, columns, remedies, split=hub_split)):
-        row = _row(arguments, record, split, index)
-        names = names or {*row}
-        if names != {*row}:
-            raise UserError(
-                f"{record.place}, column {arguments.prompt}: the last message of some conversations is the "
-                "assistant's, and of others not: make all alike, or name the column of the answers with --answer"
-            )
-        yield row
-        for name in columns[1:]:
-            value = record.values[name]
-            if value is not None and kinds.setdefault(name, type(value)) is not type(value):
+        try:
+            row = _row(arguments, record, split, index)
+            names = names or {*row}
+            if names != {*row}:
                 raise UserError(
-                    f"{record.place}, column {name}: {value!r} is of type {type(value).__name__}, but rows before have "
-                    f"{kinds[name].__name__}: write all values alike, for example as texts"
+                    f"{record.place}, column {arguments.prompt}: the last message of some conversations is the "
+                    "assistant's, and of others not: make all alike, or name the column of the answers with --answer"
                 )
+            _check_types(record, columns[1:], kinds)
+        except UserError as error:
+            faults[str(error).removeprefix(record.place)].append(record.place)
+        else:
+            yield row
+    if faults:
+        raise UserError("\n".join(_lines(faults)))
+
+
+def _check_types(record: Record, columns: Sequence[str], kinds: dict[str, type]) -> None:
+    """Raise UserError if a value is of another type than those of its column before; enter new types in `kinds`."""
+    for name in columns:
+        value = record.values[name]
+        if value is not None and kinds.setdefault(name, type(value)) is not type(value):
+            raise UserError(
+                f"{record.place}, column {name}: {value!r} is of type {type(value).__name__}, but rows before have "
+                f"{kinds[name].__name__}: write all values alike, for example as texts"
+            )
+
+
+def _lines(faults: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield a line for each fault, with the first row that has it and the number of others, for the first faults."""
+    for fault, places in islice(faults.items(), MOST_NAMED):
+        others = f" (and {len(places) - 1:,} more rows)" if places[1:] else ""
+        yield f"{places[0]}{fault}{others}"
+    if len(faults) > MOST_NAMED:
+        yield f"... and {sum(map(len, [*faults.values()][MOST_NAMED:])):,} more rows with other faults"
 
 
 def _row(arguments: SimpleNamespace, record: Record, split: str, index: int) -> DataRow:
