@@ -240,7 +240,8 @@ def _set_aside_others(run_dir: Path, steps: Collection[int], checkpoint: Path | 
     target = set_aside(run_dir, others, latest=step)
     if target:
         logger.info(
-            "moved %d checkpoints of another past from %s to %s; you may delete them", len(others), run_dir, target
+            "moved %d checkpoints that this run does not continue from %s to %s; you may delete them",
+            *(len(others), run_dir, target),
         )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint.background import LocalWork
-from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, STEP_PREFIX
+from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, STEP_PREFIX, latest_step
 from megarl.checkpoint.manifest import parse_manifest
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.platform.small_files import read_bytes
@@ -40,13 +40,13 @@ class Uploader:
         self.remote = remote
         self.directory = directory
         self._keep = keep
-        self._is_lowered = False  # the pointer of the mirror names no step of another past
+        self._own: set[int] = set()  # steps that this process has begun to upload
         self._uploaded: defaultdict[int, set[str]] = defaultdict(set)  # step -> files that this rank has uploaded
         self.best: int | None = None  # the step of the best validation
         self.arrived_best: int | None = None  # the last one that the mirror had
         self.num_bytes = 0  # uploaded by this rank so far
         self.deleted: set[int] = set()  # steps removed locally before the mirror was known to have them
-        self.resumed = 0  # the step that the run resumed from; what the mirror has of later steps is of another past
+        self.resumed: int | None = None  # a step of `directory`; what the mirror has of later steps is of another past
 
     def is_local(self, step: int) -> bool:
         """Return whether the checkpoint of `step` is complete in the local directory."""
@@ -77,6 +77,7 @@ class Uploader:
         manifest, name = self._manifest(step)
         if dist.get_rank() == 0:
             self._lower_latest()
+            self._own.add(step)
         existing = self.remote.read(name)
         if existing == manifest:
             return 0
@@ -94,11 +95,11 @@ class Uploader:
         self.num_bytes += num_bytes
 
     def _lower_latest(self) -> None:
-        """Lower the mirror's pointer, before the first upload, if the run resumed from before it."""
-        mirrored = None if self._is_lowered else self.remote.latest()
-        if mirrored is not None and mirrored > self.resumed:
-            self.remote.write(LATEST_FILE, str(self.resumed).encode())
-        self._is_lowered = True
+        """Lower the mirror's pointer if it names a step of another past: the run resumed from before it."""
+        latest = latest_step(self.directory) if self._own or self.resumed is None else self.resumed
+        mirrored = self.remote.latest()
+        if latest is not None and mirrored is not None and mirrored > latest:
+            self.remote.write(LATEST_FILE, str(latest).encode())
 
     def _seal(self, step: int) -> int:
         """Write the metrics so far, the manifest and the pointer, then remove old checkpoints; the first rank does."""
@@ -126,10 +127,11 @@ class Uploader:
             logger.warning("old checkpoints in %s could not be removed: %s", self.remote, error)
 
     def _remove_abandoned(self, step: int) -> None:
-        """Remove what the mirror has between its pointer and `step`: it is of another past."""
-        latest = self.remote.latest()
+        """Remove what the mirror has of another past, between the resumed step and `step`."""
+        if self.resumed is None:
+            return
         for other in self.remote.complete_steps():
-            if latest is not None and latest < other < step:
+            if self.resumed < other < step and other not in self._own:
                 self.remote.remove(other)
 
     def _remove_old(self) -> None:

@@ -18,7 +18,7 @@ from megarl.config.schema import Schema
 
 _MISSING = "is not supported"
 ANY = "any"  # in `accepts`: whatever the value
-_OTHER_KEY = re.compile(r"\$\{(?!oc\.env:)[^{}]*\}")
+_OTHER_KEYS = re.compile(r"(?:\$\{(?!\s*oc\.env:)[^{}]*\}[^${}]*)+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class ForeignRow:
 
     def drops(self, value: object) -> bool:
         """Return whether a value asks for nothing; one that follows another key is checked there."""
-        return ANY in self.accepts or _among(value, self.accepts) or bool(_OTHER_KEY.fullmatch(str(value)))
+        return ANY in self.accepts or _among(value, self.accepts) or bool(_OTHER_KEYS.fullmatch(str(value)))
 
 
 @dataclass(frozen=True)

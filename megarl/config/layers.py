@@ -26,8 +26,8 @@ COMMAND_LINE = "command line"
 YAML = (".yaml", ".yml")
 CHECKS = ("--check", "--dry-run")  # what people try in order to check a configuration
 HYDRA = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
-_INDICATORS = ("'", '"', "|", ">", "!", "&", "*", "[", "{")
-"""Beginnings of values that YAML reads in another way than a text without quotes."""
+_INDICATORS = ("'", '"', "|", ">", "!", "&", "*")
+"""Beginnings of texts that YAML reads in another way than one without quotes."""
 _READ_OTHERWISE = re.compile(r"\n|(?:^|\s)#")
 _QUOTING = re.compile(r"(tag|alias|anchor|handle) '.*'", re.DOTALL)
 
@@ -160,8 +160,9 @@ def _typed(text: str) -> object:
     YAML would fold the lines of a script or a template, and end the name of a file at ` #`.
     """
     value = parse(text)  # D419
-    is_bare = not text.lstrip().startswith(_INDICATORS) and not isinstance(value, dict)
-    return text.strip() if is_bare and _READ_OTHERWISE.search(text.strip()) else value
+    bare = text.strip()
+    is_text = (isinstance(value, str) or bare.startswith("#")) and not bare.startswith(_INDICATORS)
+    return bare if is_text and _READ_OTHERWISE.search(bare) else value
 
 
 def _flatten(node: dict[object, object], schema: Schema, prefix: str) -> Iterator[tuple[str, object]]:

@@ -1,4 +1,4 @@
-"""Trials before anything starts: models on the hub, data sources, all rows, the reward on a few of them.
+"""Trials before anything starts: models on the hub, data sources, the environment, all rows, the reward for a few.
 
 The reward runs in processes as a run has them. The ground truth of each row is its response. Any finite score passes.
 Rewards that fail are judged as those of a step.
@@ -71,8 +71,8 @@ def try_out(config: AnyConfig) -> Iterator[str]:
     """Try what a configuration names, as its command does before it starts; yield remarks.
 
     Raises:
-        ConfigError: a model, a tokenizer or a data source is missing, the rows of training are fewer than a batch,
-            or so many rows or rewards fail that they would stop the run.
+        ConfigError: a model, a tokenizer, a data source or the environment is missing, the rows of training are fewer
+            than a batch, or so many rows or rewards fail that they would stop the run.
     """
     find_models(config)
     if isinstance(config, VerifyConfig):

@@ -8,6 +8,7 @@ and published complete. If its files are damaged, they are made anew.
 """
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -37,6 +38,8 @@ from megarl.data.table import DataRow
 from megarl.distributed.exchange import on_each_rank, on_first_rank, run_of, together
 from megarl.platform.cache import VARIABLE, cache_directory
 from megarl.platform.files import explained
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = pa.schema([("row", pa.int64()), ("token_ids", pa.list_(pa.int32())), ("text", pa.string())])
 ABANDONED_S = 7 * 24 * 3600
@@ -97,7 +100,16 @@ class _Seal:
 
     counts: dict[str, Any]  # of the census
     num_files: int  # of the directory
-    checksum: int  # CRC-32 of the file
+    checksum: int  # CRC-32 of the file and of the other fields
+
+    @classmethod
+    def of(cls, file: Path, *, counts: dict[str, Any], num_files: int) -> "_Seal":
+        """Return the seal of a file."""
+        words = json.dumps([counts, num_files], sort_keys=True).encode()
+        with pa.memory_map(str(file)) as content:
+            return cls(
+                counts=counts, num_files=num_files, checksum=zlib.crc32(words, zlib.crc32(content.read_buffer()))
+            )
 
     @classmethod
     def all_of(cls, directory: Path) -> list["_Seal"]:
@@ -111,14 +123,12 @@ def _is_intact(directory: Path) -> bool:
     """Return whether the files of a directory are those that were written."""
     try:
         seals = _Seal.all_of(directory)
-        return all(seal.checksum == _checksum(directory / f"{number}.arrow") for number, seal in enumerate(seals))
+        return all(
+            seal == _Seal.of(directory / f"{number}.arrow", counts=seal.counts, num_files=seal.num_files)
+            for number, seal in enumerate(seals)
+        )
     except (OSError, ValueError, TypeError):
         return False
-
-
-def _checksum(path: Path) -> int:
-    with pa.memory_map(str(path)) as file:
-        return zlib.crc32(file.read_buffer())
 
 
 @dataclass(frozen=True)
@@ -164,7 +174,9 @@ def encode_once(rows: Rows, encode: Encode, census: Census, *, digest: str | Non
     def find() -> bool:
         if host.rank or kept is None or _is_intact(kept):  # D428
             return kept is not None
-        shutil.rmtree(kept, ignore_errors=True)
+        if kept.exists():
+            logger.warning("the kept prompts in %s are damaged, and are encoded again", kept)
+            shutil.rmtree(kept, ignore_errors=True)
         return False
 
     exists = together(find)[host.first]
@@ -213,15 +225,15 @@ def _write(part: Path, rows: Rows, encode: Encode, census: Census, host: _Host) 
     waiting = list[dict[str, object]]()
     with explained(f"{VARIABLE}={part.parent}"):
         part.mkdir(parents=True, exist_ok=True)
-        with pa.OSFile(str(part / f"{host.rank}.arrow"), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+        path = part / f"{host.rank}.arrow"
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
             for number, prompt in check_each(rows, share, encode, faults):
                 if prompt is not None:
                     waiting.append({"row": number, "token_ids": prompt.token_ids, "text": prompt.text})
                 if len(waiting) == ROWS_AT_ONCE:
                     _append(writer, waiting)
             _append(writer, waiting)
-        checksum = _checksum(part / f"{host.rank}.arrow")
-        seal = _Seal(counts=asdict(census.counts), num_files=host.num_ranks, checksum=checksum)
+        seal = _Seal.of(path, counts=asdict(census.counts), num_files=host.num_ranks)
         (part / f"{host.rank}.json").write_text(json.dumps(asdict(seal)), encoding="utf-8")
     return faults
 

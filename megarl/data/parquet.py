@@ -21,6 +21,8 @@ from megarl.platform.secrets import beginning
 from megarl.platform.small_files import Damage, naming, open_file
 
 SHOWN_OF_VALUE = 100  # characters
+_MISFITS = (pa.ArrowException, OverflowError, UnicodeError)
+"""What Arrow raises for values that it cannot hold together."""
 
 
 @dataclass(frozen=True)
@@ -110,29 +112,38 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, object]], note: Mapping[b
     Raises:
         UserError: parquet cannot hold a value; names the first.
     """
-    for name in rows[0] if rows else ():
-        values = [row[name] for row in rows]
-        if _misfit(values):
-            first = bisect_left(range(len(values)), True, key=lambda place: bool(_misfit(values[: place + 1])))  # noqa: B023
-            raise UserError(
-                f"{path}, row {first}, column {name}: {beginning(repr(values[first]), SHOWN_OF_VALUE)} has no place "
-                f"in a parquet file, after the values of the rows before ({_misfit(values[: first + 1])}): write all "
-                "values alike, for example as texts"
-            )
-    table = pa.Table.from_pylist(list(rows)).replace_schema_metadata(note)
+    try:
+        table = pa.Table.from_pylist(list(rows)).replace_schema_metadata(note)
+        pq.write_table(table.slice(0, 0), io.BytesIO())  # of some types it can hold no value
+    except _MISFITS as error:
+        raise UserError(f"{path}, {_misfit(rows)}: write all values alike, for example as texts") from error
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         pq.write_table(table, file)
 
 
-def _misfit(values: Sequence[object]) -> str:
-    """Return why parquet cannot hold the values of a column; '' if it can."""
+def _misfit(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return the column of the first value that parquet cannot hold, with its row if the rows before decide on it."""
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        try:
+            pq.write_table(pa.table({name: pa.array(values)}).slice(0, 0), io.BytesIO())
+        except _MISFITS as error:
+            first = bisect_left(range(len(values)), True, key=lambda place: _is_mixed(values[: place + 1]))  # noqa: B023
+            if first == len(values):
+                return f"column {name}: {error}"
+            value = beginning(repr(values[first]), SHOWN_OF_VALUE)
+            return f"row {first}, column {name}: {value} does not fit the values of the rows before ({error})"
+    raise AssertionError("no column has such a value")
+
+
+def _is_mixed(values: Sequence[object]) -> bool:
+    """Return whether no type of Arrow has all these values."""
     try:
-        column = pa.table({"": pa.array(values)})
-        pq.write_table(column.slice(0, 0), io.BytesIO())  # of some types it can hold no value
-    except (pa.ArrowException, OverflowError, UnicodeError) as error:
-        return str(error)
-    return ""
+        pa.array(values)
+    except _MISFITS:
+        return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,9 @@ def report_first(rank: int, code: int, reason: str = "") -> int:
     is_killed = code < 0
     code = as_shell(code)
     if code != EXIT_CODE:  # otherwise a rank has printed the reason
-        out_of_memory = "; if nobody killed it, the system was short of memory, as dmesg tells"
-        cause = out_of_memory if code == as_shell(-signal.SIGKILL) else "; its own messages are above"
-        plain = f"megarl: rank {rank} failed first (exit code {code}){cause}"
+        out_of_memory = "unless someone killed it, memory probably ran out (see dmesg)"
+        cause = out_of_memory if code == as_shell(-signal.SIGKILL) else "its own messages are above"
+        plain = f"megarl: rank {rank} failed first (exit code {code}); {cause}"
         print_message(plain if is_killed else reason or plain)
     return code
 

@@ -88,14 +88,15 @@ class Host:
                 f"environment.name: {path} has no class {self.name} with the methods reset(row) and step(response)"
             )
         for name, argument in (("reset", "row"), ("step", "response")):
-            method = inspect.getattr_static(own, name)
+            method = inspect.getattr_static(own, name, None)
             if not isinstance(method, FunctionType):
                 continue
             try:
-                inspect.signature(method).bind(own, argument)
+                inspect.signature(method, follow_wrapped=False).bind(own, argument)
             except TypeError as error:
                 raise UserError(
-                    f"environment.name: {path}: the call is {self.name}.{name}({argument}): {error}"
+                    f"environment.name: {path}: the call is {self.name}.{name}({argument}): {error}: define "
+                    f"{name}(self, {argument})"
                 ) from error
         return own
 

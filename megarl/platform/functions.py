@@ -77,10 +77,12 @@ def _remedy(error: BaseException, path: Path) -> str:
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
     name = error.name.removeprefix(f"{custom_code.__name__}.")
-    first = name.partition(".")[0]
-    if not (path.parent / first).is_dir() and not path.with_name(f"{first}.py").is_file():
-        return ""
     root = path.parent
+    place = root.joinpath(*name.split("."))
+    if not place.with_suffix(".py").is_file() and not any(place.glob("*.py")):
+        return ""
+    if name == error.name and str(root) in sys.path:
+        return ""
     if name != error.name:
         while (root / "__init__.py").is_file():
             name = f"{root.name}.{name}"

@@ -13,10 +13,13 @@ SILENT_S = 5.0
 
 @contextmanager
 def reported(key: str, path: str | None) -> Iterator[None]:
-    """Report the file `path`, which the block loads and `key` names, if that takes long.
+    """Report the file `path`, which the block loads and `key` names, if that takes long; None: there is no file.
 
     Processes that fork for each response must not import this module: they would copy its libraries.
     """
+    if path is None:
+        yield
+        return
     message = f"{key}: {path} is still loading after {SILENT_S:g} s: everything waits for what it does when imported"
     timer = threading.Timer(SILENT_S, logger.info, ["%s", message])
     timer.daemon = True

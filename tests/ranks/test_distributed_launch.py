@@ -104,7 +104,7 @@ def test_killed_rank_is_named_and_sets_exit_code() -> None:
     process = start(PLAIN, "kill=1")
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL
-    assert "megarl: rank 1 failed first (exit code 137); if nobody killed it, the system was short of memory" in stderr
+    assert "megarl: rank 1 failed first (exit code 137); unless someone killed it, memory probably ran out" in stderr
 
 
 @pytest.mark.faults

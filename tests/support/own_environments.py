@@ -1,5 +1,6 @@
 """Environments of a user's own file: one that keeps its word, and others that do not."""
 
+import functools
 import itertools
 import os
 import time
@@ -40,6 +41,24 @@ class Dies(Count):
         if mark != response and not Path(mark).exists():
             Path(mark).touch()
             os._exit(3)
+        return super().step(response)
+
+
+def with_time(step: Any) -> Any:
+    """Give a method the time as a further argument."""
+
+    @functools.wraps(step)
+    def timed(self: Any, response: str) -> Step:
+        return step(self, response, time.monotonic())
+
+    return timed
+
+
+class Timed(Count):
+    """Has a method whose decorator passes a further argument."""
+
+    @with_time
+    def step(self, response: str, clock: float) -> Step:
         return super().step(response)
 
 

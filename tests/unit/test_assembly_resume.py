@@ -190,7 +190,7 @@ def test_fresh_start_sets_old_checkpoints_aside(tmp_path: Path, caplog: pytest.L
     [aside] = tmp_path.iterdir()
     assert aside.name.startswith("set_aside-")
     assert holds(aside) == ["global_step_12", "global_step_3", LATEST_FILE]
-    said = f"moved 2 checkpoints of another past from {tmp_path} to {aside}; you may delete them\n"
+    said = f"moved 2 checkpoints that this run does not continue from {tmp_path} to {aside}; you may delete them\n"
     assert told(caplog) == said
     assert not ResumePoint.find(configured(tmp_path)).is_resumed  # a crash before its first save brings nothing back
     save(afresh, step=1)

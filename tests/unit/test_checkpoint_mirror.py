@@ -296,6 +296,36 @@ def test_mirrored_checkpoints_of_another_past_never_come_back(tmp_path: Path, na
     assert intact(there) == ["global_step_2", "global_step_5", "global_step_7"]
 
 
+def test_resumed_run_keeps_its_own_mirrored_checkpoints(tmp_path: Path) -> None:
+    save(start(tmp_path), 2)
+    run = start(tmp_path)
+    run.load(tmp_path / "here" / "global_step_2")
+    FaultyFileSystem.arm(faults={LATEST_FILE: 3})
+    save(run, 4, 6)  # step 4 arrives without the pointer to it
+    assert intact(tmp_path / "there") == ["global_step_2", "global_step_4", "global_step_6"]
+
+
+def test_new_run_leaves_older_mirrored_checkpoints(tmp_path: Path) -> None:
+    save(start(tmp_path), 2, 4)
+    set_aside(tmp_path / "here", [2, 4], latest=None)
+    save(start(tmp_path), 3, 5)
+    assert intact(tmp_path / "there") == [f"global_step_{step}" for step in (2, 3, 4, 5)]
+
+
+def test_failed_removal_of_abandoned_checkpoint_is_repeated(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    save(start(tmp_path), 2, 4)
+    set_aside(tmp_path / "here", [4], latest=2)
+    run = start(tmp_path)
+    run.load(tmp_path / "here" / "global_step_2")
+    FaultyFileSystem.undeletable = True
+    save(run, 5)
+    assert intact(there) == ["global_step_2", "global_step_4", "global_step_5"]
+    FaultyFileSystem.undeletable = False
+    save(run, 7)
+    assert intact(there) == ["global_step_2", "global_step_5", "global_step_7"]
+
+
 def test_checkpoint_under_upload_is_removed_afterwards(tmp_path: Path) -> None:
     run, here, there = start(tmp_path, keep=1), tmp_path / "here", tmp_path / "there"
     FaultyFileSystem.gate.clear()

@@ -81,6 +81,9 @@ def test_any_text_can_be_an_argument(text: str) -> None:
         ("trainer.experiment_name='run' # 3", "trainer.experiment_name", "run"),
         ("trainer.on_end=\ncd a\n  ls  # all\n", "trainer.on_end", "cd a\n  ls  # all"),
         ("trainer.logger=[console, # first\njsonl]", "trainer.logger", ["console", "jsonl"]),
+        ("data.val_files=\n- a.parquet\n- b.parquet", "data.val_files", ["a.parquet", "b.parquet"]),
+        ("trainer.default_hdfs_dir=null # none", "trainer.default_hdfs_dir", None),
+        ("trainer.total_epochs=2 # two", "trainer.total_epochs", 2),
         ("data.train_files=[a.parquet,b.parquet]", "data.train_files", ["a.parquet", "b.parquet"]),
         ("data.train_files=hdfs://host/a=b.parquet", "data.train_files", "hdfs://host/a=b.parquet"),
         (

@@ -197,23 +197,29 @@ def test_yaml_file_is_converted(tmp_path: Path) -> None:
     assert found.leaves["data.train_files"] == "a" and "data.trust_remote_code=True" in found.dropped
 
 
-@pytest.mark.parametrize("value", ["$TOOLS", "$PWD/tools.yaml"])
+@pytest.mark.parametrize("value", ["$TOOLS", "$PWD/tools.yaml", "'${ oc.env:HOME}'"])
 def test_variable_of_environment_is_no_other_key(value: str) -> None:
     key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
     found, _ = convert(f"{RUN} {KEYS} {key}={value}")
     assert [written for written in found.decisions if written.startswith(key)]
     assert not [written for written in found.dropped if written.startswith(key)]
-    found, _ = convert(f"{RUN} {KEYS} {key}='${{data.unheard}}'")
-    assert [written for written in found.dropped if written.startswith(key)]
+    for others in ("${data.unheard}", "${data.unheard}/${trainer.unheard}"):
+        found, _ = convert(f"{RUN} {KEYS} {key}='{others}'")
+        assert [written for written in found.dropped if written.startswith(key)]
 
 
 @pytest.mark.parametrize(
     "program", ["verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer", "openrlhf.cli.train_sft"]
 )
 def test_supervised_launch_is_no_configuration_of_train(program: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"torchrun -m {program} {KEYS} optim.lr=1e-5"]) == 2
+    assert main([f"torchrun -m {program} data.train_files=a model.partial_pretrain=m optim.lr=1e-5"]) == 2
     out, err = capsys.readouterr()
     assert not out and f"launches {program}: supervised fine-tuning" in err and "megarl prepare own --sft" in err
+
+
+def test_launch_with_rewards_is_converted_whatever_its_name() -> None:
+    found, _ = convert(f"python train_after_sft.py {KEYS}")
+    assert found.leaves
 
 
 def test_keys_outside_of_the_command_are_told() -> None:

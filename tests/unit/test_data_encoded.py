@@ -1,5 +1,6 @@
 """Encoded prompts: kept for the next run on the same files, tokenizer and keys, and for no other."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,11 @@ def flip(kept: Path) -> None:
     (kept / "0.arrow").write_bytes(content.replace(b"three", b"thre4"))
 
 
+def set_in_seal(kept: Path, field: str, value: object) -> None:
+    seal = json.loads((kept / "0.json").read_text())
+    (kept / "0.json").write_text(json.dumps(seal | {field: value}))
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -77,6 +83,8 @@ def flip(kept: Path) -> None:
         lambda kept: (kept / "0.json").unlink(),
         lambda kept: (kept / "0.json").write_text(""),
         lambda kept: (kept / "0.json").write_text('{"a": 1}'),
+        lambda kept: set_in_seal(kept, "counts", []),
+        lambda kept: set_in_seal(kept, "num_files", 0),
         lambda kept: (kept / "foreign.arrow").touch(),
     ],
 )

@@ -220,10 +220,14 @@ def test_all_faulty_rows_are_reported_at_once(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ([1, 10**30], "row 1, column reward_model: {'style': 'rule', 'ground_truth': 1" + "0" * 30 + "} has no place"),
+        ([1, 10**30], "row 1, column reward_model: {'style': 'rule', 'ground_truth': 1" + "0" * 30 + "} does not fit"),
         ([{"k": 1}, {"k": 2}, {"k": "t"}, {"k": 3}], "row 2, column reward_model: {'style': 'rule', 'ground_truth': {"),
         ([["a"], [1]], "row 1, column reward_model: "),
-        ([{}, {}], "row 0, column reward_model: {'style': 'rule', 'ground_truth': {}} has no place"),
+        (
+            [{}, {}, {"a": 1}, {"a": "t"}],
+            "row 3, column reward_model: {'style': 'rule', ",
+        ),
+        ([{}, {}], "column reward_model: Cannot write struct type "),
         (["a", "\ud800"], "row 1, column reward_model: "),
     ],
 )

@@ -118,6 +118,10 @@ def test_an_environment_that_cannot_be_made_is_named(host: Host, message: str) -
         host.load()
 
 
+def test_decorated_method_may_take_further_arguments() -> None:
+    Host(name="Timed", path=OWN).load()
+
+
 SAID = Generation(2, int32([7, 8]), float32([-1.0, -2.0]), truncated=False, weight_versions=int32([4, 4]), sample=1)
 LATER = Generation(0, int32([9]), float32([-3.0]), truncated=False, weight_versions=int32([4]))
 GOES_ON = Answer(reward=0.5, observation=[20, 21, 22])

@@ -83,11 +83,12 @@ def test_loaded_file_may_look_up_its_module(tmp_path: Path) -> None:
         ("own.py", "from .helper import VALUE\n", r"PYTHONPATH='.*a folder', and import it as helper$"),
         ("pack/own.py", "from .helper import VALUE\n", r"PYTHONPATH='.*a folder', and import it as pack\.helper$"),
         ("pack/own.py", "import absent_module\n", r"No module named 'absent_module' \(.*, `import absent_module`\)$"),
+        ("pack/own.py", "import logs\n", r"No module named 'logs' \(.*, `import logs`\)$"),
     ],
 )
 def test_neighbour_that_is_not_found_has_a_remedy(file: str, text: str, remedy: str, tmp_path: Path) -> None:
     path = tmp_path / "a folder" / file
-    path.parent.mkdir(parents=True)
+    (path.parent / "logs").mkdir(parents=True)
     path.write_text(text)
     for name in ("helper", "__init__") if path.parent.name == "pack" else ("helper",):
         path.with_name(f"{name}.py").write_text("VALUE = 1\n")

@@ -20,6 +20,7 @@ from megarl.platform.terminal import visible
 _SUPERVISED = """\
 supervised fine-tuning, whose keys are not converted. Write a file for `megarl sft`, as configs/quickstart_sft.yaml: \
 model.path is the model, and `megarl prepare own --sft` makes its data (docs/data.md)"""
+_OF_REWARDS = ("algorithm.", "actor_rollout_ref.")
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -54,7 +55,8 @@ def convert(source: str, arguments: Sequence[str] = ()) -> tuple[Converted, str]
     variables = [(match[1], match[2]) for word in arguments if (match := _VARIABLE.fullmatch(word))]
     others = [word for word in arguments if not _VARIABLE.fullmatch(word)]
     launched = find_launch(read_source(source), others, variables)
-    if "sft" in re.split(r"[._]", launched.program.rpartition("/")[2]):
+    learns_from_rewards = any(word.lstrip("+").startswith(_OF_REWARDS) for word in launched.words)
+    if "sft" in re.split(r"[._]", launched.program.rpartition("/")[2]) and not learns_from_rewards:
         raise UserError(f"{visible(source)} launches {visible(launched.program)}: {_SUPERVISED}")
     name = "a command line" if is_command_line(source) else path.name
     heading = f"megarl convert {name}: the launch of {launched.program} in line {launched.line}"
