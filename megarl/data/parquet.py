@@ -22,7 +22,7 @@ from megarl.platform.small_files import Damage, naming, open_file
 
 SHOWN_OF_VALUE = 100  # characters
 _MISFITS = (pa.ArrowException, OverflowError, UnicodeError)
-"""What Arrow raises for values that it cannot hold together."""
+"""Errors of Arrow for values that no column can hold together."""
 
 
 @dataclass(frozen=True)
