@@ -218,7 +218,9 @@ def prepare_checkpoint(trainer: TrainerSection) -> Path | None:
     """
     run_dir = Path(trainer.default_local_dir)
     mode = trainer.resume_mode
-    own = last_intact(run_dir) if mode != "auto" and any(together(lambda: restarted(os.environ))) else None
+    own = None
+    if mode != "auto" and any(together(lambda: restarted(os.environ))):
+        own = last_intact(run_dir)
     if own and dist.get_rank() == 0:
         logger.info("restarted by its launcher: resumes from %s, although trainer.resume_mode=%s", own, mode)
     before = on_first_rank(lambda: saved_steps(run_dir))
@@ -241,7 +243,9 @@ def _set_aside_others(run_dir: Path, steps: Collection[int], checkpoint: Path | 
     if target:
         logger.info(
             "moved %d checkpoints that this run does not continue from %s to %s; you may delete them",
-            *(len(others), run_dir, target),
+            len(others),
+            run_dir,
+            target,
         )
 
 

@@ -129,12 +129,17 @@ def _misfit(rows: Sequence[Mapping[str, object]]) -> str:
         try:
             pq.write_table(pa.table({name: pa.array(values)}).slice(0, 0), io.BytesIO())
         except _MISFITS as error:
-            first = bisect_left(range(len(values)), True, key=lambda place: _is_mixed(values[: place + 1]))  # noqa: B023
+            first = _first_misfit(values)
             if first == len(values):
                 return f"column {name}: {error}"
             value = beginning(repr(values[first]), SHOWN_OF_VALUE)
             return f"row {first}, column {name}: {value} does not fit the values of the rows before ({error})"
     raise AssertionError("no column has such a value")
+
+
+def _first_misfit(values: Sequence[object]) -> int:
+    """Return the place of the first value that has no type of Arrow in common with those before; the end if none is."""
+    return bisect_left(range(len(values)), True, key=lambda place: _is_mixed(values[: place + 1]))
 
 
 def _is_mixed(values: Sequence[object]) -> bool:

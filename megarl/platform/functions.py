@@ -81,12 +81,12 @@ def _remedy(error: BaseException, path: Path) -> str:
     place = root.joinpath(*name.split("."))
     if not place.with_suffix(".py").is_file() and not any(place.glob("*.py")):
         return ""
-    if name == error.name and str(root) in sys.path:
+    is_relative = name != error.name
+    if not is_relative and str(root) in sys.path:
         return ""
-    if name != error.name:
-        while (root / "__init__.py").is_file():
-            name = f"{root.name}.{name}"
-            root = root.parent
+    while is_relative and (root / "__init__.py").is_file():
+        name = f"{root.name}.{name}"
+        root = root.parent
     return f": start the command with PYTHONPATH={shlex.quote(str(root))}, and import it as {name}"
 
 
