@@ -109,11 +109,14 @@ class Generation:
     token_ids: "array[int]"  # the stop token included
     log_probs: "array[float] | None"  # of each token, under the distribution it was drawn from; None = not requested
     truncated: bool  # reached the length limit before a stop token
-    routes: Tensor | None = field(default=None, compare=False)  # [tokens of prompt and response - 1, L, k], as in
-    # `Rollouts`, of the request that drew the last token; None: not requested, or not complete
+    routes: Tensor | None = field(default=None, compare=False)
+    """`[tokens of prompt and response - 1, L, k]` as in `Rollouts`, of the request that drew the last token.
+
+    None: not requested, or not complete.
+    """
     num_cached: int = 0  # tokens of the prompt whose keys were cached
-    weight_versions: "array[int]" = field(default_factory=int32)  # of each token: finished steps at the sync of the
-    # weights that drew it
+    weight_versions: "array[int]" = field(default_factory=int32)
+    """The finished steps at the sync of the weights that drew each token."""
     sample: int = 0  # its number among the samples of the prompt
     complete: bool = True  # ended by a stop token or by the length limit; an episode: by its environment or its limits
     turns: tuple[Turn, ...] = ()  # of an episode, those that are judged; the tokens between them are observations
@@ -318,23 +321,35 @@ class Rollouts(Prompts):
     groups: Tensor  # [B] int64: the sample's prompt, a position in `prompts`; equal values are neighbours
     num_tokens: Tensor  # [B] int64: tokens of the response, those of an environment included; always on the host
     responses: Tensor = per_token()  # int32 token ids, end-of-sequence token included
-    mask: Tensor = per_token()  # bool: True on the tokens of the policy, the only ones that are learnt from; False on
-    # those of its environment, if the response is an episode. Other columns are zero there
-    rollout_log_probs: Tensor | None = per_token()  # float32: under the engine's (temperature-scaled) policy; None:
-    # unknown
+    mask: Tensor = per_token()
+    """bool: True on the tokens of the policy, the only ones that are learnt from.
+
+    An episode also has tokens of its environment: False here, and zero in other columns.
+    """
+    rollout_log_probs: Tensor | None = per_token()
+    """float32: under the engine's (temperature-scaled) policy; None: unknown."""
     truncated: Tensor  # [B] bool: the response reached the length limit before a stop token
-    weight_versions: Tensor | None = per_token(default=None)  # int32 (D439): finished steps at the sync of the weights
-    # that drew the token; None: no engine drew it
+    weight_versions: Tensor | None = per_token(default=None)
+    """int32 (D439): finished steps at the sync of the weights that drew the token; None: no engine drew it."""
     read_lengths: Tensor | None = None  # [B] int64: tokens in `sequences`; None: those of `prompts` and `responses`
-    sequences: Tensor | None = field(default=None, metadata={PER_READ: True})  # int32: prompt and response in a
-    # reader's own tokens, and one token more, end to end; None with `read_lengths`: no layer of this rank reads any
-    places: Tensor | None = per_token(default=None)  # int64: the last position in `sequences` that a reader sees before
-    # each token
-    routes: Tensor | None = field(default=None, metadata={PER_PLACE: True})  # [M, L, k] uint8, or int16 of more than
-    # 256 experts: the k experts that the engine chose in each of L layers; [M, L, 2k] float32: these, and then the
-    # engine's scores of them; None: the model that reads the samples chooses
-    turn_rewards: Tensor | None = per_token(default=None)  # float32: the reward of each turn, on its last token; None:
-    # there is no environment. The three below are None too then.
+    sequences: Tensor | None = field(default=None, metadata={PER_READ: True})
+    """int32: prompt and response in a reader's own tokens, and one token more, end to end.
+
+    None with `read_lengths`: no layer of this rank reads any.
+    """
+    places: Tensor | None = per_token(default=None)
+    """int64: the last position in `sequences` that a reader sees before each token."""
+    routes: Tensor | None = field(default=None, metadata={PER_PLACE: True})
+    """`[M, L, k]` uint8, or int16 of more than 256 experts: the k experts that the engine chose in each of L layers.
+
+    `[M, L, 2k]` float32: these experts, and then the engine's scores of them. None: the model that reads the samples
+    chooses.
+    """
+    turn_rewards: Tensor | None = per_token(default=None)
+    """float32: the reward of each turn, on its last token.
+
+    Without an environment, this and the three below are None.
+    """
     num_turns: Tensor | None = None  # [B] int64
     stop_reasons: Sequence[str] | None = None  # length B, see `StopReason`
     faults: Sequence[str | None] | None = None  # length B: what was wrong with the environment
@@ -516,8 +531,8 @@ class Rollouts(Prompts):
 class Preferences(Rollouts):
     """Pairs of sequences to score, each with its prompt. Row `2 i` is preferred to row `2 i + 1`."""
 
-    margins: Tensor = per_token()  # float32: by how much the first score should exceed the second; equal in both rows.
-    # Each sequence has one token
+    margins: Tensor = per_token()
+    """float32: by how much the first score should exceed the second, equal in both rows; a sequence has one token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -556,13 +571,16 @@ class Scored(Rewarded):
 class Experience(Rewarded):
     """Rewarded rollouts with everything that the losses need."""
 
-    old_log_probs: Tensor | None = per_token()  # float32: the actor before this step's updates; None: the update
-    # computes them
+    old_log_probs: Tensor | None = per_token()
+    """float32: the actor before this step's updates; None: the update computes them."""
     ref_log_probs: Tensor | None = per_token()  # float32: the reference; None: no KL is estimated from it
     values: Tensor = per_token()  # float32: the critic before this step's updates; zeros without a critic
     advantages: Tensor = per_token()  # float32
-    weights: Tensor = per_token()  # float32: factors of the advantages in the policy loss that correct for the engine's
-    # probabilities; ones without a correction
+    weights: Tensor = per_token()
+    """float32: factors of the advantages in the policy loss that correct for the engine's probabilities.
+
+    Without a correction they are ones.
+    """
     returns: Tensor = per_token()  # float32: the critic's target; zeros without a critic
 
 

@@ -38,12 +38,11 @@ class State:
     kl_coef: float | None = None  # None: as configured
     position: Position | None = None  # of the next prompt; None: each step took one batch
     best: Best | None = None  # None: nothing was validated
-    metrics: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of the last step: a crash may come before they are recorded
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the last step: a crash may come before they are recorded."""
     mismatches: tuple[float, ...] = ()  # between engine and trainer in the run's first steps
-    files: Mapping[str, bytes] = field(default_factory=dict)  # of this rank: what is too large for JSON, as
-    # files of the checkpoint by name; `read` does not read them
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files of this rank by name, for contents that are too large for JSON; `read` does not read them."""
 
     @property
     def best_step(self) -> int | None:

@@ -63,8 +63,11 @@ class JobProgram(Generic[C]):
     load: Callable[..., C]  # reads the arguments, given the `world_size`; raises ConfigError
     body: Callable[[C, Launch], None]  # the work of a rank
     notes: Callable[[C, Sequence[str]], Iterable[str]] = lambda config, argv: ()  # that the first rank reports
-    trial: Callable[[C], Iterable[str] | None] = lambda config: ()  # tries what the configuration names, in the first
-    # process of the job, before ranks meet or are started; yields remarks, and raises ConfigError
+    trial: Callable[[C], Iterable[str] | None] = lambda config: ()
+    """Tries what the configuration names, in the first process of the job, before ranks meet or are started.
+
+    It yields remarks, and raises ConfigError.
+    """
     imports: Sequence[str] = ()  # modules that the body needs; ranks that are forked on this host share them
     keeps_log: bool = False  # of each rank, in the directory of the run; `trainer.on_end` runs there too
     has_directory: bool = True  # which keeps tracebacks, if it exists

@@ -171,9 +171,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], *, num_steps: i
     configured = [{key: group[key] for key in CONFIGURED if key in group} for group in groups]
     restored = [group for part in _optimizer_parts(state) for group in part.get("optimizer", part)["param_groups"]]
     for saved, values in zip(restored, configured, strict=True):
-        saved.update(
-            values
-        )  # megatron-core 0.19 identifies a group by these values, which may differ from the saved values
+        saved.update(values)  # megatron-core 0.19 identifies a group by these values, not by the saved ones
     optimizer.megatron.load_state_dict(state)
     for inner in torch_optimizers(optimizer.megatron):
         _separate_steps(inner)

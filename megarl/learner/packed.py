@@ -43,8 +43,11 @@ class Packed:
     targets: Tensor  # [R] int64, the response tokens, in the order of `predictors`
     scatter_index: Tensor  # [R] int64, the places of these tokens in a flat [b, T]
     shape: tuple[int, int]  # b, T
-    routes: Tensor | None = None  # [N, L, k] integers, the experts of each token in each of this rank's L layers that
-    # have a router; None: the routers choose
+    routes: Tensor | None = None
+    """`[N, L, k]` integers: the experts of each token in each of this rank's L layers that have a router.
+
+    None: the routers choose.
+    """
     keys: Tensor | None = None  # [N] int32, of the tokens, as `TokenDropout` takes them; None: nothing is dropped
 
     def unpack(self, per_token: Tensor) -> Tensor:

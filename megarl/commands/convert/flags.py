@@ -40,9 +40,8 @@ class Flags:
     older: Mapping[str, str] = field(default_factory=dict)  # a former name of a flag -> its name in the tables
     same: Mapping[str, str] = field(default_factory=dict)  # a flag -> the key here, or key[1] for an item of its list
     sections: Mapping[str, str] = field(default_factory=dict)  # a section of flags -> the key here, a mapping
-    cases: Mapping[str, Mapping[object, Meaning]] = field(
-        default_factory=dict
-    )  # a flag -> a value -> what it means here
+    cases: Mapping[str, Mapping[object, Meaning]] = field(default_factory=dict)
+    """A flag -> a value -> what it means here."""
     samples: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
     """A size in prompts here -> the flags whose product it is in samples there, with their defaults."""
     quotients: Mapping[str, Sequence[str]] = field(default_factory=dict)  # a key here -> a flag and that of its divisor
