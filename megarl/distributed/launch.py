@@ -107,9 +107,18 @@ def threads_of_rank(environ: Mapping[str, str], num_ranks: int) -> int:
 def join(launch: Launch, directory: Path) -> None:
     """Set torch's variables for this rank, under whatever launcher; end this rank with its launcher.
 
-    `directory` is a directory that all hosts see, through which ranks may have to find each other. Raises UserError
-    as `rendezvous` does.
+    `directory` is a directory that all hosts see, through which ranks may have to find each other.
+
+    Raises:
+        UserError: hosts have different numbers of ranks, or ranks that are not consecutive; or as of `rendezvous`.
     """
+    ranks_here = launch.local_world_size
+    if launch.rank % ranks_here != launch.local_rank or launch.world_size % ranks_here:
+        raise UserError(
+            f"rank {launch.rank} of {launch.world_size} is number {launch.local_rank} of {ranks_here} on its host: all "
+            "hosts must have the same number of ranks, and a host consecutive ones (Slurm: --ntasks-per-node and "
+            "--distribution=block; mpirun: --map-by slot)"
+        )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGKILL)  # the parent is the agent that watches this rank; nobody else would then
     elif "OMPI_COMM_WORLD_RANK" in os.environ:

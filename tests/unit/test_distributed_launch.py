@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.distributed.hosts import describe_failure
-from megarl.distributed.launch import Launch, detect, rendezvous, threads_of_rank
+from megarl.distributed.launch import Launch, detect, join, rendezvous, threads_of_rank
 from megarl.platform.errors import UserError
 from tests.support.programs import ROOT
 
@@ -144,6 +144,19 @@ def test_open_mpi_across_hosts_accepts_given_address() -> None:
     launch = Launch(rank=1, world_size=4, local_rank=1, local_world_size=2)
     environ = {**OPEN_MPI, "MASTER_ADDR": "node7", "MASTER_PORT": "123"}
     assert rendezvous(environ, launch, Path()) == ("node7", 123)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Launch(rank=1, world_size=4, local_rank=0, local_world_size=2),  # ranks by turns on the hosts
+        Launch(rank=4, world_size=8, local_rank=2, local_world_size=4),  # two by two
+        Launch(rank=0, world_size=6, local_rank=0, local_world_size=4),  # 4 and 2
+    ],
+)
+def test_ranks_that_do_not_fill_hosts_are_named(place: Launch, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"rank {place.rank} of .* consecutive ones.*--map-by slot"):
+        join(place, tmp_path)
 
 
 def test_failure_is_described_if_host_is_forgotten() -> None:
