@@ -11,6 +11,7 @@ If the disk refuses a file, the run continues, and a rank keeps nothing more of 
 
 import hashlib
 import logging
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 KEPT = "kept"
 DIGITS = 16  # of the digest
+_NAME = re.compile(r"\d+-\d+\.parquet")
 
 
 class StepCache:
@@ -82,7 +84,8 @@ class StepCache:
         for other in self._directory.glob("step_*"):
             if other != place:
                 shutil.rmtree(other, ignore_errors=True)  # the next step tries again
-        return place, sorted(place.glob("*.parquet")) if place else []
+        files = place.glob("*.parquet") if place else ()
+        return place, sorted(file for file in files if _NAME.fullmatch(file.name))
 
     def _write(self, groups: Mapping[int, Group]) -> None:
         if self._place and groups and self._shares.reports:

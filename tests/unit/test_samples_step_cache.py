@@ -98,6 +98,19 @@ def test_responses_of_damaged_file_are_generated_again(tmp_path: Path) -> None:
     assert kept(tmp_path).begin(0, ASKED) == {8: group(8)}
 
 
+def test_files_of_other_names_are_left_alone(tmp_path: Path) -> None:
+    first = kept(tmp_path)
+    first.begin(0, ASKED)
+    first.write({5: group(5)})
+    [file] = (tmp_path / KEPT).rglob("*.parquet")
+    for name in ("00000-0 (copy).parquet", "notes.parquet"):
+        file.with_name(name).write_bytes(file.read_bytes())
+    second = kept(tmp_path)
+    assert second.begin(0, ASKED) == {5: group(5)}
+    second.write({8: group(8)})
+    assert kept(tmp_path).begin(0, ASKED).keys() == {5, 8}
+
+
 def test_full_disk_only_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = kept(tmp_path)
     cache.begin(0, ASKED)
