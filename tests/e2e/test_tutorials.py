@@ -63,8 +63,11 @@ def test_tiny_project_learns_without_a_network(tmp_path: Path, monkeypatch: pyte
     assert new([str(project), "--tiny"]) == 0
     printed = run_page(project / "README.md", project)
     assert "step 20/20" in printed
-    scores = dict(read_run(project / "run").points("critic/score/mean"))
+    run = read_run(project / "run")
+    scores = dict(run.points("critic/score/mean"))
     assert sum(scores[step] for step in range(18, 21)) > sum(scores[step] for step in range(1, 4))
+    validations = dict(run.points("val/test_score/own"))
+    assert validations[20] > validations[0]
     assert (project / "out/model.safetensors").exists()
 
 
