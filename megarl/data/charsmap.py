@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 from tokenizers import Regex, normalizers
 
@@ -45,12 +46,11 @@ def table_normalizer(table: bytes) -> normalizers.Normalizer:
     Raises:
         UserError: no normalizer expresses the rules of the table.
     """
-    keys = _Keys(table)
     rules = _rules(table)
     steps: list[normalizers.Normalizer] = [normalizers.Replace(Regex(_CUTS), CUT), normalizers.Precompiled(table)]
     later = later_characters(table)
     if later:
-        joints = "|".join(f"(?<={before})(?={after})" for before, after in keys.joints())
+        joints = "|".join(f"(?<={before})(?={after})" for before, after in _keys(table).joints())
         steps.insert(0, normalizers.Replace(Regex(f"(?={_class(later)})(?:{joints})"), JOINT))
         composition = _Composition.of(rules)
         steps[2:2] = composition.before_the_table(rules)
@@ -64,8 +64,13 @@ def later_characters(table: bytes) -> frozenset[str]:
 
 
 @lru_cache(maxsize=8)
+def _keys(table: bytes) -> "_Keys":
+    return _Keys(table)
+
+
+@lru_cache(maxsize=8)
 def _rules(table: bytes) -> dict[str, str]:
-    return dict(_Keys(table).rules()) if table else {}
+    return dict(_keys(table).rules()) if table else {}
 
 
 @dataclass(frozen=True)
@@ -142,8 +147,7 @@ def _class(characters: Iterable[str]) -> str:
     return "[" + "".join(rf"\x{{{start:x}}}-\x{{{stop:x}}}" for start, stop in zip(starts, stops, strict=True)) + "]"
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """A character that continues a key."""
 
     character: str

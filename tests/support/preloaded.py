@@ -18,10 +18,14 @@ from megarl.platform.device import decide_device  # noqa: E402
 torch.set_num_threads(1)  # a thread would not survive the fork
 decide_device("cpu")
 
+from sentencepiece import SentencePieceNormalizer  # noqa: E402
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # noqa: E402
+
 import megarl.learner.imported  # noqa: E402
 import megarl.report.page  # noqa: E402
 import megarl.rollout.imported  # noqa: E402
 from megarl.config.root import Config  # noqa: E402
+from megarl.data.charsmap import table_normalizer  # noqa: E402
 from megarl.platform.small_files import adapter  # noqa: E402
 
 USED = (  # by a job of a few steps; each would be imported in every rank
@@ -42,6 +46,8 @@ for name in USED:
         import_module(name)
 
 adapter(Config)
+rules = SentencePieceNormalizer(rule_name="nmt_nfkc").serialized_model_proto()  # those of most models of the tests
+table_normalizer(ModelProto.FromString(rules).normalizer_spec.precompiled_charsmap)
 megarl.report.page.library()
 current_platform = import_module("vllm.platforms").current_platform
 if current_platform.is_cpu() and (register := current_platform.register_triton_kernel_overrides):  # None in 0.26
