@@ -148,7 +148,7 @@ def _parts(loss: Loss, batch: Mapping[str, Tensor], cuts: list[Tensor], kwargs: 
         result = loss_of(loss, micro, kwargs)
         if not result.sums.requires_grad:
             raise UserError(f"{_name(loss)} has no gradient: its sums must depend on log_probs")
-        sums[rows] = result.sums.detach()
+        sums[rows] = result.sums.detach().float()
         gradient[rows] = torch.autograd.grad(result.sums.sum(), log_probs)[0]
         counts += torch.stack([getattr(result, name).detach().float() for name in _COUNTS])
     return _Part(sums=sums, gradient=gradient[:, : mask.shape[1]], counts=counts)
@@ -181,12 +181,12 @@ def _require_shape(function: object, what: str, value: object, shape: tuple[int,
 
 
 def _taken(function: Callable[..., object], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that `function` has parameters for, with zeros outside the mask."""
+    """Return copies of the tensors that `function` has parameters for, with zeros outside the mask."""
     mask = tensors["mask"]
     taken = arguments_of(function, tensors)
     for name, tensor in taken.items():
-        if tensor.shape == mask.shape and tensor is not mask:
-            taken[name] = masked(tensor, mask)
+        has_padding = tensor.shape == mask.shape and tensor is not mask
+        taken[name] = masked(tensor, mask) if has_padding else tensor.clone()
     return taken
 
 

@@ -54,7 +54,7 @@ def _load(call: Call, check: Callable[..., None]) -> Callable[..., Any]:
         raise UserError(f"{key}: {message}")
     try:
         check(function, **call.kwargs)
-    except Exception as error:  # the user's code may raise anything; the message names the function
+    except (Exception, SystemExit) as error:  # the user's code may raise anything; the message names the function
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         raise UserError(
             f"{call.key}.path: {call} fails on random batches: {reason}; try it in a test of yours with "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import advantages, losses
-from megarl.algorithms.invariance import check_estimator, check_policy_loss
+from megarl.algorithms.invariance import check_estimator, check_policy_loss, estimates_of
 from megarl.algorithms.losses import PolicyLoss
 from megarl.algorithms.masked import masked_moments
 
@@ -56,6 +56,27 @@ def test_an_estimator_may_standardise_over_the_batch() -> None:
         return advantages.whiten(token_rewards, mask, mean=mean, var=var)
 
     check_estimator(whitened)
+
+
+def test_arguments_may_be_changed_in_place() -> None:
+    def changing(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+        groups -= groups.min()
+        scores -= scores.mean()
+        advantages = scores[:, None] * mask
+        mask.zero_()
+        return advantages
+
+    check_estimator(changing)
+    given = {"scores": torch.tensor([1.0, 3.0]), "groups": torch.tensor([4, 5]), "mask": torch.tensor([[True], [True]])}
+    [found] = estimates_of(changing, given, {})
+    assert found.tolist() == [[-1.0], [1.0]]
+    assert given["scores"].tolist() == [1.0, 3.0]
+    assert given["groups"].tolist() == [4, 5]
+    assert given["mask"].all()
+
+
+def test_a_loss_may_have_another_precision() -> None:
+    check_policy_loss(sums_of(lambda losses, advantages, mask: losses.double()))
 
 
 def sums_of(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., PolicyLoss]:

@@ -137,6 +137,7 @@ def test_needs_decide_about_critic_and_greedy_responses(example: Path) -> None:
             "random batches: compute_policy_loss returns",
         ),
         ("def compute_policy_loss(mask): return mask[99]", "random batches: IndexError: index 99 is out of bounds"),
+        ("def compute_policy_loss(mask): raise SystemExit(3)", "random batches: SystemExit: 3"),
     ],
 )
 def test_invalid_loss_function_is_refused_before_models_load(tmp_path: Path, text: str, fault: str) -> None:
