@@ -6,6 +6,9 @@ import os
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from traceback import extract_tb
+
+from megarl.platform.errors import UserError
 
 IMPORTING = "starting: import of torch, Megatron-Core and vLLM"
 """The record of a start that imports these libraries, which takes seconds."""
@@ -24,11 +27,20 @@ def import_modules(names: Sequence[str]) -> None:
 
     Libraries consist of a million objects that live as long as the process. The searches among them would take a
     third of the time of the imports, and would make each process that is forked later copy them.
+
+    Raises:
+        UserError: a module cannot be imported, for example because two packages do not fit together.
     """
     gc.disable()  # D438
     try:
         for name in names:
             import_module(name)
+    except Exception as error:  # a package may raise anything
+        place = extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{name} cannot be imported: {type(error).__name__}: {error} ({place.filename}:{place.lineno}); `megarl "
+            "doctor` examines the installed packages"
+        ) from error
     finally:
         gc.enable()
         gc.freeze()

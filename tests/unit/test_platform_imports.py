@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.platform.errors import UserError
 from megarl.platform.imports import import_modules
 
 MANY_OBJECTS = """
@@ -24,10 +25,18 @@ def test_imported_objects_are_exempt_from_garbage_searches(
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match="broken") if end else nullcontext():
+    with pytest.raises(UserError, match="ImportError: broken") if end else nullcontext():
         import_modules(["many_objects", "last_module"])
     module = sys.modules["many_objects"]
     assert not module.is_searching
     assert gc.isenabled()
     searched = {id(one) for one in gc.get_objects()}
     assert not any(id(one) in searched for one in module.kept)
+
+
+def test_module_that_fails_is_named_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_other_build.py").write_text("raise RuntimeError('operator nms does not exist')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"needs_other_build cannot .*nms does not.*build\.py:1\).*megarl doctor"):
+        import_modules(["needs_other_build"])
+    assert gc.isenabled()
