@@ -46,12 +46,12 @@ def table_normalizer(table: bytes) -> normalizers.Normalizer:
     Raises:
         UserError: no normalizer expresses the rules of the table.
     """
-    rules = _rules(table)
+    rules, joints = _read(table)
     steps: list[normalizers.Normalizer] = [normalizers.Replace(Regex(_CUTS), CUT), normalizers.Precompiled(table)]
     later = later_characters(table)
     if later:
-        joints = "|".join(f"(?<={before})(?={after})" for before, after in _keys(table).joints())
-        steps.insert(0, normalizers.Replace(Regex(f"(?={_class(later)})(?:{joints})"), JOINT))
+        places = "|".join(f"(?<={before})(?={after})" for before, after in joints)
+        steps.insert(0, normalizers.Replace(Regex(f"(?={_class(later)})(?:{places})"), JOINT))
         composition = _Composition.of(rules)
         steps[2:2] = composition.before_the_table(rules)
         steps += composition.after_the_table()
@@ -60,17 +60,16 @@ def table_normalizer(table: bytes) -> normalizers.Normalizer:
 
 def later_characters(table: bytes) -> frozenset[str]:
     """Return the characters that continue a key of a `precompiled_charsmap`, which may be empty."""
-    return frozenset(character for key in _rules(table) for character in key[1:])
+    return frozenset(character for key in _read(table)[0] for character in key[1:])
 
 
 @lru_cache(maxsize=8)
-def _keys(table: bytes) -> "_Keys":
-    return _Keys(table)
-
-
-@lru_cache(maxsize=8)
-def _rules(table: bytes) -> dict[str, str]:
-    return dict(_keys(table).rules()) if table else {}
+def _read(table: bytes) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Return the keys of a table with their values, and the places between the characters of keys."""
+    if not table:
+        return {}, []
+    keys = _Keys(table)
+    return dict(keys.rules()), list(keys.joints())
 
 
 @dataclass(frozen=True)
