@@ -1,4 +1,4 @@
-"""The first actions of a program, before it can work: an end without a traceback if a signal arrives.
+"""The first actions of a program, before it can work: what ends it without a traceback.
 
 Imports take seconds, so every program that trains imports this module first. `distributed.signals` takes over later.
 """
@@ -46,6 +46,14 @@ def install_signal_handlers() -> None:
         signal.signal(number, end_at_once)
 
 
+def check_working_directory() -> None:
+    """End this program if its working directory was deleted, in which torch and the processes of rewards crash."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        sys.exit(f"megarl: the working directory cannot be used ({error.strerror}): change to another directory")
+
+
 def _is_program() -> bool:
     if Path(sys.argv[0]).name == "megarl":  # the installed script
         return True
@@ -54,5 +62,6 @@ def _is_program() -> bool:
 
 
 if _is_program():
+    check_working_directory()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of each address without a reverse DNS entry
     install_signal_handlers()
