@@ -17,6 +17,7 @@ from megarl.distributed.place import Launch
 from megarl.distributed.store import reported_by_rank0
 from megarl.platform.errors import UserError
 from megarl.platform.files import remedy
+from megarl.platform.imports import import_error
 from megarl.platform.secrets import format_error, redact
 from megarl.platform.terminal import COMMAND, on_one_line, print_message, visible
 
@@ -37,7 +38,7 @@ def report_to(pipe: int) -> None:
 def report(error: Exception, directory: Path | None, launch: Launch, store: Store | None) -> str | int:
     """Keep the traceback of an error that ends this rank, and print it if this rank fails first.
 
-    A UserError is described by its message alone, once if all ranks have it.
+    A UserError is described by its message alone, once if all ranks have it, and a package that cannot be imported too.
 
     Args:
         error: what ended the work of this rank.
@@ -52,6 +53,8 @@ def report(error: Exception, directory: Path | None, launch: Launch, store: Stor
     path = _write_traceback(error, directory, launch.rank) if directory and directory.is_dir() else None
     if is_first and path:
         _notify(launch.rank, path)
+    if isinstance(error, ImportError):
+        error = import_error(error.name or "a package", error)
     if isinstance(error, UserError):
         is_reported = store is not None and reported_by_rank0(store, str(error), launch)
         return 1 if is_reported else visible(redact(f"megarl: rank {launch.rank}: {error}"))

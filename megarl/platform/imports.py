@@ -36,11 +36,20 @@ def import_modules(names: Sequence[str]) -> None:
         for name in names:
             import_module(name)
     except Exception as error:  # a package may raise anything
-        place = extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"{name} cannot be imported: {type(error).__name__}: {error} ({place.filename}:{place.lineno}); `megarl "
-            "doctor` examines the installed packages"
-        ) from error
+        raise import_error(name, error) from error
     finally:
         gc.enable()
         gc.freeze()
+
+
+def import_error(name: str, error: BaseException) -> UserError:
+    """Return the error for people of an import of `name` that raised `error`: its first cause, and the remedy."""
+    cause = error
+    while cause.__cause__:
+        cause = cause.__cause__
+    frames = extract_tb(cause.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return UserError(
+        f"{name} cannot be imported: {type(cause).__name__}: {cause}{place}; `megarl doctor` examines the installed "
+        "packages"
+    )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.platform.errors import UserError
+from megarl.platform.imports import import_error, import_modules
 from megarl.rollout import patches
 
 CACHE_BYTES = 1 << 30
@@ -16,6 +17,7 @@ class ChatEngine:
     def __init__(self, model_dir: Path, *, trust_remote_code: bool) -> None:
         """Load the model. Raises UserError if vLLM does not load it."""
         patches.prepare_environment()
+        import_modules(("vllm.entrypoints.llm",))
         from vllm import LLM  # reads its environment when it is imported
         from vllm.platforms import current_platform
 
@@ -33,6 +35,8 @@ class ChatEngine:
                 )
         except (ValueError, OSError) as error:
             raise UserError(f"vLLM does not load {model_dir}: {error}") from error
+        except ImportError as error:
+            raise import_error(error.name or "a package", error) from error
         self.has_template = bool(self._llm.get_tokenizer().chat_template)
 
     def respond(

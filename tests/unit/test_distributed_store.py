@@ -1,5 +1,6 @@
 """An error that all ranks find is printed by rank 0 alone, whatever its text is."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,22 @@ def test_rank_0_reports_shared_error_for_all() -> None:
 def test_error_with_half_a_character_is_reported(tmp_path: Path, kind: type[Exception]) -> None:
     report(kind("no file b\udcffd"), tmp_path, place(0), HashStore())
     assert "no file b\\udcffd" in (tmp_path / "errors" / "rank_0.txt").read_text(encoding="utf-8")
+
+
+def test_failed_import_is_reported_with_its_cause(tmp_path: Path) -> None:
+    try:
+        try:
+            raise RuntimeError("operator nms does not exist")
+        except RuntimeError as cause:
+            raise ModuleNotFoundError("Could not import module 'LlamaConfig'") from cause
+    except ModuleNotFoundError as error:
+        line = report(error, tmp_path, place(0), HashStore())
+    assert re.fullmatch(
+        r"megarl: rank 0: a package cannot be imported: RuntimeError: operator nms does not exist \(.*:\d+\); "
+        "`megarl doctor` examines the installed packages",
+        str(line),
+    )
+    assert "LlamaConfig" in (tmp_path / "errors" / "rank_0.txt").read_text(encoding="utf-8")
 
 
 def test_rank_reports_its_own_different_error() -> None:
