@@ -182,6 +182,8 @@ def _take_turn(playing: _Playing, response: str) -> RuleResult:
     observation, reward, done = answer
     if not is_number(reward):
         raise TypeError(f"the reward of a turn is a finite number (as float32), not {shown(reward)}")
+    if hasattr(done, "tolist"):  # of numpy or torch
+        done = done.tolist()
     if not isinstance(done, bool):
         raise TypeError(f"done is true or false, a bool, not {shown(done)}")
     text = None if done else _prompt(observation)

@@ -90,7 +90,8 @@ def test_different_observation_in_replayed_turn_is_error() -> None:
         (("x", 1.0, "no"), "done is true or false, a bool, not 'no'"),
         (("x", 1.0, 0), "done is true or false, a bool, not 0"),
         (("x", 1.0, None), "done is true or false, a bool, not None"),
-        (("x", 1.0, np.bool_(False)), "done is true or false, a bool, not "),
+        (("x", 1.0, np.array([False])), "done is true or false, a bool, not "),
+        (("x", 1.0, np.int64(1)), "done is true or false, a bool, not "),
         (([{"role": "assistant", "content": "x"}], 1.0, False), "only the policy speaks"),
     ],
 )
@@ -100,6 +101,13 @@ def test_answers_that_are_none(answer: Any, message: str) -> None:
     [outcome] = call([request], math.inf)
     with pytest.raises((TypeError, ValueError), match=message):
         raise outcome if isinstance(outcome, Exception) else AssertionError(outcome)
+
+
+@pytest.mark.parametrize("done", [True, np.True_, np.array(True), torch.tensor(True)])
+def test_end_may_be_of_numpy_or_torch(done: Any) -> None:
+    call = Host(name="Says", path=OWN, kwargs={"answer": ("x", np.float32(0.5), done)}).load()
+    request = {"data_source": "", "row": FIELDS, "episode": "1", "responses": ["a"], "observations": []}
+    assert call([request], math.inf) == [({"score": 0.5, DONE: 1.0}, None)]
 
 
 @pytest.mark.parametrize(
