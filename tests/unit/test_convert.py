@@ -134,7 +134,7 @@ MODEL=${{MODEL:-org/m}}
     algorithm.adv_estimator=gae algorithm.use_kl_in_reward=False \\
     actor_rollout_ref.model.lora.rank=8 \\
     actor_rollout_ref.model.lora.type=dora \\
-    trainer.experiment_name=run-$(date +%s) \\
+    trainer.experiment_name=$(date +%s) \\
     trainer.project_name='a # b' $@
 """
 
@@ -158,7 +158,7 @@ def test_every_key_is_in_file_or_comment(tmp_path: Path, capsys: pytest.CaptureF
     for key in (
         "lora.type=dora",
         "~trainer.nothing",
-        "experiment_name=run-$(...)",
+        "experiment_name=$(...)",
         "rollout.mode=async",
         "config-name",
     ):
@@ -171,6 +171,41 @@ def test_nothing_to_decide_is_exit_code_0(capsys: pytest.CaptureFixture[str]) ->
     assert main([f"{RUN} {KEYS}"]) == 0
     assert main(["/nonexistent/run.sh"]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("run-$(date +%s)", "run"),
+        ("$(date)_run", "run"),
+        ("a_$(date)_b", "a_b"),
+        ("./a.b-$(date)/c-$(date)", "./a.b/c"),
+        ("a/$(date)", None),
+        ("$(date)", None),
+    ],
+)
+@pytest.mark.parametrize(
+    ("launch", "key"),
+    [
+        (f"{RUN} {KEYS} trainer.experiment_name=", "trainer.experiment_name"),
+        (f"{RUN} {KEYS} +trainer.default_local_dir=", "trainer.default_local_dir"),
+        (
+            "python -m trl.scripts.grpo --model_name_or_path org/m --num_generations 4 --beta 0 --output_dir ",
+            "trainer.default_local_dir",
+        ),
+    ],
+)
+def test_name_of_a_run_lacks_its_date(written: str, name: str | None, launch: str, key: str) -> None:
+    found, _ = convert(f"{launch}{written}")
+    assert found.leaves.get(key) == name
+    assert ("only the script can tell the value: write it" in found.decisions.values()) == (name is None)
+
+
+def test_resume_path_that_nothing_reads_is_dropped() -> None:
+    found, _ = convert(f"{RUN} {KEYS} trainer.resume_from_path=checkpoints/")
+    assert "trainer.resume_from_path=checkpoints/" in found.dropped and not found.decisions
+    found, _ = convert(f"{RUN} {KEYS} trainer.resume_mode=resume_path trainer.resume_from_path=a/global_step_2")
+    assert found.leaves["trainer.resume_from_path"] == "a/global_step_2"
 
 
 def test_dropped_key_that_others_forbid_is_decided() -> None:

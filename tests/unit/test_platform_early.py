@@ -1,4 +1,4 @@
-"""What ends a program before it works."""
+"""Programs that cannot begin to work end with a message."""
 
 import sys
 from pathlib import Path

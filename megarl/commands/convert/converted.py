@@ -7,6 +7,10 @@ from typing import Any
 from megarl.config.foreign import Remark
 from megarl.config.load import merged
 
+NAMES = ("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir")
+"""Keys that name the run and its directory. Scripts add the output of a program, such as a date."""
+LACKS = "lacks the output of a program: a run whose name has the time never resumes"
+
 
 @dataclass(kw_only=True)
 class Converted:

@@ -56,6 +56,17 @@ def after_marks(text: str) -> str:
     return re.split(f"[{UNKNOWN}\ue001]", text)[-1]
 
 
+def known_name(text: str) -> str | None:
+    """Return a name or a path without the output of programs, such as a date; None if a part of it is nothing else."""
+    parts = []
+    for part in text.split("/"):
+        known = re.sub(f"[-_.]*{UNKNOWN}", "", part).lstrip("-_") if UNKNOWN in part else part
+        if part and not known:
+            return None
+        parts.append(known)
+    return "/".join(parts)
+
+
 def without_marks(text: str) -> str:
     """Return a text in which variables that are not set are empty."""
     return _UNSET.sub("", text)

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.convert.converted import Converted
-from megarl.commands.convert.expand import UNKNOWN, links, unset_names
+from megarl.commands.convert.converted import LACKS, NAMES, Converted
+from megarl.commands.convert.expand import UNKNOWN, known_name, links, unset_names
 from megarl.commands.convert.flags import Flags, words_of
 from megarl.commands.convert.inherit import tree_of
 from megarl.commands.convert.launch import Launched
@@ -57,7 +57,11 @@ def convert_words(words: Sequence[str], *, base: Path) -> Converted:
     readable = []
     for word in joined(words):
         key, _, value = word.partition("=")
-        if UNKNOWN in word:
+        name = known_name(value) if key.lstrip("+") in NAMES and UNKNOWN in value else None
+        if name:
+            value = name
+            found.comments[key.lstrip("+")] = LACKS
+        if UNKNOWN in key + value:
             found.decisions[word.replace(UNKNOWN, "$(...)")] = "only the script can tell the value: write it"
         elif word.startswith("~"):
             found.decisions[word] = "removes a default of Hydra, and megarl has others"
@@ -77,6 +81,10 @@ def convert_words(words: Sequence[str], *, base: Path) -> Converted:
         for fault in recognised.faults:
             found.decisions[f"{fault.path}={_at(layer.tree, fault.path)}"] = fault.message
     found.comments.update({key: text for key, text in environment.items() if key in found.leaves})
+    path = found.leaves.get("trainer.resume_from_path")
+    if path and found.leaves.get("trainer.resume_mode") != "resume_path":
+        del found.leaves["trainer.resume_from_path"]
+        found.dropped[f"trainer.resume_from_path={path}"] = "only trainer.resume_mode=resume_path reads it"
     return found
 
 
