@@ -222,7 +222,13 @@ def _is_address(url: str) -> bool:
         port = parts.port
     except ValueError:  # half a bracket, or no port
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and len(url.split()) == 1
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and port != 0
+        and len(url.split()) == 1
+        and url.isprintable()
+    )
 
 
 def _template_faults(template: str, key: str) -> Iterator[Fault]:
@@ -259,3 +265,7 @@ def _key_faults(name: str, key: str, environ: Mapping[str, str] | None) -> Itera
         )
     elif environ is not None and not environ.get(name):
         yield Fault(key, f"the environment variable {name} is not set: export it, or write null")
+    elif environ is not None and not re.fullmatch("[!-~]+", environ[name]):
+        yield Fault(
+            key, f"{name} has a space, a line break or a letter that no HTTP header may have: export the key alone"
+        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megarl.platform.errors import UserError
 
 MAX_PORT = 1 << 16
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +34,11 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     torchrun comes first and Slurm last, because torchrun and mpirun leave the variables of a Slurm job in place.
 
     Raises:
-        UserError: a launcher's variables are incomplete, not numbers, or do not fit each other.
+        UserError: a launcher's variables are incomplete, not numbers, or do not fit each other, or are of an MPI other
+            than Open MPI.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        return _place(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return _place(environ, *_TORCHRUN)
     if "OMPI_COMM_WORLD_RANK" in environ:
         return _place(environ, *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
     # Only srun sets the step's size. A batch script and `salloc` have SLURM_PROCID=0 too, but are not ranks. The shell
@@ -45,6 +47,14 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
         here = "SLURM_STEP_TASKS_PER_NODE[SLURM_NODEID]"
         step = {**environ, here: _tasks_on_node(environ)}
         return _place(step, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", here)
+    if "RANK" in environ:
+        return _place(environ, *_TORCHRUN)  # which names those that are missing
+    if environ.get("PMI_SIZE", "1") != "1":
+        raise UserError(
+            f"PMI_SIZE={environ['PMI_SIZE']} shows that an MPI other than Open MPI started this process: start one "
+            "process per device with torchrun, mpirun of Open MPI or srun, or unset it to let megarl start them on "
+            "this host"
+        )
     return None
 
 

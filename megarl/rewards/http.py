@@ -62,7 +62,7 @@ class Server:
 
         Raises:
             PassingError: there is no such reply, but there may be one later.
-            ServerError: the server refuses the request.
+            ServerError: the server refuses the request, or HTTP or JSON cannot express it.
         """
         try:
             async with asyncio.timeout(self.attempt_s), self._client.stream("POST", url, json=body) as reply:
@@ -71,6 +71,8 @@ class Server:
             raise PassingError(f"no reply in {self.key}.attempt_s={self.attempt_s:g}") from None
         except httpx.RequestError as error:  # a lost connection, or a reply that is compressed wrongly
             raise PassingError(f"{type(error).__name__}: {error}") from None
+        except (httpx.InvalidURL, ValueError) as error:  # also a key, half a character or a number that is not finite
+            raise ServerError(f"{self.name} cannot be asked: {error}") from None
         text = content.decode(errors="replace")
         description = f"status {reply.status_code}: {show(text)}"
         if reply.status_code in _PASSING or reply.status_code >= 500:

@@ -32,6 +32,7 @@ def test_valid_judge_scores_alone_or_with_rules(judged: list[str], tmp_path: Pat
         (f"{JUDGE}.url=http://h:99999/v1", "judge.url", "give one such as http://host:8000/v1"),
         (f"{JUDGE}.url='http://[::1/v1'", "judge.url", "give one such as http://host:8000/v1"),
         (f"{JUDGE}.url='http:///v1'", "judge.url", "give one such as http://host:8000/v1"),
+        (f'{JUDGE}.url="http://h\\x01/v1"', "judge.url", "give one such as http://host:8000/v1"),
         (f"{JUDGE}.model=''", "judge.model", "is empty: name the model"),
         (f"{JUDGE}.template='{{solution_str}} {{question}}'", "judge.template", "there is no {question}: choose from"),
         (f"{JUDGE}.template='{{prompt}}'", "judge.template", "does not show the response: write {solution_str}"),
@@ -49,3 +50,12 @@ def test_faults_with_their_remedies(judged: list[str], change: str, key: str, me
     found = faults(judged, change)
     assert list(found) == [f"reward_model.{key}"]
     assert message in found[f"reward_model.{key}"]
+
+
+@pytest.mark.parametrize("value", ["sesame-open\n", "sesame open", "sésame-open", "sesame\x7f"])
+def test_a_key_that_no_header_can_have_is_named(judged: list[str], monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", value)
+    found = faults(judged)
+    assert list(found) == [f"{JUDGE}.api_key_variable"]
+    assert "JUDGE_API_KEY has a space, a line break or a letter that" in found[f"{JUDGE}.api_key_variable"]
+    assert value not in str(found)

@@ -67,7 +67,7 @@ def test_inner_launcher_wins_inside_a_slurm_job() -> None:
     assert launch is not None and launch.world_size == 8
 
 
-@pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 def test_incomplete_torchrun_variables_are_named(name: str) -> None:
     environ = {key: value for key, value in TORCHRUN.items() if key != name}
     with pytest.raises(ValueError, match=f"RANK shows that a launcher.*{name}=''.*unset"):
@@ -89,6 +89,14 @@ def test_incomplete_torchrun_variables_are_named(name: str) -> None:
 def test_variables_that_do_not_fit_are_named(variables: dict[str, str], fault: str) -> None:
     with pytest.raises(UserError, match=fault):
         detect({**TORCHRUN, **variables})
+
+
+def test_ranks_of_another_mpi_start_no_jobs_of_their_own() -> None:
+    other = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+    with pytest.raises(UserError, match="PMI_SIZE=2 shows that an MPI other than Open MPI.*or unset it"):
+        detect(other)
+    assert detect({**other, "PMI_SIZE": "1"}) is None
+    assert detect({**other, **SLURM}) == detect(SLURM)  # srun --mpi=pmi2 sets both
 
 
 def test_rank_that_is_alone_may_take_any_port() -> None:

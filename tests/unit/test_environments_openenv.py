@@ -1,5 +1,6 @@
 """The client of OpenEnv's HTTP protocol and a server that may fail, stall and lie."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -86,3 +87,23 @@ def test_what_does_not_fit_is_named(server: OpenEnvServer) -> None:
     assert silent.reset(replace(ROW, prompt="of the row")) == "of the row"
     with pytest.raises(ServerError, match="failed 1 times, at last: ConnectError"):
         OpenEnv(url="http://127.0.0.1:9", num_attempts=1).reset(ROW)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://h\0"])
+def test_an_address_that_is_none_is_named(url: str) -> None:
+    with pytest.raises(ServerError, match="the environment's server cannot be asked: Invalid"):
+        OpenEnv(url=url).reset(ROW)
+
+
+@pytest.mark.parametrize("truth", ["\ud800", math.nan])
+def test_what_json_cannot_express_is_an_error(server: OpenEnvServer, truth: Any) -> None:
+    environment = OpenEnv(url=server.address, reset={"truth": "ground_truth"})
+    with pytest.raises(ServerError, match="the environment's server cannot be asked"):
+        environment.reset(replace(ROW, ground_truth=truth))
+
+
+def test_a_key_that_no_header_can_have_is_an_error(server: OpenEnvServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENENV_LETTERS_KEY", "sésame")
+    with pytest.raises(ServerError, match="the environment's server cannot be asked") as caught:
+        OpenEnv(url=server.address, api_key_variable="OPENENV_LETTERS_KEY").reset(ROW)
+    assert "sésame" not in str(caught.value)
