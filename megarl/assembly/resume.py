@@ -27,7 +27,7 @@ from megarl.checkpoint.remote import Remote
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import CheckpointStore
 from megarl.checkpoint.template_time import recorded_time
-from megarl.config.keys import ACTOR
+from megarl.config.keys import ACTOR, POLICY
 from megarl.config.load import to_yaml
 from megarl.config.report import custom_code
 from megarl.config.root import COMMANDS, Config, SupervisedConfig, root_of
@@ -154,15 +154,20 @@ def _require_command(checkpoint: Path, was: Mapping[str, object] | None, config:
 
 
 def _require_optimizers(checkpoint: Path, found: Sequence[ConfigDifference], config: Config | SupervisedConfig) -> None:
-    """Refuse to resume a model that learns with a sharded optimizer from the states of a whole one, or the reverse.
+    """Refuse to resume a model from optimizer states of other names or of other weights.
 
-    Megatron-Core writes the two under different names.
+    Megatron-Core names the states of a sharded optimizer and of a whole one differently.
     """
     if isinstance(config, Config):
-        learning = [f"{ACTOR}.megatron", *(["critic.megatron"] if config.has_critic else [])]
+        learning = [
+            (f"{ACTOR}.megatron", POLICY),
+            *([("critic.megatron", "critic.model")] if config.has_critic else []),
+        ]
     else:
-        learning = ["megatron"]
-    keys = [f"{section}.use_distributed_optimizer" for section in learning]
+        learning = [("megatron", "model")]
+    keys = [
+        key for split, model in learning for key in (f"{split}.use_distributed_optimizer", f"{model}.freeze_moe_router")
+    ]
     for difference in found:
         if difference.key in keys:
             was = str(difference.was).lower()

@@ -123,6 +123,7 @@ def _learn(
         role=task.role,
         recompute=config.model.enable_gradient_checkpointing,
         balance=trainer.balance_batch,
+        freeze_routers=config.model.freeze_moe_router,
         training=(config.optim, config.grad_clip, last_step),
         lora=source.lora,
     )

@@ -60,8 +60,13 @@ def model_faults(
                 yield Fault(key, fault)
     except UserError as error:
         yield Fault(key, str(error))
-    if isinstance(model, ModelSection) and model.lora_adapter_path:
-        yield from _adapter_faults(model.lora_adapter_path, f"{key.removesuffix('path')}lora_adapter_path")
+    if isinstance(model, ModelSection):
+        section = key.removesuffix("path")
+        sizes = read_sizes(model) if model.freeze_moe_router else None
+        if sizes and not sizes.experts:
+            yield Fault(f"{section}freeze_moe_router", f"{key} has no experts: leave it out")
+        if model.lora_adapter_path:
+            yield from _adapter_faults(model.lora_adapter_path, f"{section}lora_adapter_path")
 
 
 def _adapter_faults(path: str, key: str) -> Iterator[Fault]:

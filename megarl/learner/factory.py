@@ -10,6 +10,7 @@ from torch import nn
 
 from megarl.learner.batching import Replays
 from megarl.learner.config import MegatronSection, OptimSection
+from megarl.learner.experts import routers_of
 from megarl.learner.layout import share_frozen, source_layout, weights
 from megarl.learner.learner import Learner
 from megarl.learner.lora import adapter_layout, adapter_weights, add_adapters
@@ -38,6 +39,7 @@ def make_learner(
     recompute: Recompute = False,
     balance: bool = True,
     training: tuple[OptimSection, float, int] | None = None,
+    freeze_routers: bool = False,
     lora: Lora | None = None,
     base: Learner | None = None,
     replays: Replays = "none",
@@ -56,6 +58,7 @@ def make_learner(
         balance: spread samples by length over data-parallel ranks.
         training: optimizer section, gradient clip, and number of steps in which the model learns; None if it never
             does.
+        freeze_routers: keep the routers of experts as they are.
         lora: the adapters, which then learn instead of the weights. A new scalar head learns too.
         base: a model with adapters of the same checkpoint and split; both have their frozen weights in one memory.
         replays: what the routers of experts take of the routes of samples that have any.
@@ -76,6 +79,9 @@ def make_learner(
     shared = share_frozen(base.modules, modules) if base else set()
     if checkpoint:
         _read_weights(checkpoint, modules, architecture, mesh, has_head=has_head, ready=shared)
+    if freeze_routers:
+        for router in routers_of(modules):
+            router.requires_grad_(False)
     if lora:
         add_adapters(modules, architecture, lora, mesh, seed=section.seed)
         if lora.start:

@@ -13,6 +13,7 @@ MODEL = Change(Effect.CURVE, "the model: its tokenizer, and the frozen models th
 
 _DECIDING = (".lora_rank", ".lora_adapter_path")
 ADAPTED = when(".has_adapters", words="adapters learn", because=_DECIDING)
+WITHOUT_ADAPTERS = when(".has_adapters", False, words="no adapters learn", because=_DECIDING)
 NEW = when(".has_new_adapters", words="`lora_rank` is set and `lora_adapter_path` is not", because=_DECIDING)
 
 ALL_LINEAR = "all-linear"
@@ -63,6 +64,8 @@ class ModelSection(CheckpointSection):
 
     enable_gradient_checkpointing: Recompute = key(False, Change(Effect.ROUNDING, "what is recomputed"))
     """Recompute activations in the backward pass: all, or those of feed-forward layers and experts (selective)."""
+    freeze_moe_router: bool = key(False, Change(Effect.CURVE, "the weights that learn"), read_if=WITHOUT_ADAPTERS)
+    """Keep the routers of experts as they are."""
     lora_rank: CountFromZero = 0
     """Rank of adapters (LoRA), which learn instead of the weights; 0 = the weights learn."""
     lora_alpha: Annotated[float, Field(gt=0.0, le=1e6)] = key(16.0, read_if=NEW)

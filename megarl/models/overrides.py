@@ -37,6 +37,8 @@ def unread_overrides(own: Mapping[str, object], overrides: Mapping[str, object])
             continue
         if is_dropout:
             yield f"{name}={value} is not read: dropout is a field of megatron.override_transformer_config"
+        elif name == "moe_config":
+            yield f"{name} is not read: freeze_moe_router is a key of the section of the model"
         else:
             meant = get_close_matches(name, [one for one in own if _is_read(one, config, architecture)], n=1)
             yield f"{name} is not read: " + (f"did you mean {meant[0]}?" if meant else "leave it out")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import Totals
 from megarl.batch import Experience
-from tests.support.learners import TOLERANCE, learn_twice, learner_outputs, make_test_learner, update
+from tests.support.learners import TOLERANCE, WARM_UP, learn_twice, learner_outputs, make_test_learner, update
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.references import reference_outputs
@@ -118,6 +118,31 @@ def router_gradients(
     return metrics["grad_norm"], {name: p.main_grad.clone() for name, p in parameters if "router" in name}
 
 
+def update_of_weights(checkpoint: Path, split: dict[str, Any], frozen: bool) -> tuple[float, float, set[str]]:
+    """Return the gradient norms of all weights and of this rank's routers, and the weights that an update changes."""
+    from megarl.learner.batching import Budget
+
+    learner = make_test_learner(checkpoint, split, grad_clip=1e9, freeze_routers=frozen)
+    weights = dict(learner.modules[0].named_parameters())
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    metrics = update(learner, [experience()], likelihood, Budget(max_tokens=1000, max_sequences=None))
+    gradients = [weight.main_grad for name, weight in weights.items() if "router" in name and weight.requires_grad]
+    changed = {name for name, weight in weights.items() if not torch.equal(weight, before[name])}
+    return metrics["grad_norm"], float(sum(gradient.square().sum() for gradient in gradients)) ** 0.5, changed
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_frozen_routers_keep_their_weights(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
+    norm, of_routers, changed = pool.run(1, update_of_weights, checkpoints[name], {}, False)[0]
+    expected = {weight for weight in changed if "router" not in weight}
+    assert expected < changed and of_routers > 0.0
+    for world_size, split in ((1, {}), SPLITS["tp2-ep2-etp1"]):
+        for found, _, learnt in pool.run(world_size, update_of_weights, checkpoints[name], split, True):
+            assert found == pytest.approx((norm**2 - of_routers**2) ** 0.5, rel=1e-5)
+            assert learnt and not any("router" in weight for weight in learnt)
+            assert learnt == expected or world_size > 1
+
+
 def expected_gradients(checkpoint: Path) -> list[Tensor]:
     """Return the gradients of both router losses with respect to the routers, by autograd through `transformers`."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -180,18 +205,21 @@ def router_biases(checkpoint: Path, override: dict[str, Any]) -> tuple[Tensor, T
         return before, weights[name].clone()
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(("name", "frozen"), [("deepseek_v3", False), ("gpt_oss", False), ("gpt_oss", True)])
 @pytest.mark.parametrize("distributed_optimizer", [True, False])
 def test_moe_learner_resumes_exactly_under_any_split(
-    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, distributed_optimizer: bool, name: str
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, distributed_optimizer: bool, name: str, frozen: bool
 ) -> None:
-    source, split = checkpoints[name], cut(ep=2)
-    expected, outputs = pool.run(2, learn_twice, source, "policy", split, tmp_path, None, distributed_optimizer)[0]
-    again, outputs_again = pool.run(2, learn_twice, source, "policy", split, None, tmp_path, distributed_optimizer)[0]
+    def learn(split: dict[str, Any], save: Path | None, load: Path | None) -> Any:
+        options = (distributed_optimizer, WARM_UP, None, frozen)
+        return pool.run(2, learn_twice, checkpoints[name], "policy", split, save, load, *options)[0]
+
+    expected, outputs = learn(cut(ep=2), tmp_path, None)
+    again, outputs_again = learn(cut(ep=2), None, tmp_path)
     assert again == expected
     assert torch.equal(outputs_again, outputs)
     for other in (cut(tp=2, etp=1 if name == "gpt_oss" else 2), cut(pp=2), cut(tp=2, ep=2, etp=1)):
-        metrics, elsewhere = pool.run(2, learn_twice, source, "policy", other, None, tmp_path, distributed_optimizer)[0]
+        metrics, elsewhere = learn(other, None, tmp_path)
         assert metrics == pytest.approx(expected, rel=1e-5)
         torch.testing.assert_close(elsewhere, outputs, rtol=1e-4, atol=1e-4)
 

@@ -40,6 +40,7 @@ def make_test_learner(
     balance: bool = True,
     mesh: Any = None,
     recompute: Any = False,
+    freeze_routers: bool = False,
     lora: Any = None,
     base: Any = None,
     replays: Any = "none",  # of megarl.learner.batching.Replays
@@ -62,6 +63,7 @@ def make_test_learner(
         balance=balance,
         recompute=recompute,
         training=(optim, grad_clip, NUM_SCHEDULE_STEPS) if optim else None,
+        freeze_routers=freeze_routers,
         lora=lora,
         base=base,
         replays=replays,
@@ -197,6 +199,7 @@ def learn_twice(
     optimizer: bool,
     optim: OptimSection = WARM_UP,
     lora: Any = None,
+    freeze_routers: bool = False,
 ) -> Any:
     """On each rank: update twice and save in between, or load and update once; return the last metrics and outputs.
 
@@ -206,9 +209,8 @@ def learn_twice(
     from megarl.learner.checkpoint import load_learner, save_learner
     from megarl.learner.staging import Staging
 
-    learner = make_test_learner(
-        source, split | {"use_distributed_optimizer": optimizer}, role=role, optim=optim, lora=lora
-    )
+    split = split | {"use_distributed_optimizer": optimizer}
+    learner = make_test_learner(source, split, role=role, optim=optim, lora=lora, freeze_routers=freeze_routers)
     batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
     objective = ACTOR if role == "policy" else CRITIC
     if load:

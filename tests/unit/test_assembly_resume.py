@@ -58,6 +58,14 @@ def test_the_other_optimizer_cannot_resume(tmp_path: Path, value: str) -> None:
     assert ResumePoint.find(unread).is_resumed
 
 
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_states_of_other_weights_cannot_resume(tmp_path: Path, value: str) -> None:
+    key = "actor_rollout_ref.model.freeze_moe_router"
+    save(configured(tmp_path, f"{key}={value}"), step=3)
+    with pytest.raises(UserError, match=f"optimizer states of {key}={value}, which no other"):
+        ResumePoint.find(configured(tmp_path, f"{key}={'false' if value == 'true' else 'true'}"))
+
+
 def test_run_of_another_command_is_refused(tmp_path: Path) -> None:
     checkpoint = save(configured_sft(tmp_path), step=3)
     assert ResumePoint.find(configured_sft(tmp_path)).is_resumed

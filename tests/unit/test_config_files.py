@@ -56,6 +56,7 @@ def test_a_model_config_must_have_sizes(argv: list[str], tmp_path: Path) -> None
 
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 6, "intermediate_size": 36}
 ETP = "expert_tensor_parallel_size"
+MODEL = "actor_rollout_ref.model"
 GPT_OSS = VARIANTS["gpt_oss"] | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
 
 
@@ -65,6 +66,13 @@ GPT_OSS = VARIANTS["gpt_oss"] | {"num_attention_heads": 8, "num_key_value_heads"
         ({}, [f"{ACTOR}.megatron.{EP}=2"], f"{ACTOR}.megatron.{EP}", "no experts to divide among 2 ranks"),
         ({}, [f"{ROLLOUT}.routing_replay=engine"], f"{ROLLOUT}.routing_replay", "has no experts to choose"),
         ({}, [f"{ACTOR}.routing_replay=recompute"], f"{ACTOR}.routing_replay", "has no experts to choose"),
+        ({}, [f"{MODEL}.freeze_moe_router=true"], f"{MODEL}.freeze_moe_router", f"{MODEL}.path has no experts"),
+        (
+            MIXTRAL,
+            [f"{MODEL}.override_config={{moe_config: {{}}}}"],
+            f"{MODEL}.override_config",
+            "freeze_moe_router is",
+        ),
         (
             MIXTRAL,
             [f"{ROLLOUT}.routing_replay=engine", f"{ACTOR}.routing_replay=recompute"],

@@ -106,6 +106,10 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
         for model in ("actor_rollout_ref.model", "critic.model")
         for value in ("lora_alpha=32.0", "lora_dropout=0.1")
     },
+    **{
+        f"{model}.freeze_moe_router=true": ([], [f"{model}.lora_rank=8"])
+        for model in ("actor_rollout_ref.model", "critic.model")
+    },
     f"{POLICY}.lora_dropout=0.2": ([f"{POLICY}.lora_adapter_path=adapters"], []),
     **{
         f"{POLICY}.{value}": (
