@@ -117,15 +117,20 @@ def estimates_of(estimator: Estimator, tensors: Mapping[str, Tensor], kwargs: Ma
         Advantages `[B, T]` float32 and, if the estimator has them, returns; zero outside the mask.
 
     Raises:
-        UserError: it does not return one or two `[B, T]` tensors.
+        UserError: it does not return one or two `[B, T]` tensors, or they are not finite within the mask.
     """
     result = estimator(**_taken(estimator, tensors), **kwargs)
     results = list(result) if isinstance(result, tuple) else [result]
     if len(results) > 2:
         raise UserError(f"{_name(estimator)} returns {len(results)} values: return advantages, or advantages, returns")
+    found = []
     for name, tensor in zip(("advantages", "returns"), results, strict=False):
         _require_shape(estimator, name, tensor, tuple(tensors["mask"].shape))
-    return [masked(tensor.to(torch.float32), tensors["mask"]) for tensor in results]
+        found.append(masked(tensor.to(torch.float32), tensors["mask"]))
+        if found[-1].numel() and not torch.stack(torch.aminmax(found[-1])).isfinite().all():  # takes no memory
+            sample, token = (~found[-1].isfinite()).nonzero()[0].tolist()
+            raise UserError(f"{_name(estimator)}: its {name} are not all finite: see sample {sample}, token {token}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The checks of a user's estimator and loss: built-in functions pass, and each kind of dependence is found."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from megarl.algorithms import advantages, losses
 from megarl.algorithms.invariance import check_estimator, check_policy_loss, estimates_of
 from megarl.algorithms.losses import PolicyLoss
 from megarl.algorithms.masked import masked_moments
+from megarl.platform.errors import UserError
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
 
@@ -73,6 +75,19 @@ def test_arguments_may_be_changed_in_place() -> None:
     assert given["scores"].tolist() == [1.0, 3.0]
     assert given["groups"].tolist() == [4, 5]
     assert given["mask"].all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_advantages_that_are_not_finite_are_named(value: float) -> None:
+    mask = torch.tensor([[True, True], [True, False]])
+
+    def estimator(mask: Tensor) -> Tensor:
+        return torch.tensor([[0.0, 1.0], [value, 0.0]])
+
+    with pytest.raises(UserError, match="estimator: its advantages are not all finite: see sample 1, token 0"):
+        estimates_of(estimator, {"mask": mask}, {})
+    [found] = estimates_of(lambda mask: torch.tensor([[0.0, 1.0], [2.0, value]]), {"mask": mask}, {})
+    assert found.tolist() == [[0.0, 1.0], [2.0, 0.0]]
 
 
 def test_a_loss_may_have_another_precision() -> None:

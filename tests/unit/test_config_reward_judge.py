@@ -53,7 +53,7 @@ def test_faults_with_their_remedies(judged: list[str], change: str, key: str, me
 
 
 @pytest.mark.parametrize("value", ["sesame-open\n", "sesame open", "sésame-open", "sesame\x7f"])
-def test_a_key_that_no_header_can_have_is_named(judged: list[str], monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_key_that_no_header_has_is_named(judged: list[str], monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", value)
     found = faults(judged)
     assert list(found) == [f"{JUDGE}.api_key_variable"]

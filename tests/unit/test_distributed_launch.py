@@ -91,7 +91,7 @@ def test_variables_that_do_not_fit_are_named(variables: dict[str, str], fault: s
         detect({**TORCHRUN, **variables})
 
 
-def test_ranks_of_another_mpi_start_no_jobs_of_their_own() -> None:
+def test_ranks_of_another_mpi_start_no_jobs() -> None:
     other = {"PMI_RANK": "1", "PMI_SIZE": "2"}
     with pytest.raises(UserError, match="PMI_SIZE=2 shows that an MPI other than Open MPI.*or unset it"):
         detect(other)

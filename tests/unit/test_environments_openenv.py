@@ -102,7 +102,7 @@ def test_what_json_cannot_express_is_an_error(server: OpenEnvServer, truth: Any)
         environment.reset(replace(ROW, ground_truth=truth))
 
 
-def test_a_key_that_no_header_can_have_is_an_error(server: OpenEnvServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_that_no_header_has_is_an_error(server: OpenEnvServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENENV_LETTERS_KEY", "sésame")
     with pytest.raises(ServerError, match="the environment's server cannot be asked") as caught:
         OpenEnv(url=server.address, api_key_variable="OPENENV_LETTERS_KEY").reset(ROW)
