@@ -126,9 +126,10 @@ def estimates_of(estimator: Estimator, tensors: Mapping[str, Tensor], kwargs: Ma
     found = []
     for name, tensor in zip(("advantages", "returns"), results, strict=False):
         _require_shape(estimator, name, tensor, tuple(tensors["mask"].shape))
-        found.append(masked(tensor.to(torch.float32), tensors["mask"]))
-        if found[-1].numel() and not torch.stack(torch.aminmax(found[-1])).isfinite().all():  # takes no memory
-            sample, token = (~found[-1].isfinite()).nonzero()[0].tolist()
+        estimate = masked(tensor.to(torch.float32), tensors["mask"])
+        found.append(estimate)
+        if estimate.numel() and not torch.stack(torch.aminmax(estimate)).isfinite().all():  # takes no memory
+            sample, token = (~estimate.isfinite()).nonzero()[0].tolist()
             raise UserError(f"{_name(estimator)}: its {name} are not all finite: see sample {sample}, token {token}")
     return found
 

@@ -38,7 +38,7 @@ def report_to(pipe: int) -> None:
 def report(error: Exception, directory: Path | None, launch: Launch, store: Store | None) -> str | int:
     """Keep the traceback of an error that ends this rank, and print it if this rank fails first.
 
-    A UserError is described by its message alone, once if all ranks have it, and a package that cannot be imported too.
+    A UserError and a failed import are described by their messages alone, once if all ranks have the error.
 
     Args:
         error: what ended the work of this rank.

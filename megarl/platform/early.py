@@ -1,4 +1,4 @@
-"""The first actions of a program, before it can work. They end it without a traceback.
+"""The first actions of a program: a signal or a deleted directory ends it without a traceback.
 
 Imports take seconds, so every program that trains imports this module first. `distributed.signals` takes over later.
 """

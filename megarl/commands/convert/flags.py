@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Self, TypeGuard
 
 import megarl.config
-from megarl.commands.convert.converted import LACKS, NAMES, Converted
-from megarl.commands.convert.expand import UNKNOWN, after_marks, known_name, links
+from megarl.commands.convert.converted import Converted
+from megarl.commands.convert.expand import UNKNOWN, after_marks, links
 from megarl.commands.convert.inherit import resolved, tree_of
 from megarl.commands.convert.launch import Launched
 from megarl.config.foreign import ANY, Remark
@@ -96,13 +96,10 @@ class Flags:
 
     def fill(self, found: Converted, words: Sequence[str]) -> None:
         """Add what the flags say to `found`."""
-        texts = dict(pairs(words))
-        for flag, text in texts.items():
-            key = self.same.get(self.older.get(flag, flag))
-            name = known_name(text) if key in NAMES and UNKNOWN in text else None
-            if key and name:
-                texts[flag] = name
-                found.comments[key] = LACKS
+        texts = {
+            flag: found.named(self.same.get(self.older.get(flag, flag)), text)
+            for flag, text in dict(pairs(words)).items()
+        }
         values = {flag: _parsed(links(text)) for flag, text in texts.items()}
         given = {self.older.get(flag, flag): value for flag, value in values.items() if UNKNOWN not in texts[flag]}
         table = self._adapted(given)

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.convert.converted import LACKS, NAMES, Converted
-from megarl.commands.convert.expand import UNKNOWN, known_name, links, unset_names
+from megarl.commands.convert.converted import Converted
+from megarl.commands.convert.expand import UNKNOWN, links, unset_names
 from megarl.commands.convert.flags import Flags, words_of
 from megarl.commands.convert.inherit import tree_of
 from megarl.commands.convert.launch import Launched
@@ -57,10 +57,7 @@ def convert_words(words: Sequence[str], *, base: Path) -> Converted:
     readable = []
     for word in joined(words):
         key, _, value = word.partition("=")
-        name = known_name(value) if key.lstrip("+") in NAMES and UNKNOWN in value else None
-        if name:
-            value = name
-            found.comments[key.lstrip("+")] = LACKS
+        value = found.named(key.lstrip("+"), value)
         if UNKNOWN in key + value:
             found.decisions[word.replace(UNKNOWN, "$(...)")] = "only the script can tell the value: write it"
         elif word.startswith("~"):
